@@ -1,0 +1,61 @@
+"""What the benchmarks share: synthetic layers, the machine's description, JSON out."""
+
+import argparse
+import json
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def random_layer(d_out: int, d_in: int, samples: int, tokens: int, seed: int = 0, device: str = "cpu"):
+    """A weight with correlated inputs and per-sample gradients as a linear layer has them (sums of δ xᵀ)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    scale = 0.3 + normal(d_in).abs()
+    rank = max(1, d_in // 4)
+    mixing = normal(rank, d_in) / rank**0.5
+    gram = torch.zeros(d_in, d_in, device=device)
+    gradients = torch.empty(samples, d_out, d_in, device=device)
+    for n in range(samples):
+        inputs = (normal(tokens, rank) @ mixing + 0.3 * normal(tokens, d_in)) * scale
+        gram += inputs.T @ inputs
+        gradients[n] = (normal(tokens, d_out) * 1e-3).T @ inputs
+    return normal(d_out, d_in) / d_in**0.5, gram, gradients
+
+
+def machine() -> dict:
+    """Where a figure was measured."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def peak_bytes() -> int:
+    """The process's largest resident size so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write(name: str, results: object) -> Path:
+    """results/<name>.json, with the machine."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    print(f"wrote {path}")
+    return path
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

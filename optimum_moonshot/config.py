@@ -1,0 +1,163 @@
+"""`MoonshotConfig`: every choice of a pruning run, checked when it is made, before any work can be lost."""
+
+import dataclasses
+import re
+from typing import Any, ClassVar
+
+from .errors import MoonshotError, require
+from .patterns import Pattern, parse_pattern
+from .solvers import Solver, solver_class
+
+# Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
+DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoonshotConfig:
+    """How to prune.
+
+    Args:
+        solver: "sparsegpt" (reconstructs the surviving weights), "wanda" (only chooses), or "magnitude".
+        pattern: "unstructured", or "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs.
+        sparsity: share of the weights to remove, in [0, 1]; follows from n:m.
+        lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
+            default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
+        fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
+            setting for language models), the others then use λ = 1.
+        damping: share of the mean diagonal added to a Hessian before it is factored. It grows tenfold, up to 1, for a
+            layer that needs it; the report says so. SparseGPT only.
+        block_size: columns that SparseGPT prunes together, and with all rows its comparison group.
+        targets: regular expressions searched for in module names; None prunes every Linear of the decoder layers.
+            Embeddings and heads are pruned only if one of these names them.
+        ignore: regular expressions searched for in module names that stay dense.
+        num_samples: calibration samples N. Exactly so many: too little data is an error.
+        sequence_length: tokens per sample; None is the model's longest, at most 2048.
+        batch_size: samples that pass through a layer at a time. Memory and speed, not the result, depend on it.
+        seed: of the choice of calibration samples. Equal seeds give bit-identical models.
+        max_memory: bytes ("8GiB" works) that statistics and caches may take on the model's device; what exceeds it
+            goes to host memory. None is 60% of what is free when pruning starts.
+        offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
+    """
+
+    VERSION: ClassVar[int] = 1
+
+    solver: str = "sparsegpt"
+    pattern: str = "unstructured"
+    sparsity: float | None = None
+    lam: float | None = None
+    fisher: str = "all"
+    damping: float = 0.01
+    block_size: int = 128
+    targets: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+    num_samples: int = 128
+    sequence_length: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+    max_memory: int | str | None = None
+    offload_dir: str | None = None
+
+    def __post_init__(self):
+        solver_class(self.solver)
+        _number("sparsity", self.sparsity, optional=True)
+        _ = self.parsed_pattern
+        _number("lam", self.lam, optional=True)
+        require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
+        require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
+        _number("damping", self.damping)
+        require(0 < self.damping <= 1, f"damping={self.damping}: it lies above 0 and at most at 1")
+        for field in ("block_size", "num_samples", "batch_size"):
+            _whole(field, getattr(self, field), least=1)
+        _whole("seed", self.seed, least=0)
+        if self.sequence_length is not None:
+            _whole("sequence_length", self.sequence_length, least=2)
+        for field in ("targets", "ignore"):
+            object.__setattr__(self, field, _expressions(field, getattr(self, field)))
+        _ = self.max_memory_bytes
+        require(
+            self.offload_dir is None or isinstance(self.offload_dir, str),
+            f"offload_dir={self.offload_dir!r}: give the path of a folder",
+        )
+
+    @property
+    def parsed_pattern(self) -> Pattern:
+        """`pattern` and `sparsity` as one object."""
+        return parse_pattern(self.pattern, self.sparsity)
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """`max_memory` in bytes."""
+        return None if self.max_memory is None else _bytes(self.max_memory)
+
+    def make_solver(self) -> Solver:
+        """The solver with those of its hyperparameters that this configuration has."""
+        cls = solver_class(self.solver)
+        return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+
+    def resolve_lam(self, kind: str = "language") -> float:
+        """λ; where none was given, the default of the method for this kind of model ("language" or "vision").
+
+        Magnitude pruning has no objective to balance: its λ is 1 unless one was asked for, for the report.
+        """
+        if self.lam is not None:
+            return float(self.lam)
+        return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types, with the version of this format."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {"version": self.VERSION, **values}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "MoonshotConfig":
+        """The inverse of `to_dict`.
+
+        Raises:
+            MoonshotError: a newer version, an unknown field, or a value that is out of range.
+        """
+        values = dict(values)
+        version = values.pop("version", cls.VERSION)
+        require(version == cls.VERSION, f"version={version}: this release reads version {cls.VERSION} configurations")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+def _number(field: str, value: Any, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    require(ok, f"{field}={value!r}: give a number")
+
+
+def _whole(field: str, value: Any, least: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, f"{field}={value!r}: give a whole number of at least {least}")
+
+
+def _expressions(field: str, value: Any) -> tuple[str, ...] | None:
+    if value is None and field == "targets":
+        return None
+    require(
+        not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions"
+    )
+    expressions = tuple(value)
+    for expression in expressions:
+        require(isinstance(expression, str), f"{field}: {expression!r} is not a string")
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise MoonshotError(f"{field}: {expression!r} is not a regular expression ({error})") from None
+    return expressions
+
+
+def _bytes(value: Any) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[kmgt]i?b)\s*", str(value).lower())
+    require(
+        match is not None and not isinstance(value, bool), f'max_memory={value!r}: give bytes or a size such as "8GiB"'
+    )
+    unit = match[2]
+    power = 0 if not unit else "kmgt".index(unit[0]) + 1
+    return int(float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power)

@@ -1,0 +1,74 @@
+"""The functional entry: one matrix in, one pruned matrix out. The pruner's loop and the tests both come through here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import MoonshotConfig
+from .errors import require
+from .objective import DiagonalQuadratic, Quadratic
+from .solvers import PrunedWeight
+
+
+def prune_weight(
+    weight: Tensor, gram: Tensor | None = None, gradients: Tensor | None = None, *, config: MoonshotConfig
+) -> PrunedWeight:
+    """Prune one weight matrix by `config`.
+
+    Args:
+        weight: dense weight, [d_out, d_in], floating point.
+        gram: ``X Xᵀ`` summed over every token, [d_in, d_in]; only ``solver="magnitude"`` does without.
+        gradients: per-sample gradients of the loss, [N, d_out, d_in]; needed where λ < 1, unused at λ = 1. They may
+            lie on another device than the weight: rows are then streamed.
+        config: solver, pattern, sparsity, λ (default 0.9) and damping.
+
+    Returns:
+        weight, keep, damping and notes; the weight in the dtype and on the device of the input, which is not changed.
+
+    Raises:
+        MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or n:m with m not dividing d_in.
+        FactorizationError: the quadratic stays singular at the largest damping.
+    """
+    _check_tensor("weight", weight, (None, None))
+    pattern = config.parsed_pattern
+    d_out, d_in = weight.shape
+    require(pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern!s}'s m")
+    solver = config.make_solver()
+    lam = config.resolve_lam()
+    if gram is None:
+        require(not solver.calibrated, f"gram=None: solver={config.solver!r} needs the inputs' Gram matrix")
+        gram, lam = torch.zeros(d_in, d_in, device=weight.device), 1.0
+        gram.diagonal().fill_(1)
+    _check_tensor("gram", gram, (d_in, d_in))
+    if lam < 1:
+        require(gradients is not None, f"gradients=None: lam={lam:g} needs them; give gradients or set lam=1")
+        _check_tensor("gradients", gradients, (None, d_out, d_in))
+    else:
+        gradients = None
+    with torch.no_grad():
+        objective = build_objective(solver.objective, weight, gram, gradients, lam)
+        result = solver.solve(objective, pattern)
+        return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
+
+
+def build_objective(kind: type, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float):
+    """The objective a solver asks for, from full statistics."""
+    if kind is DiagonalQuadratic:
+        squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
+        return DiagonalQuadratic.build(
+            weight, gram.diagonal(), squares, 0 if gradients is None else len(gradients), lam
+        )
+    return Quadratic.build(weight, gram, gradients, lam)
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
+    require(tensor.is_floating_point(), f"{name} has dtype {tensor.dtype}: give a floating-point tensor")
+    fits = tensor.ndim == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    require(fits and tensor.numel() > 0, f"{name} has shape {list(tensor.shape)}: it must be [{wanted}] and not empty")
+    low, high = torch.aminmax(tensor)
+    require(bool(torch.isfinite(low) & torch.isfinite(high)), f"{name} holds NaN or infinite values")

@@ -1,0 +1,15 @@
+"""One file per solver; importing this package registers them all."""
+
+from . import magnitude, sparsegpt, wanda
+from .base import PrunedWeight, Solver, register_solver, solver_class, solver_names
+
+__all__ = [
+    "PrunedWeight",
+    "Solver",
+    "magnitude",
+    "register_solver",
+    "solver_class",
+    "solver_names",
+    "sparsegpt",
+    "wanda",
+]

@@ -1,0 +1,20 @@
+"""Magnitude pruning, the baseline that needs no data: the smallest |w| of the whole layer go."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..objective import Quadratic
+from ..patterns import Pattern
+from .base import PrunedWeight, finish, register_solver
+
+
+@register_solver("magnitude")
+@dataclass(frozen=True)
+class Magnitude:
+    """No hyperparameters; the comparison group is the layer, and the surviving weights stay as they are."""
+
+    objective: ClassVar[type] = Quadratic
+    calibrated: ClassVar[bool] = False
+
+    def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
+        return finish(objective, objective.weight, pattern.keep(objective.weight.abs()))

@@ -1,0 +1,24 @@
+"""Wanda (Sun et al., arXiv 2306.11695) on the multi-objective diagonal: score w² · F_jj, row by row, no update.
+
+At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..objective import DiagonalQuadratic
+from ..patterns import Pattern
+from .base import PrunedWeight, finish, register_solver
+
+
+@register_solver("wanda")
+@dataclass(frozen=True)
+class Wanda:
+    """No hyperparameters; the comparison group is one row, and the surviving weights stay as they are."""
+
+    objective: ClassVar[type] = DiagonalQuadratic
+    calibrated: ClassVar[bool] = True
+
+    def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
+        scores = objective.weight.square() * objective.diagonal()
+        return finish(objective, objective.weight, pattern.keep_per_row(scores))
