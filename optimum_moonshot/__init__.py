@@ -1,6 +1,54 @@
-"""One-shot pruning with two objectives at once (MOONSHOT, arXiv 2604.13287)."""
+"""One-shot pruning with two objectives at once (MOONSHOT, arXiv 2604.13287).
 
-from .config import MoonshotConfig
-from .prune_weight import prune_weight
+Names are imported when they are first used, so that `optimum-cli`, which imports this package on every call, starts
+without torch.
+"""
 
-__all__ = ["MoonshotConfig", "prune_weight"]
+import importlib
+from typing import TYPE_CHECKING
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .config import MoonshotConfig
+    from .errors import MoonshotError
+    from .evaluation import perplexity
+    from .functional import prune_weight
+    from .pruner import MoonshotPruner
+    from .report import LayerReport, PruneReport
+    from .solvers import register_solver
+
+__all__ = [
+    "LayerReport",
+    "MoonshotConfig",
+    "MoonshotError",
+    "MoonshotPruner",
+    "PruneReport",
+    "__version__",
+    "perplexity",
+    "prune_weight",
+    "register_solver",
+]
+
+_MODULES = {
+    "LayerReport": "report",
+    "MoonshotConfig": "config",
+    "MoonshotError": "errors",
+    "MoonshotPruner": "pruner",
+    "PruneReport": "report",
+    "perplexity": "evaluation",
+    "prune_weight": "functional",
+    "register_solver": "solvers",
+}
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

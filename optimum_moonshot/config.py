@@ -140,9 +140,7 @@ def _whole(field: str, value: Any, least: int) -> None:
 def _expressions(field: str, value: Any) -> tuple[str, ...] | None:
     if value is None and field == "targets":
         return None
-    require(
-        not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions"
-    )
+    require(not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions")
     expressions = tuple(value)
     for expression in expressions:
         require(isinstance(expression, str), f"{field}: {expression!r} is not a string")

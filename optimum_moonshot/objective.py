@@ -60,7 +60,7 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
 
 @dataclass(frozen=True)
 class Quadratic:
-    """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``value(0) == 1``."""
+    """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``L_λ(0) = 1``."""
 
     weight: Tensor  # ŵ             [d_out, d_in] float32, 0 at dead inputs
     gram: Tensor  # G               [d_in, d_in]
@@ -106,7 +106,7 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class DiagonalQuadratic:
-    """`Quadratic` with G and A_k A_kᵀ replaced by their diagonals, as Wanda does; ``value(0) == 1`` by its own ruler."""
+    """`Quadratic` with G and A_k A_kᵀ replaced by their diagonals, as Wanda does; ``L_λ(0) = 1`` by its own ruler."""
 
     weight: Tensor  # ŵ                     [d_out, d_in] float32, 0 at dead inputs
     input_squares: Tensor  # diag G         [d_in]

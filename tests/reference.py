@@ -59,10 +59,7 @@ def wanda(weight, gram, gradients, lam, sparsity=None, nm=None) -> tuple[Tensor,
     if lam < 1:
         f0 = sum((weight**2 * g**2).sum() for g in gradients) / len(gradients)
         score = score + (1 - lam) / (len(gradients) * f0) * weight**2 * sum(g**2 for g in gradients)
-    if nm:
-        keep = remove_nm(score, *nm)
-    else:
-        keep = torch.stack([remove(row, round(sparsity * row.numel())) for row in score])
+    keep = remove_nm(score, *nm) if nm else torch.stack([remove(row, round(sparsity * len(row))) for row in score])
     return weight * keep, keep
 
 

@@ -1,4 +1,4 @@
-"""The functional entry: one matrix in, one pruned matrix out. The pruner's loop and the tests both come through here."""
+"""The functional entry: one matrix in, one pruned matrix out. Tests and scripts come through here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def prune_weight(
     _check_tensor("weight", weight, (None, None))
     pattern = config.parsed_pattern
     d_out, d_in = weight.shape
-    require(pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern!s}'s m")
+    require(
+        pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern!s}'s m"
+    )
     solver = config.make_solver()
     lam = config.resolve_lam()
     if gram is None:

@@ -1,0 +1,292 @@
+"""`optimum-cli moonshot`: prune a model, or measure its perplexity, from the shell.
+
+`optimum-cli` imports this module on every call: torch and transformers wait for `run`.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from ..errors import MoonshotError
+
+# One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
+CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
+    "solver": {
+        "metavar": "NAME",
+        "help": "sparsegpt (reconstructs the surviving weights; the default), wanda (only chooses), or magnitude",
+    },
+    "pattern": {"help": '"unstructured" (the default), or n:m such as 2:4: n of every m consecutive inputs survive'},
+    "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
+    "lam": {
+        "type": float,
+        "metavar": "LAMBDA",
+        "help": "weight of the reconstruction term, 0 to 1; the rest goes to the Fisher loss, and 1 needs no "
+        "backward pass. Default: 0.9 for language models, 0.5 for vision",
+    },
+    "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
+    "damping": {"type": float, "help": "share of the mean diagonal added to a Hessian before it is factored (0.01)"},
+    "block_size": {"type": int, "help": "columns that SparseGPT prunes together (128)"},
+    "targets": {
+        "nargs": "+",
+        "action": "extend",
+        "metavar": "REGEX",
+        "help": "prune the modules whose names match; default: every Linear of the decoder layers",
+    },
+    "ignore": {"nargs": "+", "action": "extend", "metavar": "REGEX", "help": "modules that stay dense"},
+    "num_samples": {"type": int, "help": "calibration samples (128)"},
+    "sequence_length": {
+        "type": int,
+        "help": "tokens per sample, also for --eval; default: the model's longest, at most 2048",
+    },
+    "batch_size": {
+        "type": int,
+        "help": "samples at a time (8); memory and speed depend on it, the result does not",
+    },
+    "seed": {"type": int, "help": "of the choice of calibration samples (0)"},
+    "max_memory": {
+        "metavar": "SIZE",
+        "help": 'what statistics and caches may take on the device, such as "8GiB"; default: 60%% of what is free',
+    },
+    "offload_dir": {"metavar": "DIR", "help": "folder for caches that exceed the host's memory too"},
+}
+
+OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class UsageError(MoonshotError):
+    """A mistake in the command line, found before anything was loaded."""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a causal language model: folder, or name on the Hub")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def add_prune_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moonshot prune`."""
+    _add_model_options(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
+    parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
+    parser.add_argument(
+        "--calibration",
+        metavar="DATA",
+        help="c4 (the default; magnitude needs none), wikitext2, ptb, or a text, JSON or Parquet file",
+    )
+    parser.add_argument(
+        "--eval",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DATA",
+        help="measure perplexity on these before and after",
+    )
+    group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
+    for name, options in CONFIG_OPTIONS.items():
+        group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, **options)
+
+
+def add_eval_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moonshot eval`."""
+    _add_model_options(parser)
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="DATA",
+        help="c4, wikitext2, ptb, or a text, JSON or Parquet file",
+    )
+    parser.add_argument(
+        "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
+    )
+    parser.add_argument("--batch-size", type=int, default=4, help="windows at a time (4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def prune(args: argparse.Namespace) -> None:
+    """`moonshot prune`: load, measure, prune, measure, save, report."""
+    start = time.perf_counter()
+    config = _config(args)
+    device = _device(args.device)
+    output = _output_folder(args)
+    calibration = _calibration(args, config)
+    _check_data("--eval", args.eval)
+    from optimum_moonshot import MoonshotPruner, perplexity
+
+    pruner = _load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
+    pruner.model.to(device)
+
+    def measure(dataset: str) -> float:
+        settings = {"sequence_length": config.sequence_length, "batch_size": min(config.batch_size, 4)}
+        return perplexity(pruner.model, pruner.tokenizer, dataset, **settings, progress=True).value
+
+    dense = {dataset: measure(dataset) for dataset in args.eval}
+    partial = output.with_name(output.name + ".partial")
+    report = pruner.prune(calibration, progress=True, resume_dir=str(partial))
+    lines = [f"sparsity    {report.sparsity:.4f}"]
+    for dataset, before in dense.items():
+        after = measure(dataset)
+        report.record_evaluation(_short_name(dataset), before, after)
+        lines.append(f"perplexity  {before:.3f} → {after:.3f} on {_short_name(dataset)}")
+    pruner.save_pretrained(args.output)
+    lines.append(f"saved       {args.output}")
+    lines.append(f"seconds     {time.perf_counter() - start:.1f}")
+    print(report.table(), "", *lines, sep="\n")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """`moonshot eval`: perplexity per dataset."""
+    device = _device(args.device)
+    for name in ("sequence_length", "batch_size"):
+        value = getattr(args, name)
+        _usage(value is None or value >= 1, f"{_flag(name)} {value}: give a whole number of at least 1")
+    _check_data("--dataset", args.dataset)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from optimum_moonshot import perplexity
+
+    model = _load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
+    tokenizer = _load(lambda **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args)
+    model.to(device).eval()
+    settings = {"sequence_length": args.sequence_length, "batch_size": args.batch_size}
+    values = {}
+    for dataset in args.dataset:
+        values[dataset] = perplexity(model, tokenizer, dataset, **settings, progress=True).value
+        if not args.json:
+            print(f"perplexity  {values[dataset]:.3f} on {dataset}", flush=True)
+    if args.json:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        print(json.dumps({"model": args.model, "perplexity": finite}))
+
+
+def _config(args: argparse.Namespace):
+    from optimum_moonshot import MoonshotConfig
+
+    given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
+    try:
+        return MoonshotConfig(**given)
+    except MoonshotError as error:
+        raise UsageError(str(error)) from None
+
+
+def _device(name: str | None):
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UsageError(f"--device {name}: not a device of this machine") from None
+    return device
+
+
+def _output_folder(args: argparse.Namespace) -> Path:
+    output = Path(args.output).resolve()
+    _usage(not output.exists() or output.is_dir(), f"--output {args.output}: not a folder")
+    filled = output.is_dir() and any(output.iterdir())
+    _usage(not filled or args.overwrite, f"--output {args.output}: it is not empty; --overwrite writes there anyway")
+    same = Path(args.model).is_dir() and Path(args.model).resolve() == output
+    _usage(not same, f"--output {args.output}: it holds the model to prune; choose another folder")
+    return output
+
+
+def _calibration(args: argparse.Namespace, config) -> str | None:
+    from optimum_moonshot.solvers import solver_class
+
+    if args.calibration is None:
+        return "c4" if solver_class(config.solver).calibrated else None
+    _check_data("--calibration", [args.calibration])
+    return args.calibration
+
+
+def _check_data(flag: str, sources: list[str]) -> None:
+    from optimum_moonshot.data import CORPORA
+
+    for source in sources:
+        known = source in CORPORA or Path(source).expanduser().is_file()
+        _usage(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file")
+
+
+def _load(load: Callable, args: argparse.Namespace):
+    kwargs: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
+    try:
+        return load(dtype=args.dtype, **kwargs)
+    except MoonshotError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, … for a wrong model
+        raise MoonshotError(f"{args.model}: cannot be loaded ({_first_line(error)})") from error
+
+
+def _short_name(dataset: str) -> str:
+    """The report may be published: a file is known there by its name, not by its path."""
+    return Path(dataset).name if os.path.isfile(dataset) else dataset
+
+
+def _usage(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1."""
+    try:
+        work(args)
+        return
+    except (MoonshotError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("MOONSHOT_DEBUG") == "1":
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            status, message = 130, "interrupted"
+        else:
+            status, message = 2 if isinstance(error, UsageError) else 1, _line(error)
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+class PruneCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="prune", help="Prune a language model in one shot and save it.")
+    parse_args = staticmethod(add_prune_options)
+
+    def run(self):
+        _guard(prune, self.args)
+
+
+class EvalCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="eval", help="Measure a language model's perplexity.")
+    parse_args = staticmethod(add_eval_options)
+
+    def run(self):
+        _guard(evaluate, self.args)
+
+
+class MoonshotCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="moonshot", help="Prune language models in one shot.")
+    SUBCOMMANDS = tuple(
+        CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
+        for command in (PruneCommand, EvalCommand)
+    )

@@ -1,0 +1,142 @@
+"""Perplexity by the protocol of the pruning literature, so that numbers compare with published ones.
+
+The text is tokenised as one stream and cut into windows of the model's sequence length that do not overlap; perplexity
+is the exponentiated mean loss of every next-token prediction inside a window.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm.auto import tqdm
+
+from .data import check_whole, describe, read_text, tokenize, window_length
+from .errors import require
+
+# Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
+SLICE_BYTES = 64 * 2**20
+WINDOWS = {"c4": 256}  # how many windows of a data set the literature reads, where not all
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A perplexity, and what it was measured on."""
+
+    value: float
+    dataset: str
+    windows: int
+    sequence_length: int  # tokens of a window
+    tokens: int  # predicted ones: windows · (sequence_length - 1)
+
+
+def perplexity(
+    model: nn.Module,
+    tokenizer: Any,
+    dataset: Any = "wikitext2",
+    *,
+    sequence_length: int | None = None,
+    batch_size: int = 4,
+    max_windows: int | None = None,
+    progress: bool = False,
+) -> Perplexity:
+    """How well a causal language model predicts text; lower is better.
+
+    Args:
+        model: with logits [B, T, vocabulary]; left as it was.
+        tokenizer: the model's Hugging Face tokenizer.
+        dataset: "wikitext2", "c4" or "ptb" as in the literature; the path of a .txt, .json, .jsonl, .json.gz, .jsonl.gz
+            or .parquet file, a list of strings or a `datasets.Dataset`, whose texts a blank line joins.
+        sequence_length: tokens of a window; None is the model's longest, at most 2048.
+        batch_size: windows that pass through the model at a time.
+        max_windows: the first so many windows at most; None is all, and 256 for "c4".
+
+    Raises:
+        MoonshotError: data that cannot be read or is shorter than a window, or a model that gives no logits, or NaN.
+    """
+    check_whole("batch_size", batch_size, 1)
+    if max_windows is not None:
+        check_whole("max_windows", max_windows, 1)
+    require(tokenizer is not None, "tokenizer=None: perplexity of text needs the model's tokenizer")
+    length = window_length(sequence_length, max_positions(model))
+    most = max_windows or (WINDOWS.get(dataset) if isinstance(dataset, str) else None)
+    windows = _windows(tokenize(tokenizer, read_text(dataset)), length, most)
+    _check(model, windows)
+    total = torch.zeros((), dtype=torch.float64)
+    with _evaluating(model), tqdm(total=len(windows), desc="perplexity", disable=not progress) as bar:
+        for batch in windows.split(batch_size):
+            total += _loss(model, batch)
+            bar.update(len(batch))
+    tokens = len(windows) * (length - 1)
+    return Perplexity(float((total / tokens).exp()), describe(dataset), len(windows), length, tokens)
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The longest sequence that a model has positions for, in tokens; None where its configuration names none."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _windows(ids: list[int], length: int, most: int | None) -> Tensor:
+    """Windows [W, length] that do not overlap, without the rest that fills none."""
+    count = len(ids) // length
+    mend = "give more text" + (f" or set sequence_length={len(ids)}" if len(ids) >= 2 else "")
+    require(count > 0, f"the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
+    count = min(count, most or count)
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def _check(model: nn.Module, windows: Tensor) -> None:
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    require(
+        not getattr(config, "is_encoder_decoder", False),
+        f"{name} is an encoder-decoder: perplexity of text needs a causal language model",
+    )
+    size = None
+    with suppress(AttributeError, NotImplementedError):  # not every model says where its embeddings are
+        size = model.get_input_embeddings().num_embeddings
+    require(
+        size is None or int(windows.max()) < size,
+        f"tokenizer: it gives token {int(windows.max())}, {name} has {size}: use the tokenizer of the model",
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's mode is as before on exit."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
+    ids = ids.to(next(model.parameters()).device)
+    options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    output = model(input_ids=ids, **options)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    fits = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == ids.shape
+    require(
+        fits,
+        f"{type(model).__name__} gives no logits for every token: load it with AutoModelForCausalLM, with its head",
+    )
+    step = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
+    total = torch.zeros((), dtype=torch.float64)
+    for window, scores in zip(ids, logits, strict=True):
+        targets = window[1:].to(scores.device).split(step)
+        for part, target in zip(scores[:-1].split(step), targets, strict=True):
+            total += functional.cross_entropy(part.float(), target, reduction="none").cpu().double().sum()
+    require(not bool(total.isnan()), f"{type(model).__name__} gives NaN logits: check its weights and its dtype")
+    return total

@@ -1,0 +1,132 @@
+"""What a run did: one `LayerReport` per weight matrix, gathered in a `PruneReport` that prints and saves as JSON."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+REPORT_NAME = "moonshot_report.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One pruned matrix. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1 an empty one.
+
+    `masked` losses are those of the chosen mask on the dense weights, before the survivors were updated; the others
+    are those of the weights as they stand now. Fisher losses are None where λ = 1 needed no gradients, and all are
+    None where no calibration data was given. Losses of one solver are comparable between layers and λ; Wanda's are
+    measured on diagonals, as it decides by them.
+    """
+
+    name: str
+    shape: tuple[int, int]  # d_out, d_in
+    lam: float | None  # the λ used here; None without calibration data
+    sparsity: float  # zeros counted in the weight, in the model's dtype
+    reconstruction: float | None = None  # L_R(W)/L_R(0)
+    reconstruction_masked: float | None = None
+    fisher: float | None = None  # L_F(W)/L_F(0)
+    fisher_masked: float | None = None
+    loss: float | None = None  # L_λ(W)
+    loss_masked: float | None = None
+    damping: float = 0.0
+    seconds: float = 0.0  # in the solver
+    peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class PruneReport:
+    """The whole run, in the model's order of layers."""
+
+    config: dict[str, Any]
+    layers: list[LayerReport]
+    skipped: dict[str, str]  # left dense, with the reason
+    calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
+    seconds: dict[str, float]  # calibration, solve, total
+    peak_memory: int  # bytes
+    versions: dict[str, str]
+    notes: list[str] = dataclasses.field(default_factory=list)
+    evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sparsity(self) -> float:
+        """Zeros among all weights of the pruned layers."""
+        total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+        return sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in self.layers) / total
+
+    def record_evaluation(self, name: str, dense: float, pruned: float) -> None:
+        """Note a measurement of the model before and after, such as a perplexity."""
+        self.evaluations[name] = {"dense": dense, "pruned": pruned}
+
+    def table(self, width: int = 120) -> str:
+        """For people: a row per layer, then what was skipped and the totals."""
+        table = Table(title=None, box=None, pad_edge=False)
+        table.add_column("layer", overflow="fold")
+        headers = ("shape", "λ", "sparsity", "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes")
+        for header in headers:
+            table.add_column(header, justify="left" if header == "notes" else "right")
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                f"{layer.shape[0]}×{layer.shape[1]}",
+                "" if layer.lam is None else f"{layer.lam:g}",
+                f"{layer.sparsity:.4f}",
+                *(
+                    _short(value)
+                    for value in (layer.reconstruction_masked, layer.reconstruction, layer.fisher_masked, layer.fisher)
+                ),  # fmt: skip
+                f"{layer.damping:g}" if layer.damping else "",
+                f"{layer.seconds:.2f}",
+                "; ".join(layer.notes),
+            )
+        console = Console(width=width, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+        console.print(table)
+        console.file.close()
+        return console.export_text().rstrip() + "\n" + "\n".join(self._summary())
+
+    def _summary(self) -> list[str]:
+        lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
+        lines.append(
+            f"sparsity {self.sparsity:.4f} over {len(self.layers)} layers; {seconds}; "
+            f"peak memory {self.peak_memory / 2**30:.2f} GiB"
+        )
+        for name, values in self.evaluations.items():
+            lines.append(f"{name}: dense {values['dense']:.3f}, pruned {values['pruned']:.3f}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; `from_dict` is its inverse."""
+        return {**dataclasses.asdict(self), "sparsity": self.sparsity}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
+        values = {name: value for name, value in values.items() if name != "sparsity"}
+        layers = [
+            LayerReport(**{**layer, "shape": tuple(layer["shape"]), "notes": tuple(layer["notes"])})
+            for layer in values.pop("layers")
+        ]
+        return cls(layers=layers, **values)
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write JSON to a file, or to moonshot_report.json in a folder."""
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "PruneReport":
+        """Read what `save` wrote, from the file or its folder."""
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,121 @@
+"""Pruned weights between solving and writing: the model stays dense until every layer has its result.
+
+With a folder, each result is a file at once, so that a killed run goes on where it was.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import MoonshotError
+from .layers import PrunableLayer
+from .report import LayerReport
+
+_MANIFEST = "run.json"
+
+
+class Results:
+    """Pruned weights in the model's dtype, in host memory or in `folder`.
+
+    Args:
+        folder: where each result is written at once; None keeps them in memory.
+        fingerprint: of everything that the results depend on. Files of another run are thrown away, with a note.
+    """
+
+    def __init__(self, folder: str | os.PathLike | None, fingerprint: str):
+        self.folder = None if folder is None else Path(folder)
+        self.weights: dict[str, Tensor] = {}
+        self.reports: dict[str, LayerReport] = {}
+        self.notes: list[str] = []
+        if self.folder is not None:
+            self._open(fingerprint)
+
+    def _open(self, fingerprint: str) -> None:
+        manifest = self.folder / _MANIFEST
+        if self.folder.exists() and not manifest.exists() and any(self.folder.iterdir()):
+            raise MoonshotError(f"resume_dir={str(self.folder)!r} holds other files: give an empty or a new folder")
+        if manifest.exists():
+            if json.loads(manifest.read_text())["fingerprint"] == fingerprint:
+                self._restore()
+                return
+            self.notes.append("an unfinished run with other settings was discarded")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(manifest, json.dumps({"fingerprint": fingerprint}).encode())
+
+    def _restore(self) -> None:
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                values = json.loads(file.metadata()["report"])
+            report = LayerReport(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
+            self.reports[report.name] = report
+        if self.reports:
+            self.notes.append(f"{len(self.reports)} layers were taken over from an interrupted run")
+
+    def __contains__(self, layer: PrunableLayer) -> bool:
+        return layer.name in self.reports
+
+    def put(self, report: LayerReport, weight: Tensor) -> None:
+        """Keep a layer's pruned weight [d_out, d_in]."""
+        weight = weight.cpu().contiguous()
+        if self.folder is None:
+            self.weights[report.name] = weight
+        else:
+            path = self._path(report.name)
+            partial = path.with_suffix(".partial")
+            save_file({"weight": weight}, partial, {"report": json.dumps(dataclasses.asdict(report))})
+            os.replace(partial, path)
+        self.reports[report.name] = report
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    @torch.no_grad()
+    def commit(self, layers: list[PrunableLayer]) -> None:
+        """Write every result into the model; if that is interrupted, the dense weights are put back."""
+        for layer in layers:
+            if layer.name not in self.weights:
+                with safe_open(self._path(layer.name), "pt") as file:
+                    self.weights[layer.name] = file.get_tensor("weight")
+        swapped = []
+        try:
+            for layer in layers:
+                dense = layer.matrix.to("cpu", copy=True)
+                swapped.append((layer, dense))
+                layer.matrix.copy_(self.weights.pop(layer.name))
+                # The pruned weight gave its place to the dense one, so the two never add up to two models.
+        except BaseException:
+            for layer, dense in swapped:
+                layer.matrix.copy_(dense)
+            raise
+
+    def discard(self) -> None:
+        """Remove the folder of a finished run."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
+
+
+def fingerprint(*parts: str, layers: list[PrunableLayer]) -> str:
+    """A hash of the settings and of the dense weights, by two float64 sums per layer."""
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for layer in layers:
+        weight = layer.matrix.double()
+        ramp = torch.linspace(1, 2, weight.shape[1], dtype=torch.float64, device=weight.device)
+        digest.update(
+            f"{layer.name} {layer.shape} {weight.sum().item()} {(weight @ ramp).square().sum().item()}".encode()
+        )
+    return digest.hexdigest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

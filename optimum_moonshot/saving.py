@@ -1,0 +1,55 @@
+"""Write a pruned model as a plain dense checkpoint: all of it or nothing."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .errors import MoonshotError, require
+from .report import PruneReport
+
+# Weight files of an earlier save would be loaded in place of, or next to, the new ones.
+_WEIGHT_FILES = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
+
+
+def save_model(model: nn.Module, tokenizer: Any, report: PruneReport, directory: str | os.PathLike) -> None:
+    """Model, tokenizer and report in `directory`; the files appear there only when all of them are written.
+
+    Raises:
+        MoonshotError: the folder cannot be written, or the disk is full.
+    """
+    directory = Path(directory)
+    require(not directory.is_file(), f"directory={str(directory)!r} is a file: give a folder")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
+            model.save_pretrained(staging)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staging)
+            report.save(staging)
+            _move(Path(staging), directory)
+    except Exception as error:
+        # safetensors reports a full disk as an error of its own.
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise MoonshotError(f"directory={str(directory)!r} could not be written: {error}") from error
+        raise
+
+
+def _move(staging: Path, directory: Path) -> None:
+    for pattern in _WEIGHT_FILES:
+        for stale in directory.glob(pattern):
+            if not (staging / stale.name).exists():
+                stale.unlink()
+    for path in sorted(staging.iterdir()):
+        target = directory / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)

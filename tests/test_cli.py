@@ -1,0 +1,214 @@
+"""The command line: its options follow the configuration, and what a user can mend is one line and an exit status."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimum_moonshot import MoonshotConfig
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.commands import moonshot as cli
+from optimum_moonshot.solvers import solver_class, solver_names
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "examples" / "demo_model"
+WITHOUT_OPTION: set[str] = set()  # fields of MoonshotConfig that only Python code can set
+
+
+def parse(*argv):
+    parser = cli.argparse.ArgumentParser()
+    cli.add_prune_options(parser)
+    return parser.parse_args(["some/model", "--output", "out", *argv])
+
+
+def failure(capsys, *argv):
+    """Exit status and message of a command that fails."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(part) for part in argv])
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert lines[-1].startswith("error: "), captured.err
+    assert "Traceback" not in captured.err
+    return caught.value.code, lines
+
+
+def test_every_field_has_an_option():
+    fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
+    assert set(cli.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
+
+
+def test_help_names_every_solver():
+    ours = [name for name in solver_names() if solver_class(name).__module__.startswith("optimum_moonshot.")]
+    assert all(name in cli.CONFIG_OPTIONS["solver"]["help"] for name in ours)
+
+
+@pytest.mark.parametrize("name", ["damping", "block_size", "num_samples", "batch_size", "seed"])
+def test_help_states_the_default(name):
+    assert f"({getattr(MoonshotConfig(solver='magnitude', pattern='2:4'), name)})" in cli.CONFIG_OPTIONS[name]["help"]
+
+
+def test_only_given_options_reach_the_config():
+    assert cli._config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
+    given = {
+        "solver": "wanda",
+        "pattern": "unstructured",
+        "sparsity": 0.6,
+        "lam": 0.25,
+        "fisher": "attention",
+        "damping": 0.1,
+        "block_size": 64,
+        "targets": ("q_proj", "k_proj"),
+        "ignore": (r"layers\.0\.", "down"),
+        "num_samples": 32,
+        "sequence_length": 128,
+        "batch_size": 2,
+        "seed": 7,
+        "max_memory": "2GiB",
+        "offload_dir": "spill",
+    }
+    assert set(given) == set(cli.CONFIG_OPTIONS)
+    argv = []
+    for name, value in given.items():
+        argv += [cli._flag(name), *map(str, value if isinstance(value, tuple) else [value])]
+    assert cli._config(parse(*argv)) == MoonshotConfig(**given)
+
+
+def test_options_with_several_values_repeat():
+    args = parse("--eval", "a", "b", "--eval", "c", "--ignore", "x", "--ignore", "y")
+    assert args.eval == ["a", "b", "c"]
+    assert args.ignore == ["x", "y"]
+    assert parse().eval == []
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--solver", "nope", "--pattern", "2:4"], "solver='nope'"),
+        (["--pattern", "5:4"], "5:4"),
+        (["--pattern", "2:4", "--lam", "1.5"], "lam=1.5"),
+        (["--pattern", "2:4", "--targets", "("], "regular expression"),
+        (["--pattern", "2:4", "--calibration", "missing.txt"], "--calibration missing.txt"),
+        (["--pattern", "2:4", "--eval", "wikitext2", "missing.txt"], "--eval missing.txt"),
+        (["--pattern", "2:4", "--device", "abacus"], "--device abacus"),
+        (["--pattern", "2:4", "--device", "cuda:99"], "--device cuda:99"),
+    ],
+)
+def test_wrong_option_is_found_before_loading(capsys, tmp_path, argv, words):
+    status, lines = failure(capsys, "prune", "no/such/model", "--output", tmp_path / "out", *argv)
+    assert status == 2
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_folder_is_not_overwritten_unasked(capsys, tmp_path):
+    (tmp_path / "keep.txt").write_text("mine")
+    prune = ["prune", tmp_path / "no-model", "--pattern", "2:4", "--output"]
+    status, lines = failure(capsys, *prune, tmp_path)
+    assert status == 2 and len(lines) == 1 and "--overwrite" in lines[0]
+    status, lines = failure(capsys, *prune, tmp_path / "keep.txt")
+    assert status == 2 and len(lines) == 1 and "not a folder" in lines[0]
+
+
+def test_model_is_not_pruned_into_its_own_folder(capsys):
+    status, lines = failure(capsys, "prune", DEMO, "--pattern", "2:4", "--output", DEMO, "--overwrite")
+    assert status == 2 and len(lines) == 1 and "the model to prune" in lines[0]
+
+
+@pytest.mark.parametrize("argv", [["prune", "--pattern", "2:4", "--output", "out"], ["eval", "--dataset", "ptb"]])
+def test_model_that_cannot_be_loaded(capsys, tmp_path, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    command, *options = argv
+    status, lines = failure(capsys, command, tmp_path / "empty", *options)
+    assert status == 1
+    assert len(lines) == 1 and str(tmp_path / "empty") in lines[0] and "cannot be loaded" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_eval_checks_its_numbers_first(capsys):
+    status, lines = failure(capsys, "eval", "no/such/model", "--dataset", "x", "--batch-size", "0")
+    assert status == 2 and len(lines) == 1 and "--batch-size 0" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "error, status, message",
+    [
+        (cli.MoonshotError("two\nlines"), 1, "error: two lines\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
+    def work(args):
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        cli._guard(work, None)
+    assert caught.value.code == status
+    assert capsys.readouterr().err == message
+    monkeypatch.setenv("MOONSHOT_DEBUG", "1")
+    with pytest.raises(type(error)):
+        cli._guard(work, None)
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    def work(args):
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError):
+        cli._guard(work, None)
+
+
+def test_registration_imports_no_torch():
+    code = (
+        "import sys, runpy, optimum_moonshot, optimum_moonshot.__main__\n"
+        f"found = runpy.run_path({str(ROOT / 'optimum_moonshot/commands/register/register_moonshot.py')!r})\n"
+        "assert found['REGISTER_COMMANDS'][0].COMMAND.name == 'moonshot'\n"
+        "assert not {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert not (ROOT / "optimum_moonshot" / "commands" / "register" / "__init__.py").exists()
+
+
+def test_function_survives_the_import_of_its_module():
+    import optimum_moonshot
+    import optimum_moonshot.functional
+
+    assert optimum_moonshot.prune_weight is optimum_moonshot.functional.prune_weight
+    assert set(optimum_moonshot.__all__) <= set(dir(optimum_moonshot))
+    assert all(getattr(optimum_moonshot, name) is not None for name in optimum_moonshot.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = optimum_moonshot.nothing
+
+
+def test_module_runs_as_a_program(tmp_path):
+    argv = ["prune", "m", "--output", str(tmp_path / "o"), "--pattern", "9"]
+    command = [sys.executable, "-m", "optimum_moonshot", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "MOONSHOT_DEBUG": ""})
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_prune_and_eval_end_to_end(capsys, tmp_path):
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text((DEMO / "heldout.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    output = tmp_path / "pruned"
+    options = ["--solver", "wanda", "--pattern", "2:4", "--lam", "1", "--num-samples", "16", "--sequence-length", "64"]
+    data = ["--calibration", DEMO / "calibration.txt", "--eval", heldout, "--device", "cpu"]
+    main([str(part) for part in ("prune", DEMO, "--output", output, *options, *data)])
+    printed = capsys.readouterr().out
+    assert "sparsity    0.5000" in printed
+    assert f"saved       {output}" in printed
+    assert not output.with_name("pruned.partial").exists()
+
+    evaluation = json.loads((output / "moonshot_report.json").read_text(encoding="utf-8"))["evaluations"]["heldout.txt"]
+    assert evaluation["dense"] < evaluation["pruned"] < math.inf
+    main(["eval", str(output), "--dataset", str(heldout), "--sequence-length", "64", "--device", "cpu", "--json"])
+    measured = json.loads(capsys.readouterr().out)["perplexity"][str(heldout)]
+    assert measured == pytest.approx(evaluation["pruned"], rel=1e-3)

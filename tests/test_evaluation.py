@@ -1,0 +1,366 @@
+"""Perplexity against a loop written out and the model's own loss, and what stops it; the named data sets of both
+calibration and evaluation, on a stand-in for the Hub."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+from optimum_moonshot import data, evaluation
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.evaluation import Perplexity, max_positions, perplexity
+
+TEXT = " ".join(str(number) for number in range(140))
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tiny_config(**changes) -> LlamaConfig:
+    return LlamaConfig(**{"vocab_size": 256, "max_position_embeddings": 32, **SIZES, **changes})
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(initializer_range=0.3))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32)
+
+
+@torch.no_grad()
+def by_hand(model, tokenizer, text: str, length: int, most: int | None = None) -> float:
+    """One window and one token at a time."""
+    ids = tokenizer(text)["input_ids"]
+    losses = []
+    for start in list(range(0, len(ids) - length + 1, length))[:most]:
+        window = torch.tensor([ids[start : start + length]])
+        probabilities = model(input_ids=window).logits[0].double().softmax(-1)
+        losses += [-math.log(probabilities[i, window[0, i + 1]]) for i in range(length - 1)]
+    return math.exp(sum(losses) / len(losses))
+
+
+class TestValue:
+    @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
+    def test_against_a_loop_written_out(self, model, tokenizer, batch_size):
+        found = perplexity(model, tokenizer, [TEXT], sequence_length=24, batch_size=batch_size)
+        tokens = len(tokenizer(TEXT)["input_ids"])
+        assert tokens % 24 and found.windows == tokens // 24 and found.tokens == found.windows * 23
+        assert found.sequence_length == 24 and found.dataset == "list of 1 strings"
+        assert found.value == pytest.approx(by_hand(model, tokenizer, TEXT, 24), rel=1e-5)
+
+    @torch.no_grad()
+    def test_against_the_models_own_loss(self, model, tokenizer):
+        ids = torch.tensor(tokenizer(TEXT)["input_ids"])
+        windows = ids[: len(ids) // 32 * 32].view(-1, 32)
+        losses = [model(input_ids=window[None], labels=window[None]).loss for window in windows]
+        found = perplexity(model, tokenizer, [TEXT])
+        assert found.value == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-5)
+        assert found.sequence_length == 32  # the model's positions
+
+    def test_slices_do_not_change_it(self, model, tokenizer, monkeypatch):
+        whole = perplexity(model, tokenizer, [TEXT]).value
+        for size in (1, 4 * 256 * 7):
+            monkeypatch.setattr(evaluation, "SLICE_BYTES", size)
+            assert perplexity(model, tokenizer, [TEXT]).value == pytest.approx(whole, rel=1e-6)
+
+    def test_logits_are_read_in_slices(self, model, tokenizer, monkeypatch):
+        monkeypatch.setattr(evaluation, "SLICE_BYTES", 4 * 256 * 7)
+        rows, plain = [], evaluation.functional.cross_entropy
+
+        def spy(scores, *args, **kwargs):
+            rows.append(len(scores))
+            assert scores.dtype == torch.float32
+            return plain(scores, *args, **kwargs)
+
+        monkeypatch.setattr(evaluation.functional, "cross_entropy", spy)
+        perplexity(model.bfloat16(), tokenizer, [TEXT], max_windows=1)
+        assert rows == [7, 7, 7, 7, 3]
+
+    def test_half_precision(self, model, tokenizer):
+        full = perplexity(model, tokenizer, [TEXT]).value
+        assert perplexity(model.bfloat16(), tokenizer, [TEXT]).value == pytest.approx(full, rel=0.05)
+
+    def test_uniform_predictions(self, model, tokenizer):
+        nn.init.zeros_(model.lm_head.weight)
+        assert perplexity(model, tokenizer, [TEXT]).value == pytest.approx(256)
+
+    def test_max_windows(self, model, tokenizer):
+        found = perplexity(model, tokenizer, [TEXT], max_windows=3, batch_size=2)
+        assert found.windows == 3 and found.tokens == 93
+        assert found.value == pytest.approx(by_hand(model, tokenizer, TEXT, 32, most=3), rel=1e-5)
+        assert perplexity(model, tokenizer, [TEXT], max_windows=10**6) == perplexity(model, tokenizer, [TEXT])
+
+    def test_repeated_calls_agree(self, model, tokenizer):
+        assert perplexity(model, tokenizer, [TEXT]) == perplexity(model, tokenizer, [TEXT])
+
+    def test_plain_module_that_returns_logits(self, tokenizer):
+        class Bigram(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(256, 256)
+
+            def forward(self, input_ids):
+                return self.table(input_ids)
+
+        found = perplexity(Bigram(), tokenizer, [TEXT * 5])
+        assert found.sequence_length == 2048 and found.windows == 1 and found.value > 1
+
+
+class TestSources:
+    def test_files_and_data_sets(self, model, tokenizer, tmp_path):
+        lines = [TEXT[:100], "", TEXT[100:]]
+        (tmp_path / "a.txt").write_text("\n\n".join(lines))
+        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+        (tmp_path / "a.json").write_text(json.dumps([{"content": line} for line in lines]))
+        dataset = Dataset.from_dict({"sentence": lines})
+        dataset.to_parquet(tmp_path / "a.parquet")
+        expected = by_hand(model, tokenizer, "\n\n".join(lines), 32)
+        files = [str(tmp_path / f"a.{suffix}") for suffix in ("txt", "jsonl", "json", "parquet")]
+        for source in [*files, tmp_path / "a.txt", lines, dataset, dataset.to_iterable_dataset()]:
+            found = perplexity(model, tokenizer, source)
+            assert found.value == pytest.approx(expected, rel=1e-5)
+            assert found.dataset == data.describe(source)
+
+
+class Hub:
+    """Stands in for `load_dataset`: serves rows, and records the arguments that it was asked with."""
+
+    def __init__(self, column: str, texts: list[str]):
+        self.rows, self.calls = Dataset.from_dict({column: texts}), []
+
+    def __call__(self, *args, **options):
+        self.calls.append((args, options))
+        return self.rows.to_iterable_dataset() if options.get("streaming") else self.rows
+
+
+C4 = {"split": "train", "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "streaming": True}
+C4_TEST = {
+    "split": "validation",
+    "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
+    "streaming": True,
+}
+WIKITEXT = {"name": "wikitext-2-raw-v1"}
+PTB = {"revision": "refs/convert/parquet"}
+
+
+class TestNamed:
+    @pytest.mark.parametrize(
+        ("name", "path", "options", "column", "joiner"),
+        [
+            ("wikitext2", "Salesforce/wikitext", WIKITEXT, "text", "\n\n"),
+            ("ptb", "ptb-text-only/ptb_text_only", PTB, "sentence", " "),
+        ],
+    )
+    def test_running_text(self, model, tokenizer, monkeypatch, name, path, options, column, joiner):
+        lines = TEXT.split(" ")
+        hub = Hub(column, lines)
+        monkeypatch.setattr(data, "load_dataset", hub)
+        found = perplexity(model, tokenizer, name)
+        assert found.dataset == name
+        assert found.value == pytest.approx(by_hand(model, tokenizer, joiner.join(lines), 32), rel=1e-5)
+        samples = data.load_calibration(name, tokenizer, num_samples=6, sequence_length=40)
+        windows = [tokenizer.decode(ids) for batch in samples.batches for ids in batch["input_ids"]]
+        assert samples.source == name and all(len(text) == 40 and text in joiner.join(lines) for text in windows)
+        assert hub.calls == [((path,), {**options, "split": split}) for split in ("test", "train")]
+
+    def test_c4_calibration(self, tokenizer, monkeypatch):
+        texts = [f"{i}: " + "abcdefghij" * (3 + i) for i in range(12)]
+        hub = Hub("text", ["short", *texts, ""])
+        monkeypatch.setattr(data, "load_dataset", hub)
+        found = data.load_calibration("c4", tokenizer, num_samples=12, sequence_length=32)
+        windows = [tokenizer.decode(ids) for batch in found.batches for ids in batch["input_ids"]]
+        assert all(len(window) == 32 and any(window in text for text in texts) for window in windows)
+        assert hub.calls == [(("allenai/c4",), C4)] and (found.source, found.notes) == ("c4", ())
+        with pytest.raises(MoonshotError, match="num_samples=13: only 12 documents are longer than sequence_length=32"):
+            data.load_calibration("c4", tokenizer, num_samples=13, sequence_length=32)
+
+    def test_c4_evaluation(self, model, tokenizer, monkeypatch):
+        hub = Hub("text", [str(i) for i in range(1200)])
+        monkeypatch.setattr(data, "load_dataset", hub)
+        assert data.read_text("c4") == " ".join(str(i) for i in range(1100))
+        assert hub.calls == [(("allenai/c4",), C4_TEST)]
+        assert perplexity(model, tokenizer, "c4", sequence_length=8).windows == 256
+        assert perplexity(model, tokenizer, "c4", sequence_length=8, max_windows=3).windows == 3
+
+    def test_default_is_wikitext2(self, model, tokenizer, monkeypatch):
+        monkeypatch.setattr(evaluation, "read_text", lambda source: TEXT if source == "wikitext2" else "")
+        assert perplexity(model, tokenizer).dataset == "wikitext2"
+
+    @pytest.mark.parametrize("name", ["c4", "wikitext2", "ptb"])
+    def test_no_hub(self, model, tokenizer, monkeypatch, name):
+        def fail(*args, **options):
+            raise ConnectionError("Couldn't reach it\nat all")
+
+        monkeypatch.setattr(data, "load_dataset", fail)
+        for read in (lambda: data.load_calibration(name, tokenizer), lambda: perplexity(model, tokenizer, name)):
+            with pytest.raises(MoonshotError, match=f'"{name}": {data.CORPORA[name].path} .*local file') as caught:
+                read()
+            assert "(Couldn't reach it)" in str(caught.value) and ".txt, .json" in str(caught.value)
+
+    def test_connection_lost_while_streaming(self, tokenizer, monkeypatch):
+        def rows():
+            yield {"text": "abc"}
+            raise OSError("gone")
+
+        monkeypatch.setattr(data, "load_dataset", lambda *args, **options: IterableDataset.from_generator(rows))
+        with pytest.raises(MoonshotError, match='"c4": allenai/c4 .*gone'):
+            data.load_calibration("c4", tokenizer)
+
+    def test_tokenizer_is_asked_for_first(self, monkeypatch):
+        hub = Hub("text", [TEXT])
+        monkeypatch.setattr(data, "load_dataset", hub)
+        for name in data.CORPORA:
+            with pytest.raises(MoonshotError, match="tokenizer=None"):
+                data.load_calibration(name, None)
+        assert hub.calls == []
+
+
+class TestModelIsLeftAsItWas:
+    def test_modes_gradients_and_weights(self, model, tokenizer):
+        model.train()
+        model.model.layers[1].eval()
+        before = [module.training for module in model.modules()]
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        modes = []
+        model.lm_head.register_forward_hook(lambda *_: modes.append((model.training, torch.is_grad_enabled())))
+        perplexity(model, tokenizer, [TEXT])
+        assert set(modes) == {(False, False)}
+        assert [module.training for module in model.modules()] == before
+        assert torch.is_grad_enabled() and all(parameter.grad is None for parameter in model.parameters())
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+    def test_modes_survive_errors(self, model, tokenizer):
+        model.train()
+        nn.init.constant_(model.lm_head.weight, float("nan"))
+        with pytest.raises(MoonshotError):
+            perplexity(model, tokenizer, [TEXT])
+        assert all(module.training for module in model.modules())
+
+    def test_dropout_is_off(self, tokenizer):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(tiny_config(attention_dropout=0.9)).train()
+        assert perplexity(model, tokenizer, [TEXT]) == perplexity(model, tokenizer, [TEXT])
+
+    def test_no_cache_is_built(self, model, tokenizer):
+        seen = []
+        model.register_forward_hook(
+            lambda _, args, kwargs, output: seen.append((kwargs["use_cache"], output.past_key_values)), with_kwargs=True
+        )
+        perplexity(model, tokenizer, [TEXT], max_windows=1)
+        assert seen == [(False, None)]
+
+    def test_global_random_state_is_untouched(self, model, tokenizer):
+        before = torch.get_rng_state()
+        perplexity(model, tokenizer, [TEXT])
+        assert torch.equal(before, torch.get_rng_state())
+
+
+class TestProgress:
+    def test_off_by_default(self, model, tokenizer, capfd):
+        perplexity(model, tokenizer, [TEXT])
+        assert capfd.readouterr() == ("", "")
+
+    def test_bar_counts_windows(self, model, tokenizer, capfd):
+        found = perplexity(model, tokenizer, [TEXT], progress=True, batch_size=3)
+        assert f"{found.windows}/{found.windows}" in capfd.readouterr().err
+
+
+class TestErrors:
+    def test_short_text(self, model, tokenizer):
+        with pytest.raises(MoonshotError, match="the text has 31 tokens, fewer than sequence_length=32.*_length=31"):
+            perplexity(model, tokenizer, ["x" * 31])
+        assert perplexity(model, tokenizer, ["x" * 32]).windows == 1
+        for text in ("", "x"):
+            with pytest.raises(MoonshotError, match=f"the text has {len(text)} tokens.*: give more text$"):
+                perplexity(model, tokenizer, [text], sequence_length=2)
+
+    def test_lengths(self, model, tokenizer):
+        with pytest.raises(MoonshotError, match="sequence_length=33: give at most the 32 positions"):
+            perplexity(model, tokenizer, [TEXT], sequence_length=33)
+        for field, value in (("sequence_length", 1), ("batch_size", 0), ("max_windows", 0), ("max_windows", 1.5)):
+            with pytest.raises(MoonshotError, match=f"{field}={value}: give a whole number"):
+                perplexity(model, tokenizer, [TEXT], **{field: value})
+
+    def test_nan_logits(self, model, tokenizer):
+        nn.init.constant_(model.lm_head.weight, float("nan"))
+        with pytest.raises(MoonshotError, match="LlamaForCausalLM gives NaN logits: check its weights"):
+            perplexity(model, tokenizer, [TEXT])
+
+    def test_no_logits(self, tokenizer):
+        with pytest.raises(MoonshotError, match="LlamaModel gives no logits .*AutoModelForCausalLM"):
+            perplexity(LlamaModel(tiny_config()), tokenizer, [TEXT])
+
+    def test_logits_of_another_shape(self, model, tokenizer):
+        class Last(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = model
+
+            def forward(self, input_ids):
+                return SimpleNamespace(logits=self.inner(input_ids=input_ids).logits[:, -1])
+
+        with pytest.raises(MoonshotError, match="Last gives no logits for every token"):
+            perplexity(Last(), tokenizer, [TEXT], sequence_length=16)
+
+    def test_encoder_decoder(self, tokenizer):
+        config = T5Config(vocab_size=256, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        with pytest.raises(MoonshotError, match="is an encoder-decoder"):
+            perplexity(T5(config), tokenizer, [TEXT], sequence_length=16)
+
+    def test_tokenizer_of_another_model(self, tokenizer):
+        with pytest.raises(MoonshotError, match="tokenizer: it gives token .*LlamaForCausalLM has 10"):
+            perplexity(LlamaForCausalLM(tiny_config(vocab_size=10)), tokenizer, [TEXT])
+
+    def test_no_tokenizer(self, model):
+        with pytest.raises(MoonshotError, match="tokenizer=None"):
+            perplexity(model, None, [TEXT])
+
+    def test_data(self, model, tokenizer):
+        with pytest.raises(MoonshotError, match='"wikitext3" is neither'):
+            perplexity(model, tokenizer, "wikitext3")
+        with pytest.raises(MoonshotError, match="model inputs, where text is needed"):
+            perplexity(model, tokenizer, [{"input_ids": [1, 2]}])
+
+
+def test_impossible_tokens_have_infinite_perplexity(tokenizer):
+    class Sure(nn.Linear):
+        def forward(self, input_ids):
+            return torch.full((*input_ids.shape, 256), -math.inf).index_fill(2, torch.tensor([0]), 0.0)
+
+    assert perplexity(Sure(1, 1), tokenizer, [TEXT], sequence_length=8).value == math.inf
+
+
+def test_max_positions():
+    assert max_positions(LlamaForCausalLM(tiny_config())) == 32
+    assert max_positions(nn.Linear(2, 2)) is None
+    text = SimpleNamespace(max_position_embeddings=77)
+    assert max_positions(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))) == 77
+    assert max_positions(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=-1))) is None
+
+
+def test_result_is_plain_data():
+    result = Perplexity(1.5, "c4", 256, 2048, 256 * 2047)
+    assert result == Perplexity(value=1.5, dataset="c4", windows=256, sequence_length=2048, tokens=524032)
+
+
+def test_window_length():
+    given = ((None, None), (None, 512), (None, 131072), (4096, 131072), (4096, None))
+    assert [data.window_length(*pair) for pair in given] == [2048, 512, 2048, 4096, 4096]
+    for pair, message in (((513, 512), "513: give at most the 512 positions"), ((1, None), "1: give a whole number")):
+        with pytest.raises(MoonshotError, match=f"sequence_length={message}"):
+            data.window_length(*pair)

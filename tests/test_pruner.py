@@ -1,0 +1,484 @@
+"""The pruner on tiny models of every kind: what it prunes, what it must leave alone, and how it fails."""
+
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, ENCODERS, image_batches, make, token_batches
+from torch import nn
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import pruner as pruner_module
+from optimum_moonshot import statistics as statistics_module
+from optimum_moonshot.layers import find_structure
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
+
+SAMPLES = 6
+
+
+def config(**changes):
+    defaults = dict(pattern="2:4", lam=0.9, num_samples=SAMPLES, sequence_length=12, batch_size=2)
+    return MoonshotConfig(**{**defaults, **changes})
+
+
+def prune(model, batches=None, tokenizer=None, **changes):
+    pruner = MoonshotPruner(model, config(**changes), tokenizer)
+    pruner.prune(batches if batches is not None else token_batches(), progress=False)
+    return pruner
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def pruned_names(model):
+    return {layer.name for layer in find_structure(model).layers()}
+
+
+def assert_same(model, before):
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.fixture
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": 3, **{chr(32 + i): 4 + i for i in range(92)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
+    )
+
+
+@pytest.mark.parametrize("options", [dict(), dict(solver="wanda", pattern="unstructured", sparsity=0.5)], ids=str)
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
+def test_every_architecture(name, options, tmp_path, tokenizer):
+    model = make(name)
+    before, targets = weights(model), pruned_names(model)
+    batches = image_batches() if name == "vit" else token_batches(padded=True)
+    pruner = prune(model, batches, tokenizer, **options)
+    report = pruner.report
+    assert {layer.name for layer in report.layers} == targets
+    for layer in report.layers:
+        weight = model.get_submodule(layer.name).weight
+        assert layer.sparsity == (weight == 0).sum().item() / weight.numel() == 0.5
+        # SparseGPT updates greedily, column by column: on matrices as tiny as these it may gain nothing.
+        assert layer.loss <= 1.01 * layer.loss_masked
+        assert 0 < layer.reconstruction < 1 and 0 < layer.fisher < 1
+    for key, tensor in model.state_dict().items():
+        if key.removesuffix(".weight") not in targets:
+            assert torch.equal(tensor, before[key]), key
+    assert bool(report.skipped) == (name == "mixtral")
+    pruner.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    inputs = {key: value for key, value in batches[0].items() if key != "labels"}
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert loaded.config.moonshot["sparsity"] == report.sparsity == 0.5
+
+
+def test_what_fused_experts_leave_dense_is_listed():
+    report = prune(make("mixtral")).report
+    assert any("MixtralExperts" in reason for reason in report.skipped.values())
+    assert "MixtralExperts" in report.table()
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gpt2"])
+def test_tied_weights_stay_tied_and_dense(name):
+    model = make(name)
+    embedding = model.get_input_embeddings().weight
+    before = embedding.detach().clone()
+    prune(model)
+    assert model.get_output_embeddings().weight is embedding
+    assert torch.equal(embedding, before)
+
+
+def test_a_tied_head_is_pruned_with_its_embedding_when_asked_for():
+    model = make("llama-tied-biased")
+    report = prune(model, targets=["lm_head"]).report
+    assert [layer.name for layer in report.layers] == ["lm_head"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.lm_head.weight == 0).float().mean() == 0.5
+
+
+def test_targets_and_ignore():
+    model = make("llama")
+    report = prune(model, targets=[r"mlp", "lm_head"], ignore=[r"layers\.1\."]).report
+    names = [layer.name for layer in report.layers]
+    assert "lm_head" in names and all("self_attn" not in name and "layers.1." not in name for name in names)
+    assert len(names) == 2 * 3 + 1
+    for field in ("targets", "ignore"):
+        with pytest.raises(MoonshotError, match=f"{field}: 'nothere' is found in no module name"):
+            prune(make("llama"), **{field: ["nothere"]})
+    with pytest.raises(MoonshotError, match="nothing to prune"):
+        prune(make("llama"), ignore=["layers"])
+
+
+def test_only_the_middle_block_is_visited_when_only_it_is_pruned():
+    everything, one = make("llama"), make("llama")
+    full = prune(everything, targets=["layers.1"]).report
+    assert len(full.layers) == 7
+    prune(one)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.allclose(everything.state_dict()[name], one.state_dict()[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_runs_repeat_bit_for_bit_and_leave_global_randomness_alone(lam, tokenizer):
+    text = ["some words that are long enough " * 3] * SAMPLES
+    first, second = make("llama"), make("llama")
+    state = torch.get_rng_state()
+    prune(first, text, tokenizer, lam=lam)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    prune(second, text, tokenizer, lam=lam)
+    assert_same(first, weights(second))
+
+
+def test_batch_size_does_not_matter():
+    first, second = make("llama"), make("llama")
+    prune(first, token_batches(size=1, padded=True))
+    prune(second, token_batches(size=3, padded=False))
+    third = make("llama")
+    prune(third, token_batches(size=1, padded=False))
+    for name, tensor in second.state_dict().items():
+        assert torch.allclose(tensor, third.state_dict()[name], atol=1e-5), name
+
+
+def test_lambda_one_runs_no_backward_pass(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a backward pass ran")
+
+    monkeypatch.setattr(torch.autograd, "backward", refuse)
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    report = prune(make("llama"), lam=1).report
+    assert all(layer.fisher is None and layer.lam == 1 for layer in report.layers)
+    with pytest.raises(AssertionError):
+        prune(make("llama"), lam=0.9)
+
+
+def test_attention_only_fisher_is_lambda_one_elsewhere():
+    attention, single, both = make("llama"), make("llama"), make("llama")
+    report = prune(attention, fisher="attention").report
+    prune(single, lam=1)
+    prune(both)
+    for layer in report.layers:
+        inside = "self_attn" in layer.name
+        assert layer.lam == (0.9 if inside else 1.0) and (layer.fisher is not None) == inside
+        weight = attention.get_submodule(layer.name).weight
+        twin = (both if inside else single).get_submodule(layer.name).weight
+        assert torch.allclose(weight, twin, atol=1e-5)
+    with pytest.raises(MoonshotError, match='fisher="attention"'):
+        prune(make("llama"), fisher="attention", targets=["mlp"])
+
+
+def test_wanda_never_stores_a_gradient_per_sample(monkeypatch):
+    shapes = []
+    original = statistics_module.Storage.empty
+
+    def spy(self, shape, dtype, what):
+        shapes.append((tuple(shape), what))
+        return original(self, shape, dtype, what)
+
+    monkeypatch.setattr(statistics_module.Storage, "empty", spy)
+    prune(make("llama"), solver="wanda")
+    statistics = [shape for shape, what in shapes if "gradients" in what and "output" not in what or "Gram" in what]
+    assert statistics and all(shape in {(16,), (24,), (16, 16), (8, 16), (24, 16), (16, 24)} for shape in statistics)
+    assert not any("Gram" in what and len(shape) > 1 for shape, what in shapes)
+
+
+def test_one_blocks_statistics_live_at_a_time(monkeypatch):
+    peaks = []
+    original = statistics_module.Storage.empty
+
+    def spy(self, *args):
+        tensor = original(self, *args)
+        peaks.append(sum(self.used.values()))
+        return tensor
+
+    monkeypatch.setattr(statistics_module.Storage, "empty", spy)
+    prune(make("llama"))
+    shallow = max(peaks)
+    peaks.clear()
+    deep = hf.LlamaConfig(**{**make("llama").config.to_dict(), "num_hidden_layers": 12})
+    prune(hf.LlamaForCausalLM(deep))
+    caches = 9 * SAMPLES * 12 * 16 * 4  # inputs of nine more blocks
+    assert max(peaks) <= shallow + caches
+
+
+def test_small_memory_gives_the_same_weights_in_more_visits(tmp_path):
+    plenty, tight, spilled = make("llama"), make("llama"), make("llama")
+    prune(plenty, lam=0.5)
+    largest = SAMPLES * 24 * 16 * 4
+    prune(tight, lam=0.5, max_memory=6 * largest)
+    report = prune(spilled, lam=0.5, max_memory=4096, offload_dir=str(tmp_path)).report
+    assert any("went to" in note for note in report.notes)
+    assert not list(tmp_path.iterdir())
+    for other in (tight, spilled):
+        for name, tensor in plenty.state_dict().items():
+            assert torch.allclose(tensor, other.state_dict()[name], atol=1e-5), name
+    with pytest.raises(MoonshotError, match="max_memory.*offload_dir"):
+        prune(make("llama"), max_memory=4096)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_keep_float32_statistics(dtype, monkeypatch):
+    seen = set()
+    original = SparseGPT.solve
+
+    def spy(self, objective, pattern):
+        seen.update({objective.weight.dtype, objective.gram.dtype, objective.gradients.dtype})
+        return original(self, objective, pattern)
+
+    monkeypatch.setattr(SparseGPT, "solve", spy)
+    model = make("llama").to(dtype)
+    report = prune(model).report
+    assert seen == {torch.float32} and report.sparsity == 0.5
+    exact = make("llama").to(dtype).float()
+    prune(exact)
+    for layer in report.layers:
+        found, expected = model.get_submodule(layer.name).weight, exact.get_submodule(layer.name).weight
+        assert ((found == 0) == (expected == 0)).float().mean() > 0.9
+
+
+def test_magnitude_needs_no_data():
+    model = make("llama")
+    before = weights(model)
+    report = MoonshotPruner(model, config(solver="magnitude", lam=None)).prune(progress=False)
+    assert report.calibration is None and report.sparsity == 0.5
+    for layer in report.layers:
+        name = layer.name + ".weight"
+        kept = model.state_dict()[name] != 0
+        assert layer.loss is None
+        assert torch.equal(model.state_dict()[name], before[name] * kept)
+        assert before[name][kept].abs().mean() > before[name][~kept].abs().mean()
+    with_data = prune(make("llama"), solver="magnitude", lam=None).report
+    assert all(layer.lam == 1 and 0 < layer.reconstruction < 1 for layer in with_data.layers)
+    with pytest.raises(MoonshotError, match="calibration=None: solver='wanda' needs data"):
+        MoonshotPruner(make("llama"), config(solver="wanda")).prune()
+
+
+def test_layers_that_do_not_divide_into_groups_stay_dense_and_are_listed():
+    model = make("llama")
+    report = prune(model, pattern="4:16").report
+    assert all("down_proj" not in layer.name for layer in report.layers)
+    assert len(report.skipped) == 3 and "24 inputs do not divide" in next(iter(report.skipped.values()))
+    with pytest.raises(MoonshotError, match="fits no layer"):
+        prune(make("llama"), pattern="5:7")
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["capture", "backward", "solve", "commit"])
+def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
+    model = make("llama").train()
+    model.model.layers[1].eval()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    before, modes = weights(model), [module.training for module in model.modules()]
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    countdown = [5]
+
+    def fail_later(original):
+        def wrapped(*args, **kwargs):
+            countdown[0] -= 1
+            if countdown[0] < 0:
+                raise error
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    if place == "capture":
+        monkeypatch.setattr(nn.Linear, "forward", fail_later(nn.Linear.forward))
+    elif place == "backward":
+        monkeypatch.setattr(torch.autograd, "backward", fail_later(torch.autograd.backward))
+    elif place == "solve":
+        monkeypatch.setattr(SparseGPT, "solve", fail_later(SparseGPT.solve))
+    else:
+        countdown[0] = 8
+        original = torch.Tensor.copy_
+        armed = []
+        real = pruner_module.Results.commit
+
+        def commit(self, layers):
+            armed.append(True)
+            return real(self, layers)
+
+        def copy(self, *args, **kwargs):
+            if armed:
+                countdown[0] -= 1
+                if countdown[0] == 0:
+                    raise error
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(pruner_module.Results, "commit", commit)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(error):
+        prune(model)
+    monkeypatch.undo()
+    assert_same(model, before)
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 1
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+    assert not hasattr(model.config, "moonshot")
+
+
+def test_success_leaves_modes_gradients_and_hooks_as_they_were():
+    model = make("llama").train()
+    prune(model)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_under_no_grad_it_works_and_under_inference_mode_it_says_so():
+    with torch.no_grad():
+        assert prune(make("llama")).report.sparsity == 0.5
+    with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
+        prune(make("llama"))
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole, resumed = make("llama"), make("llama")
+    prune(whole)
+    original, count = SparseGPT.solve, [0]
+
+    def die(self, objective, pattern):
+        count[0] += 1
+        if count[0] == 11:
+            raise Boom
+        return original(self, objective, pattern)
+
+    monkeypatch.setattr(SparseGPT, "solve", die)
+    folder = tmp_path / "partial"
+    with pytest.raises(Boom):
+        MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
+    assert len(list(folder.glob("*.safetensors"))) == 10
+    report = MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
+    assert count[0] == 11 + 21 - 10
+    assert not folder.exists() and any("10 layers were taken over" in note for note in report.notes)
+    assert_same(resumed, weights(whole))
+
+
+def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
+    original = SparseGPT.solve
+    monkeypatch.setattr(SparseGPT, "solve", lambda *args: (_ for _ in ()).throw(Boom()))
+    folder = tmp_path / "partial"
+    with pytest.raises(Boom):
+        MoonshotPruner(make("llama"), config()).prune(token_batches(), progress=False, resume_dir=folder)
+    monkeypatch.setattr(SparseGPT, "solve", original)
+    model, other = make("llama"), make("llama")
+    report = MoonshotPruner(model, config(lam=0.5)).prune(token_batches(), progress=False, resume_dir=folder)
+    assert any("discarded" in note for note in report.notes)
+    prune(other, lam=0.5)
+    assert_same(model, weights(other))
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(MoonshotError, match="resume_dir.*holds other files"):
+        MoonshotPruner(make("llama"), config()).prune(token_batches(), resume_dir=tmp_path)
+
+
+def test_bad_weights_activations_and_gradients_name_the_layer():
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(MoonshotError, match=r"model\.layers\.1\.mlp\.up_proj: its weight holds NaN"):
+        prune(model)
+    model = make("llama")
+    model.model.layers[1].input_layernorm.weight.data[0] = float("inf")
+    with pytest.raises(MoonshotError, match=r"layers\.1.*q_proj: its inputs \(activations\) hold NaN"):
+        prune(model, lam=1)
+    with pytest.raises(MoonshotError, match="calibration loss is nan"):
+        prune(model)
+    model = make("llama")
+    scale = model.model.layers[1].mlp.up_proj
+    scale.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("nan"),))
+    with pytest.raises(MoonshotError, match=r"q_proj: its gradients hold NaN"):
+        prune(model)
+
+
+def test_models_without_a_loss_say_so():
+    bare = make("llama").model
+    with pytest.raises(MoonshotError, match="gives no logits.*lam=1"):
+        prune(bare)
+    assert prune(bare, lam=1).report.sparsity == 0.5
+    images = [{"pixel_values": batch["pixel_values"]} for batch in image_batches()]
+    with pytest.raises(MoonshotError, match="labels"):
+        prune(make("vit"), images)
+    assert prune(make("vit"), images, lam=1).report.sparsity == 0.5
+    with pytest.raises(MoonshotError, match="mask token"):
+        prune(make("bert"))
+
+
+def test_a_loss_of_ones_own():
+    def loss(output, batch):
+        return output.logits.float().square().mean((1, 2))
+
+    own, usual = make("llama"), make("llama")
+    pruner = MoonshotPruner(own, config(lam=0.1))
+    pruner.prune(token_batches(), loss=loss, progress=False)
+    prune(usual, lam=0.1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(own.state_dict()[name], usual.state_dict()[name])
+
+
+def test_the_default_lambda_is_the_papers():
+    assert prune(make("llama"), lam=None).report.layers[0].lam == 0.9
+    assert prune(make("vit"), image_batches(), lam=None).report.layers[0].lam == 0.5
+
+
+def test_wrong_types_are_refused():
+    with pytest.raises(MoonshotError, match="config is a dict"):
+        MoonshotPruner(make("llama"), {"solver": "wanda"})
+    with pytest.raises(MoonshotError, match="model is a str"):
+        MoonshotPruner("gpt2", config())
+    with pytest.raises(MoonshotError, match="not pruned yet"):
+        MoonshotPruner(make("llama"), config()).save_pretrained("nowhere")
+    with pytest.raises(MoonshotError, match="nothing to prune"):
+        MoonshotPruner(nn.Sequential(nn.ReLU()), config()).prune(token_batches())
+
+
+def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
+    model = make("llama")
+    pruner = prune(model)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model-00001-of-00002.safetensors").write_text("stale")
+    original = model.save_pretrained
+
+    def disk_full(path, **kwargs):
+        original(path, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", disk_full)
+    with pytest.raises(MoonshotError, match="No space left"):
+        pruner.save_pretrained(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["model-00001-of-00002.safetensors", "notes.txt"]
+    monkeypatch.undo()
+    pruner.save_pretrained(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "notes.txt", "moonshot_report.json"}
+    assert not any("stale" in name or "00001" in name for name in names)
+    report = PruneReport.load(folder)
+    assert report.to_dict() == pruner.report.to_dict()
+    with pytest.raises(MoonshotError, match="is a file"):
+        pruner.save_pretrained(folder / "notes.txt")
+
+
+def test_from_pretrained_loads_the_class_that_was_saved(tmp_path, tokenizer):
+    for name in ("llama", "bert", "vit"):
+        model = make(name)
+        model.save_pretrained(tmp_path / name)
+        if name != "vit":
+            tokenizer.save_pretrained(tmp_path / name)
+        pruner = MoonshotPruner.from_pretrained(tmp_path / name, config(), dtype=torch.bfloat16)
+        assert type(pruner.model) is type(model) and pruner.model.dtype == torch.bfloat16
+        assert (pruner.tokenizer is None) == (name == "vit")
+    with pytest.raises(OSError):
+        MoonshotPruner.from_pretrained(tmp_path / "missing", config())
