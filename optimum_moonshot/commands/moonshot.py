@@ -161,7 +161,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from optimum_moonshot import perplexity
 
     model = _load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
-    tokenizer = _load(lambda **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args)
+    tokenizer = _load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args)
     model.to(device).eval()
     settings = {"sequence_length": args.sequence_length, "batch_size": args.batch_size}
     values = {}
