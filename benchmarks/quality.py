@@ -87,7 +87,7 @@ def main() -> None:
                 pruned.get_submodule(layer).weight.data.copy_(weight)
             value = perplexity(pruned, tokenizer, heldout, sequence_length=options.tokens).value
             found.setdefault(name, {}).setdefault(pattern, []).append(value)
-        print(f"seed {seed}: {({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()})}")
+        print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
     write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
     show(found, dense)
 

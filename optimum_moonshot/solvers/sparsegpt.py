@@ -1,18 +1,18 @@
 """SparseGPT (Frantar & Alistarh, arXiv 2301.00774) with row-specific Hessians (MOONSHOT, arXiv 2604.13287, Alg. 2).
 
-Columns go left to right in blocks. At the start of a block (unstructured) or of a group of m (n:m) the smallest
+Columns go left to right in groups. At the start of a group (unstructured) or of every m columns (n:m) the smallest
 w²/C_jj² are chosen; a pruned weight's error err = w_j/C_jj is spread over the columns on its right, w_j: -= err·C_j,j:.
-C_k is the upper Cholesky factor of F_k⁻¹. Three ways to have its block rows, all exact:
+C_k is the upper Cholesky factor of F_k⁻¹. Three ways to have what this needs of it, all exact:
 
 * `SharedFactor`: λ = 1, one factor for all rows;
 * `LowRankFactors`: row-specific without a matrix of the rows' size. With S₀ = aG + μI = (Uᵀ U)⁻¹ and the whitened
-  gradients Z = √b·U·A_k, C_k = R_k U for the upper factor R_k of (I + Z Zᵀ)⁻¹, and R_k's blocks come from a state of
-  N×N + N numbers per row: P = (I + Zᵀ Z)⁻¹ and s;
+  gradients Z = √b·U·A_k, C_k = R_k U for the upper factor R_k of (I + Z Zᵀ)⁻¹, which follows from a state of N×N + N
+  numbers per row: P = (I + Zᵀ Z)⁻¹ and s;
 * `RowFactors`: F_k itself, where N is not well below d_in and the matrix is the cheaper way.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,17 @@ from ..objective import Quadratic
 from ..patterns import NM, Pattern
 from .base import PrunedWeight, finish, register_solver
 
-# Float64 intermediates of one slice of rows; large enough for full-speed products, small against the gradients.
+# Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
+STEP = 32
+# Intermediates of one slice of rows: on a CPU they stay in its cache, a GPU wants more rows at a time.
 SLICE_BYTES = 4 * 2**20
+GPU_SLICE_BYTES = 256 * 2**20
 # State of the rows that are pruned together. Only n:m rows can be split: unstructured rows compete with each other.
 GROUP_BYTES = 4 * 2**30
+# Largest condition number, by its bound, that the state of a row takes in float32: errors stay below about 1e-5.
+SINGLE_CONDITION = 256.0
+# Row-sized matrices are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
+DENSE_BELOW = 1.7
 
 
 @register_solver("sparsegpt")
@@ -63,49 +70,66 @@ class SparseGPT:
     def _sweep(self, objective: Quadratic, pattern: Pattern, factor: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
         weight = objective.weight.clone()
         keep = torch.empty_like(weight, dtype=torch.bool)
-        block = self.block_size
-        if isinstance(pattern, NM):
-            block = max(1, block // pattern.m) * pattern.m
-        for rows in _row_groups(objective, pattern, block):
-            factors = _factors(objective, factor, ridge, rows, block)
-            keep[rows] = prune_columns(weight[rows], factors, pattern, block)
+        widths = Widths.of(pattern, self.block_size)
+        for rows in _row_groups(objective, pattern, widths):
+            factors = _factors(objective, factor, ridge, rows, widths)
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths)
         return weight, keep
 
 
+class Widths(NamedTuple):
+    """Columns of a comparison group, and of a block inside it; multiples of m for n:m."""
+
+    group: int
+    block: int
+
+    @classmethod
+    def of(cls, pattern: Pattern, block_size: int) -> "Widths":
+        m = pattern.m if isinstance(pattern, NM) else 1
+        group, block = (max(1, size // m) * m for size in (block_size, STEP))
+        return cls(group, min(group, block))
+
+
 class Factors(Protocol):
-    """The Cholesky factors C_k of some rows, delivered block row by block row, left to right."""
+    """The Cholesky factors C_k of some rows, delivered group by group of columns, and block by block within."""
 
-    def enter(self, weight: Tensor, block: slice) -> Tensor:
-        """Bring the block's weights up to date, in place, and return C_k[block, block]: [r or 1, B, B]."""
+    def enter(self, weight: Tensor, group: slice) -> Tensor:
+        """Bring the group's weights up to date with the groups before it, in place. Returns C_jj: [r or 1, group]."""
 
-    def leave(self, weight: Tensor, block: slice, errors: Tensor) -> None:
-        """Spread the block's errors [r, B] over the columns on its right, in place (or in the state)."""
+    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
+        """Bring the block's weights up to date with the group's blocks before it, in place.
+
+        `errors` [r, group] holds theirs. Returns C_k[block, block]: [r or 1, block, block].
+        """
+
+    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
+        """Spread the group's errors [r, group] over the columns on its right, in place (or in the state)."""
 
 
-def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, block_size: int) -> Tensor:
-    """Prune `weight` [r, d_in] in place, block by block, and return `keep`."""
+def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
+    """Prune `weight` [r, d_in] in place, group by group, and return `keep`."""
     keep = torch.empty_like(weight, dtype=torch.bool)
-    for start in range(0, weight.shape[1], block_size):
-        block = slice(start, min(start + block_size, weight.shape[1]))
-        diagonal_block = factors.enter(weight, block)
-        keep[:, block], errors = _prune_block(weight[:, block], diagonal_block, pattern)
-        factors.leave(weight, block, errors)
+    for group in _ranges(0, weight.shape[1], widths.group):
+        pivots = factors.enter(weight, group)
+        if not isinstance(pattern, NM):
+            keep[:, group] = pattern.keep((weight[:, group] / pivots).square())
+        errors = torch.empty(len(weight), group.stop - group.start, device=weight.device)
+        for block in _ranges(group.start, group.stop, widths.block):
+            factor = factors.step(weight, group, block, errors)
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], errors[:, _within(group, block)])
+        factors.leave(weight, group, errors)
     return keep
 
 
-def _prune_block(weight: Tensor, factor: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Choose and remove inside one block: `weight` [r, B] in place, `factor` [r or 1, B, B]. Returns keep, errors."""
+def _prune_block(weight: Tensor, factor: Tensor, pattern: Pattern, keep: Tensor, errors: Tensor) -> None:
+    """Remove, column by column: `weight`, `errors` and (n:m) `keep` in place, [r, b]; `factor` [r or 1, b, b]."""
     pivots = factor.diagonal(dim1=-2, dim2=-1)
-    errors = torch.empty_like(weight)
-    grouped = isinstance(pattern, NM)
-    keep = torch.empty_like(weight, dtype=torch.bool) if grouped else pattern.keep((weight / pivots).square())
     for column in range(weight.shape[1]):
-        if grouped and column % pattern.m == 0:
-            group = slice(column, column + pattern.m)
-            keep[:, group] = pattern.keep((weight[:, group] / pivots[:, group]).square())
+        if isinstance(pattern, NM) and column % pattern.m == 0:
+            these = slice(column, column + pattern.m)
+            keep[:, these] = pattern.keep((weight[:, these] / pivots[:, these]).square())
         errors[:, column] = (weight[:, column] / pivots[:, column]).masked_fill_(keep[:, column], 0)
         weight[:, column:] -= errors[:, column, None] * factor[:, column, column:]
-    return keep, errors
 
 
 class SharedFactor:
@@ -114,11 +138,16 @@ class SharedFactor:
     def __init__(self, factor: Tensor):
         self.factor = factor.float()
 
-    def enter(self, weight: Tensor, block: slice) -> Tensor:
+    def enter(self, weight: Tensor, group: slice) -> Tensor:
+        return self.factor.diagonal()[None, group]
+
+    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(group.start, block.start)
+        weight[:, block].addmm_(errors[:, _within(group, before)], self.factor[before, block], alpha=-1)
         return self.factor[None, block, block]
 
-    def leave(self, weight: Tensor, block: slice, errors: Tensor) -> None:
-        weight[:, block.stop :].addmm_(errors, self.factor[block, block.stop :], alpha=-1)
+    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
+        weight[:, group.stop :].addmm_(errors, self.factor[group, group.stop :], alpha=-1)
 
 
 class RowFactors:
@@ -127,119 +156,176 @@ class RowFactors:
     def __init__(self, objective: Quadratic, ridge: float, rows: slice):
         device, d_in = objective.weight.device, objective.weight.shape[1]
         self.factor = torch.empty(rows.stop - rows.start, d_in, d_in, device=device)
-        for part in _slices(rows, 4 * 8 * d_in * d_in):
+        for part in _slices(rows, 4 * 8 * d_in * d_in, device):
             hessians = objective.rows(part, device)
             hessians.diagonal(dim1=-2, dim2=-1).add_(ridge)
             factor, ok = inverse_factor(hessians)
             _check(ok)
             self.factor[part.start - rows.start : part.stop - rows.start] = factor
 
-    def enter(self, weight: Tensor, block: slice) -> Tensor:
+    def enter(self, weight: Tensor, group: slice) -> Tensor:
+        return self.factor.diagonal(dim1=1, dim2=2)[:, group]
+
+    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(group.start, block.start)
+        weight[:, block] -= (errors[:, None, _within(group, before)] @ self.factor[:, before, block]).squeeze(1)
         return self.factor[:, block, block]
 
-    def leave(self, weight: Tensor, block: slice, errors: Tensor) -> None:
-        weight[:, block.stop :] -= (errors[:, None] @ self.factor[:, block, block.stop :]).squeeze(1)
+    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
+        weight[:, group.stop :] -= (errors[:, None] @ self.factor[:, group, group.stop :]).squeeze(1)
 
 
 class LowRankFactors:
-    """C_k = R_k U from P [r, N, N], s [r, N] in float64 and Zᵀ [r, N, d_in] in float32.
+    """C_k = R_k U from P [r, N, N] and s [r, N], with Z [r, d_in, N] in float32.
 
-    The float64 state is needed: E's pivots fall to 4e-3 and far below on trained layers at small λ. Rows pass in slices,
-    and every matrix is laid out as the next product or factorisation reads it, so that none is transposed in memory.
+    P does not depend on the weights, so it passes a whole group, block b by block, before any of its weights is chosen:
+
+        E = I - Z_b P Z_bᵀ = Rᵀ R,   Q = R⁻ᵀ Z_b P,   P += Qᵀ Q
+
+    where R is the diagonal block of R_k. The weights follow as y = -Z_b s, and after the block's errors y -= err R,
+    s -= err Q: all that y does to them, w += y U, is a product that the rows share. Rows pass in slices.
+
+    What E loses to cancellation grows with the condition of I + ZᵀZ, whose smallest eigenvalue is at least 1 and whose
+    largest its Frobenius norm bounds. Slices below `SINGLE_CONDITION` therefore keep P, R and Q in float32 without loss
+    (λ = 0.9 has conditions of 2 to 60 on trained layers), and the others, mostly of small λ, in float64.
     """
 
-    def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, block_size: int):
+    def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
+        device, (samples, _, d_in) = factor.device, objective.gradients.shape
         self.factor, self.single = factor, factor.float()
-        self.count, samples = rows.stop - rows.start, len(objective.gradients)
-        self.size = block_size
-        self.parts = _slices(slice(0, self.count), 5 * 8 * max(samples, block_size) ** 2)
-        self.whitened = self._whiten(objective, rows)
-        identity = torch.eye(samples, dtype=torch.float64, device=factor.device)
-        self.states = [identity.repeat(part.stop - part.start, 1, 1) for part in self.parts]  # P
-        self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=factor.device)  # s
-        self.ok = torch.ones((), dtype=torch.bool, device=factor.device)
-        for part, state in zip(self.parts, self.states, strict=True):
-            for whitened in self.whitened:
-                block = whitened[part].double()
-                state.baddbmm_(block, block.mT)
-            lower, info = torch.linalg.cholesky_ex(state.mT)
-            self.ok &= (info == 0).all()
-            state.copy_(torch.cholesky_inverse(lower))
+        self.count, self.widths = rows.stop - rows.start, widths
+        self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.group), device)
+        self.whitened = torch.empty(self.count, d_in, samples, device=device)  # Z
+        self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
+        self.failed = torch.zeros(self.count, dtype=torch.int32, device=device)
+        self._whiten(objective, rows)
+        self.states = [self._invert(part) for part in self.parts]  # P
+        self.uppers = [state.new_empty(len(state), widths.group, widths.block) for state in self.states]  # R of a group
+        self.carries = [state.new_empty(len(state), widths.group, samples) for state in self.states]  # Q of a group
 
-    def _whiten(self, objective: Quadratic, rows: slice) -> list[Tensor]:
-        """Zᵀ = √b·A_kᵀ·Uᵀ in column blocks, each [r, N, B]; U is triangular: a block needs the inputs from it on."""
-        gradients = objective.gradients[:, rows]
-        samples, count, d_in = gradients.shape
-        blocks = [slice(start, min(start + self.size, d_in)) for start in range(0, d_in, self.size)]
-        uppers = [(objective.scales.b**0.5 * self.factor[block, block.start :]).float() for block in blocks]
-        whitened = [torch.empty(count, samples, len(upper), device=self.factor.device) for upper in uppers]
-        for part in _slices(slice(0, count), 4 * samples * d_in):
-            tail = gradients[:, part].to(self.factor.device, torch.float32).flatten(0, 1)
-            for block, upper, out in zip(blocks, uppers, whitened, strict=True):
-                product = tail[:, block.start :] @ upper.mT
-                out[part] = product.view(samples, -1, len(upper)).transpose(0, 1)
-        return whitened
+    def _whiten(self, objective: Quadratic, rows: slice) -> None:
+        """Z = √b·U·A_k, group by group: U is triangular, so that one needs the inputs from it on."""
+        gradients, device = objective.gradients[:, rows], self.factor.device
+        samples, _, d_in = gradients.shape
+        groups = _ranges(0, d_in, self.widths.group)
+        uppers = [(objective.scales.b**0.5 * self.factor[group, group.start :]).float() for group in groups]
+        for part in _slices(slice(0, self.count), 4 * samples * d_in, device):
+            tail = gradients[:, part].transpose(0, 1).to(device, torch.float32).flatten(0, 1)
+            for group, upper in zip(groups, uppers, strict=True):
+                product = upper @ tail[:, group.start :].mT
+                self.whitened[part, group] = product.view(len(upper), -1, samples).transpose(0, 1)
 
-    def enter(self, weight: Tensor, block: slice) -> Tensor:
-        whitened, upper = self.whitened[block.start // self.size], self.factor[block, block]
-        width = len(upper)
-        self.block, self.pull = [], torch.empty(self.count, 1, width, dtype=torch.float64, device=weight.device)  # y
-        diagonal_block = torch.empty(self.count, width, width, device=weight.device)
-        for part, state in zip(self.parts, self.states, strict=True):
-            z = whitened[part].double()
-            product = state @ z  # (Z_b P)ᵀ
-            remainder = torch.bmm(z.mT, product).neg_()
-            remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
-            lower, info = torch.linalg.cholesky_ex(remainder.mT)
-            self.ok &= (info == 0).all()
-            carry = torch.linalg.solve_triangular(lower, product.mT, upper=False)  # Q
-            self.pull[part] = -(self.spread[part] @ z)
-            torch.matmul(lower.mT.float(), upper.float(), out=diagonal_block[part])
-            self.block.append((lower, carry))
-        weight[:, block] += (self.pull @ upper).squeeze(1).float()
-        return diagonal_block
+    def _invert(self, part: slice) -> Tensor:
+        """P of a slice of rows, in the precision that its condition asks for."""
+        total = self._information(part, torch.float32)
+        if not total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:
+            total = self._information(part, torch.float64)
+        upper, info = torch.linalg.cholesky_ex(total.mT, upper=True)
+        self.failed[part] |= info
+        return torch.cholesky_inverse(upper, upper=True)
 
-    def leave(self, weight: Tensor, block: slice, errors: Tensor) -> None:
-        errors = errors.double()[:, None]
-        for part, state, (lower, carry) in zip(self.parts, self.states, self.block, strict=True):
-            self.pull[part] -= errors[part] @ lower.mT
-            self.spread[part] -= errors[part] @ carry
-            state.baddbmm_(carry.mT, carry)
-        weight[:, block.stop :].addmm_(self.pull.squeeze(1).float(), self.single[block, block.stop :])
-        if block.stop == weight.shape[1]:
-            _check(self.ok)
+    def _information(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """I + ZᵀZ of a slice of rows."""
+        count, d_in, samples = self.whitened[part].shape
+        total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
+        for some in _ranges(0, d_in, 4 * samples):
+            z = self.whitened[part, some].to(dtype)
+            total.baddbmm_(z.mT, z)
+        return total
+
+    def enter(self, weight: Tensor, group: slice) -> Tensor:
+        blocks = _ranges(0, group.stop - group.start, self.widths.block)
+        upper = self.factor[group, group]
+        self.pull = weight.new_empty(self.count, 1, group.stop - group.start, dtype=torch.float64)  # y
+        pivots = weight.new_empty(self.count, group.stop - group.start)
+        for part, state, uppers, carries in zip(self.parts, self.states, self.uppers, self.carries, strict=True):
+            z = self.whitened[part, group].to(state.dtype)
+            self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
+            for block in blocks:
+                root = self._advance(part, state, z[:, block], carries[:, block])
+                uppers[:, block, : root.shape[-1]] = root
+                pivots[part, block] = root.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
+        self.change, self.turn = torch.zeros_like(self.pull), torch.zeros_like(self.spread)  # of y and s, in this group
+        weight[:, group] += (self.pull @ upper).squeeze(1).float()
+        return pivots
+
+    def _advance(self, part: slice, state: Tensor, z: Tensor, carry: Tensor) -> Tensor:
+        """Take P of a slice of rows past a block, in place; Q goes to `carry`. Returns R, [rows, b, b]."""
+        torch.bmm(z, state, out=carry)
+        remainder = torch.bmm(carry, z.mT).neg_()
+        remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
+        lower, info = torch.linalg.cholesky_ex(remainder.mT)
+        self.failed[part] |= info
+        torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)
+        state.baddbmm_(carry.mT, carry)
+        return lower.mT
+
+    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
+        inner = _within(group, block)
+        width = inner.stop - inner.start
+        if inner.start:
+            self._absorb(slice(inner.start - self.widths.block, inner.start), errors)
+            for part, state in zip(self.parts, self.states, strict=True):
+                turn = self.turn[part].to(state.dtype)
+                self.change[part, :, inner] = -(turn @ self.whitened[part, block].to(state.dtype).mT)
+            upper = self.factor[group.start : block.stop, block]
+            weight[:, block] += (self.change[:, 0, : inner.stop] @ upper).float()
+        corner = self.single[block, block]
+        return torch.cat([uppers[:, inner, :width].float() @ corner for uppers in self.uppers])
+
+    def _absorb(self, inner: slice, errors: Tensor) -> None:
+        errors = errors[:, None, inner]
+        for part, uppers, carries in zip(self.parts, self.uppers, self.carries, strict=True):
+            error = errors[part].to(carries.dtype)
+            self.change[part, :, inner] -= error @ uppers[:, inner, : error.shape[-1]]
+            self.turn[part] -= error @ carries[:, inner]
+
+    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
+        self._absorb(_ranges(0, errors.shape[1], self.widths.block)[-1], errors)
+        self.spread += self.turn
+        weight[:, group.stop :].addmm_((self.pull + self.change).squeeze(1).float(), self.single[group, group.stop :])
+        if group.stop == weight.shape[1]:
+            _check(self.failed == 0)
 
 
-def _factors(objective: Quadratic, factor: Tensor, ridge: float, rows: slice, block_size: int) -> Factors:
+def _factors(objective: Quadratic, factor: Tensor, ridge: float, rows: slice, widths: Widths) -> Factors:
     if not objective.scales.b:
         return SharedFactor(factor)
-    samples, d_in = len(objective.gradients), objective.weight.shape[1]
-    if _dense_is_cheaper(samples, d_in, block_size):
+    if _dense_is_cheaper(len(objective.gradients), objective.weight.shape[1]):
         return RowFactors(objective, ridge, rows)
-    return LowRankFactors(objective, factor, rows, block_size)
+    return LowRankFactors(objective, factor, rows, widths)
 
 
-def _dense_is_cheaper(samples: int, d_in: int, block_size: int) -> bool:
-    """Multiply-adds per weight, one in float64 counted as two: F_k with its factor, or Z with its state."""
-    dense = 2 * (samples * d_in + d_in * d_in / 3) / d_in
-    low_rank = samples / 2 + 2 * (3 * samples * samples + 1.5 * samples * block_size) / d_in
-    return dense < low_rank
+def _dense_is_cheaper(samples: int, d_in: int) -> bool:
+    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in)."""
+    return d_in < DENSE_BELOW * samples
 
 
-def _row_groups(objective: Quadratic, pattern: Pattern, block_size: int) -> list[slice]:
+def _row_groups(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[slice]:
     """Rows pruned together: all where they compete, else as many as `GROUP_BYTES` hold."""
-    everything = slice(0, len(objective.weight))
+    count, d_in = objective.weight.shape
     if not isinstance(pattern, NM) or not objective.scales.b:
-        return [everything]
-    samples, d_in = len(objective.gradients), objective.weight.shape[1]
-    width = max(samples, block_size)
-    dense = _dense_is_cheaper(samples, d_in, block_size)
-    return _slices(everything, 4 * d_in * (d_in if dense else samples) + 28 * width * width, GROUP_BYTES)
+        return [slice(0, count)]
+    samples = len(objective.gradients)
+    low_rank = 4 * d_in * samples + 8 * samples * samples + 8 * widths.group * (samples + widths.block)
+    row = 4 * d_in * d_in if _dense_is_cheaper(samples, d_in) else low_rank
+    return _ranges(0, count, max(1, GROUP_BYTES // row))
 
 
-def _slices(rows: slice, bytes_per_row: int, limit: int = SLICE_BYTES) -> list[slice]:
-    step = max(1, limit // bytes_per_row)
-    return [slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
+def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
+    """Rows whose intermediates pass together."""
+    limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
+    return _ranges(rows.start, rows.stop, max(1, limit // bytes_per_row))
+
+
+def _ranges(start: int, stop: int, width: int) -> list[slice]:
+    """[start, stop) in pieces of `width`, the last one shorter."""
+    return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
+
+
+def _within(group: slice, columns: slice) -> slice:
+    """Columns of the matrix as columns of the group."""
+    return slice(columns.start - group.start, columns.stop - group.start)
 
 
 def _check(ok: Tensor) -> None:
