@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import MoonshotError
+from .errors import MoonshotError, writing
 from .layers import PrunableLayer
 from .report import LayerReport
 
@@ -36,7 +36,8 @@ class Results:
         self.reports: dict[str, LayerReport] = {}
         self.notes: list[str] = []
         if self.folder is not None:
-            self._open(fingerprint)
+            with writing("resume_dir", self.folder):
+                self._open(fingerprint)
 
     def _open(self, fingerprint: str) -> None:
         manifest = self.folder / _MANIFEST
@@ -71,8 +72,9 @@ class Results:
         else:
             path = self._path(report.name)
             partial = path.with_suffix(".partial")
-            save_file({"weight": weight}, partial, {"report": json.dumps(dataclasses.asdict(report))})
-            os.replace(partial, path)
+            with writing("resume_dir", self.folder):
+                save_file({"weight": weight}, partial, {"report": json.dumps(dataclasses.asdict(report))})
+                os.replace(partial, path)
         self.reports[report.name] = report
 
     def _path(self, name: str) -> Path:

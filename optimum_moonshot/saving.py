@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import MoonshotError, require
+from .errors import require, writing
 from .report import PruneReport
 
 # Weight files of an earlier save would be loaded in place of, or next to, the new ones.
@@ -28,7 +28,7 @@ def save_model(model: nn.Module, tokenizer: Any, report: PruneReport, directory:
     """
     directory = Path(directory)
     require(not directory.is_file(), f"directory={str(directory)!r} is a file: give a folder")
-    try:
+    with writing("directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
             model.save_pretrained(staging)
@@ -36,11 +36,6 @@ def save_model(model: nn.Module, tokenizer: Any, report: PruneReport, directory:
                 tokenizer.save_pretrained(staging)
             report.save(staging)
             _move(Path(staging), directory)
-    except Exception as error:
-        # safetensors reports a full disk as an error of its own.
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise MoonshotError(f"directory={str(directory)!r} could not be written: {error}") from error
-        raise
 
 
 def _move(staging: Path, directory: Path) -> None:

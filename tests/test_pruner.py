@@ -384,6 +384,22 @@ def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
         MoonshotPruner(make("llama"), config()).prune(token_batches(), resume_dir=tmp_path)
 
 
+def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    from optimum_moonshot import results
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    model = make("llama")
+    before = weights(model)
+    monkeypatch.setattr(results, "save_file", full)
+    with pytest.raises(MoonshotError, match="resume_dir=.*cannot be written.*No space left"):
+        MoonshotPruner(model, config()).prune(token_batches(), progress=False, resume_dir=tmp_path / "partial")
+    assert_same(model, before)
+
+
 def test_bad_weights_activations_and_gradients_name_the_layer():
     model = make("llama")
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
