@@ -49,7 +49,7 @@ def prune_weight(
     else:
         gradients = None
     with torch.no_grad():
-        objective = build_objective(solver.objective, weight, gram, gradients, lam)
+        objective = build_objective(solver.objective, weight, gram.float(), gradients, lam)
         result = solver.solve(objective, pattern)
         return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
 
@@ -66,7 +66,8 @@ def build_objective(kind: type, weight: Tensor, gram: Tensor, gradients: Tensor 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
     require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
-    require(tensor.is_floating_point(), f"{name} has dtype {tensor.dtype}: give a floating-point tensor")
+    wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    require(wide, f"{name} has dtype {tensor.dtype}: give a floating-point tensor of at least 16 bits")
     fits = tensor.ndim == len(shape) and all(
         want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
     )

@@ -57,7 +57,7 @@ def solver_class(name: str) -> type:
     Raises:
         MoonshotError: no such solver.
     """
-    if name not in _SOLVERS:
+    if not isinstance(name, str) or name not in _SOLVERS:
         raise MoonshotError(f"solver={name!r}: use one of {', '.join(solver_names())}")
     return _SOLVERS[name]
 

@@ -249,15 +249,16 @@ class LowRankFactors:
         weight[:, group] += (self.pull @ upper).squeeze(1).float()
         return pivots
 
-    def _advance(self, part: slice, state: Tensor, z: Tensor, carry: Tensor) -> Tensor:
-        """Take P of a slice of rows past a block, in place; Q goes to `carry`. Returns R, [rows, b, b]."""
-        torch.bmm(z, state, out=carry)
+    def _advance(self, part: slice, state: Tensor, z: Tensor, kept: Tensor) -> Tensor:
+        """Take P of a slice of rows past a block, in place; Q goes to `kept`. Returns R, [rows, b, b]."""
+        carry = z @ state
         remainder = torch.bmm(carry, z.mT).neg_()
         remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
         lower, info = torch.linalg.cholesky_ex(remainder.mT)
         self.failed[part] |= info
-        torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)
+        torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)  # several copies, were it not contiguous
         state.baddbmm_(carry.mT, carry)
+        kept.copy_(carry)
         return lower.mT
 
     def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:

@@ -1,0 +1,155 @@
+"""The quadratic: 1 at W = 0 for every λ, equal to the formulas elsewhere, and clear about terms that vanish."""
+
+import pytest
+import reference
+import torch
+from golden.make import layer
+
+from optimum_moonshot import objective
+from optimum_moonshot.objective import DiagonalQuadratic, Quadratic, scales
+
+LAMS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def diagonal(weight, gram, gradients, lam):
+    """A `DiagonalQuadratic` from full statistics."""
+    squares = None if gradients is None else gradients.float().square().sum(0)
+    samples = 0 if gradients is None else len(gradients)
+    return DiagonalQuadratic.build(weight, gram.diagonal(), squares, samples, lam)
+
+
+BUILD = pytest.mark.parametrize("build", [Quadratic.build, diagonal], ids=["full", "diagonal"])
+
+
+@BUILD
+@pytest.mark.parametrize("lam", LAMS)
+def test_the_loss_of_the_zero_weight_is_one(build, lam):
+    weight, gram, gradients = layer(6, 20, 5)
+    loss = build(weight, gram, gradients if lam < 1 else None, lam).losses(torch.zeros_like(weight))[0]
+    assert loss.total == pytest.approx(1, abs=1e-6) and loss.reconstruction == pytest.approx(1, abs=1e-6)
+    assert loss.fisher == (pytest.approx(1, abs=1e-6) if lam < 1 else None)
+
+
+@BUILD
+def test_the_loss_of_the_dense_weight_is_zero(build):
+    weight, gram, gradients = layer(6, 20, 5)
+    assert build(weight, gram, gradients, 0.5).losses(weight)[0] == (0, 0, 0)
+
+
+@pytest.mark.parametrize("lam", LAMS)
+def test_losses_are_those_of_the_formula(lam):
+    weight, gram, gradients = layer(6, 20, 5, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    others = [torch.randn(weight.shape, generator=generator) for _ in range(3)]
+    found = Quadratic.build(weight, gram, gradients, lam).losses(*others)
+    for other, loss in zip(others, found, strict=True):
+        exact = reference.objective(other.double(), weight.double(), gram.double(), gradients.double(), lam)
+        assert loss.total == pytest.approx(float(exact), rel=1e-5)
+        assert loss.total == pytest.approx(lam * loss.reconstruction + (1 - lam) * loss.fisher)
+
+
+@pytest.mark.parametrize("lam", LAMS)
+def test_diagonal_losses_are_those_of_the_formula(lam):
+    weight, gram, gradients = layer(6, 20, 5, seed=3)
+    squares = gradients.double().square()
+    pruned = torch.where(weight.abs() > 0.1, weight, 0.0)
+
+    def terms(delta):
+        return (delta**2 * gram.diagonal()).sum(), (delta**2 * squares).sum() / len(squares)
+
+    (r, f), (r0, f0) = terms((pruned - weight).double()), terms(weight.double())
+    loss = diagonal(weight, gram, gradients, lam).losses(pruned)[0]
+    assert loss.reconstruction == pytest.approx(float(r / r0), rel=1e-5)
+    assert loss.fisher == pytest.approx(float(f / f0), rel=1e-5)
+    assert loss.total == pytest.approx(float(lam * r / r0 + (1 - lam) * f / f0), rel=1e-5)
+
+
+@pytest.mark.parametrize("lam", LAMS)
+def test_row_matrices_and_diagonals_are_those_of_the_formula(lam):
+    weight, gram, gradients = layer(6, 20, 5, seed=4)
+    exact = reference.hessians(weight.double(), gram.double(), gradients.double(), lam)
+    quadratic = Quadratic.build(weight, gram, gradients, lam)
+    torch.testing.assert_close(quadratic.rows(slice(2, 5), weight.device), exact[2:5], rtol=1e-5, atol=1e-8)
+    squares, terms = gradients.double().square().sum(0), weight.double().square()
+    a = lam / (terms * gram.diagonal()).sum()
+    b = (1 - lam) / (terms * squares).sum()
+    expected = (a * gram.diagonal() + b * squares).float()
+    torch.testing.assert_close(diagonal(weight, gram, gradients, lam).diagonal(), expected, rtol=1e-5, atol=1e-8)
+
+
+@BUILD
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_the_zero_weight_goes_by_magnitude(build, lam):
+    weight, gram, gradients = layer(4, 12, 3)
+    quadratic = build(torch.zeros_like(weight), gram, gradients, lam)
+    assert quadratic.scales[:2] == (0, 0)
+    assert quadratic.scales.notes == ("no loss at W = 0: weights go by magnitude",)
+    assert quadratic.losses(torch.zeros_like(weight))[0].total == 0
+
+
+@BUILD
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_a_zero_gram_kills_every_input(build, lam):
+    weight, gram, gradients = layer(4, 12, 3)
+    quadratic = build(weight, torch.zeros_like(gram), gradients, lam)
+    assert not quadratic.weight.any()
+    assert quadratic.scales.notes == ("12 dead inputs", "no loss at W = 0: weights go by magnitude")
+
+
+@BUILD
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_zero_gradients_leave_reconstruction_alone(build, lam):
+    weight, gram, gradients = layer(4, 12, 3)
+    quadratic, single = (build(weight, gram, a, at) for a, at in ((torch.zeros_like(gradients), lam), (None, 1.0)))
+    assert quadratic.scales == single.scales._replace(notes=quadratic.scales.notes)
+    assert quadratic.scales.notes == ("no Fisher loss at W = 0: reconstruction alone",)
+    pruned = weight * (weight > 0)
+    assert quadratic.losses(pruned)[0].total == pytest.approx(single.losses(pruned)[0].total)
+    assert quadratic.losses(pruned)[0].fisher == 0
+
+
+def test_gradients_without_reconstruction_leave_fisher_alone():
+    weight = torch.tensor([[1.0, -1.0, 2.0, -2.0]])
+    gradients = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    quadratic = Quadratic.build(weight, torch.ones(4, 4), gradients, 0.5)
+    assert quadratic.scales.a == 0 and quadratic.scales.lam == 0
+    assert quadratic.scales.notes == ("no reconstruction loss at W = 0: Fisher alone",)
+    assert quadratic.losses(torch.zeros_like(weight))[0].total == pytest.approx(1)
+    assert quadratic.damping_unit > 0
+
+
+def test_lambda_one_has_no_use_for_gradients_that_vanish():
+    assert scales(1.0, 2.0, 0.0, 4) == (0.5, 0.0, 1.0, ())
+    assert scales(0.0, 0.0, 2.0, 4) == (0.0, 0.125, 0.0, ())
+
+
+@BUILD
+def test_dead_inputs_lose_their_weights_and_are_counted(build):
+    weight, gram, gradients = layer(4, 12, 3, dead=(2, 7))
+    quadratic = build(weight, gram, gradients, 0.5)
+    live = [column for column in range(12) if column not in (2, 7)]
+    assert not quadratic.weight[:, [2, 7]].any() and torch.equal(quadratic.weight[:, live], weight[:, live])
+    assert quadratic.scales.notes == ("2 dead inputs",)
+    assert weight[:, [2, 7]].all()
+
+
+@BUILD
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_half_precision_and_in_slices_give_the_same_losses(build, dtype, monkeypatch):
+    weight, gram, gradients = layer(7, 20, 5)
+    gradients = gradients.to(dtype)
+    pruned = weight * (weight > 0)
+    whole = build(weight, gram, gradients.float(), 0.3)
+    for size in (1, 3 * 4 * 5 * 20):
+        monkeypatch.setattr(objective, "SLICE_BYTES", size)
+        sliced = build(weight, gram, gradients, 0.3)
+        assert sliced.losses_at_zero == pytest.approx(whole.losses_at_zero, rel=1e-6)
+        assert sliced.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-6)
+
+
+def test_the_damping_unit_is_the_mean_diagonal_whatever_lambda():
+    weight, gram, gradients = layer(6, 20, 5)
+    units = {Quadratic.build(weight, gram, gradients, lam).damping_unit for lam in LAMS}
+    assert len(units) == 1
+    expected = gram.diagonal().mean() / reference.losses_at_zero(weight, gram, None)[0]
+    assert units.pop() == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,269 @@
+"""What every registered solver promises, whatever it minimises."""
+
+import math
+
+import pytest
+import torch
+from golden.make import layer
+
+from optimum_moonshot.config import MoonshotConfig
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.functional import prune_weight
+from optimum_moonshot.objective import Quadratic
+from optimum_moonshot.solvers import solver_class, solver_names
+
+SHAPE = (24, 144, 10)  # more than one block of columns, and not a multiple of it
+SOLVERS = pytest.mark.parametrize("solver", solver_names())
+LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
+PATTERNS = pytest.mark.parametrize("pattern", [0.0, 0.3, 0.6, 1.0, "2:4", "1:4", "4:8"])
+
+
+def config(solver, pattern, lam, **more):
+    choice = {"pattern": pattern} if isinstance(pattern, str) else {"sparsity": pattern}
+    return MoonshotConfig(solver=solver, lam=lam, **choice, **more)
+
+
+def prune(solver, pattern, lam, tensors, **more):
+    return prune_weight(*tensors, config=config(solver, pattern, lam, **more))
+
+
+def assert_counts(solver, pattern, keep):
+    """Exactly as many weights went from every comparison group as the pattern says."""
+    if isinstance(pattern, str):
+        n, m = map(int, pattern.split(":"))
+        assert (keep.reshape(-1, m).sum(1) == n).all()
+        return
+    groups = {"wanda": keep.unbind(0), "sparsegpt": keep.split(128, dim=1)}.get(solver, [keep])
+    for group in groups:
+        assert (~group).sum() == round(pattern * group.numel())
+
+
+@SOLVERS
+@PATTERNS
+@LAMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_counts_zeros_and_types_are_exact(solver, pattern, lam, dtype):
+    weight, gram, gradients = layer(*SHAPE)
+    tensors = (weight.to(dtype), gram, gradients.to(dtype))
+    before = [tensor.clone() for tensor in tensors]
+    result = prune(solver, pattern, lam, tensors)
+    assert result.keep.dtype == torch.bool and result.keep.shape == weight.shape
+    assert result.weight.dtype == dtype and result.weight.shape == weight.shape
+    assert torch.isfinite(result.weight).all() and not result.weight[~result.keep].any()
+    assert_counts(solver, pattern, result.keep)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
+    assert result.damping == getattr(solver_class(solver)(), "damping", 0.0) and result.notes == ()
+
+
+@SOLVERS
+@PATTERNS
+@LAMS
+def test_no_solver_does_worse_than_its_own_mask(solver, pattern, lam):
+    tensors = layer(*SHAPE, seed=1)
+    result = prune(solver, pattern, lam, tensors)
+    found, masked = Quadratic.build(*tensors, lam).losses(result.weight, tensors[0] * result.keep)
+    assert found.total <= 1.01 * masked.total
+    if pattern in (0.6, "2:4") and solver == "sparsegpt":
+        assert found.total < 0.8 * masked.total
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+def test_lambda_one_has_no_use_for_gradients(solver, pattern):
+    weight, gram, gradients = layer(*SHAPE)
+    with_them = prune(solver, pattern, 1.0, (weight, gram, gradients))
+    without = prune(solver, pattern, 1.0, (weight, gram))
+    assert torch.equal(with_them.weight, without.weight) and torch.equal(with_them.keep, without.keep)
+
+
+@SOLVERS
+@LAMS
+def test_sparsity_zero_is_the_dense_weight_up_to_dead_inputs(solver, lam):
+    tensors = layer(*SHAPE, dead=(5, 130))
+    expected = tensors[0].clone()
+    expected[:, [5, 130]] = 0
+    result = prune(solver, 0.0, lam, tensors)
+    assert result.keep.all() and result.notes == ("2 dead inputs",)
+    torch.testing.assert_close(result.weight, expected, rtol=1e-6, atol=1e-6)
+
+
+@SOLVERS
+@LAMS
+def test_sparsity_one_is_zero(solver, lam):
+    result = prune(solver, 1.0, lam, layer(*SHAPE))
+    assert not result.weight.any() and not result.keep.any()
+
+
+@SOLVERS
+@PATTERNS
+@LAMS
+def test_dead_inputs_go_first_and_the_count_stays_exact(solver, pattern, lam):
+    dead = [1, 40, 131]  # at most one to a group of an n:m pattern
+    result = prune(solver, pattern, lam, layer(*SHAPE, dead=tuple(dead)))
+    assert_counts(solver, pattern, result.keep)
+    assert not result.weight[:, dead].any() and "3 dead inputs" in result.notes
+    if pattern != 0:
+        assert not result.keep[:, dead].any()
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.1, "2:4"])
+def test_more_dead_inputs_than_may_go_leave_the_count_exact(solver, pattern):
+    dead = tuple(range(100))
+    result = prune(solver, pattern, 0.5, layer(*SHAPE, dead=dead))
+    assert_counts(solver, pattern, result.keep)
+    assert not result.weight[:, list(dead)].any()
+    if pattern == 0.1:
+        first = 144 if solver != "sparsegpt" else 128
+        assert result.keep[:, 100:first].all()
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+@LAMS
+def test_rows_may_come_in_any_order(solver, pattern, lam):
+    weight, gram, gradients = layer(*SHAPE, seed=2)
+    order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
+    result = prune(solver, pattern, lam, (weight, gram, gradients))
+    turned = prune(solver, pattern, lam, (weight[order], gram, gradients[:, order]))
+    assert torch.equal(turned.keep, result.keep[order])
+    torch.testing.assert_close(turned.weight, result.weight[order], rtol=1e-4, atol=1e-6)
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+@LAMS
+@pytest.mark.parametrize("which", ["gram", "gradients"])
+@pytest.mark.parametrize("factor", [1e3, 1e-3])
+def test_the_scale_of_a_statistic_changes_nothing(solver, pattern, lam, which, factor):
+    weight, gram, gradients = layer(*SHAPE, seed=3)
+    result = prune(solver, pattern, lam, (weight, gram, gradients))
+    scaled = (weight, factor * gram, gradients) if which == "gram" else (weight, gram, factor * gradients)
+    again = prune(solver, pattern, lam, scaled)
+    assert torch.equal(again.keep, result.keep)
+    torch.testing.assert_close(again.weight, result.weight, rtol=1e-4, atol=1e-6)
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+@LAMS
+def test_equal_input_gives_equal_bits(solver, pattern, lam):
+    first, second = (prune(solver, pattern, lam, layer(*SHAPE)) for _ in range(2))
+    assert torch.equal(first.weight, second.weight) and torch.equal(first.keep, second.keep)
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+def test_the_layout_of_a_tensor_does_not_matter(solver, pattern):
+    weight, gram, gradients = layer(*SHAPE)
+    result = prune(solver, pattern, 0.5, (weight, gram, gradients))
+    strided = prune(solver, pattern, 0.5, (weight.T.contiguous().T, gram, gradients.mT.contiguous().mT))
+    assert torch.equal(strided.keep, result.keep)
+    torch.testing.assert_close(strided.weight, result.weight, rtol=1e-4, atol=1e-6)
+
+
+@SOLVERS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_statistics_may_come_in_any_floating_type(solver, dtype):
+    weight, gram, gradients = layer(8, 24, 5)
+    rounded = ((0.01 * gram).to(dtype), (0.01 * gradients).to(dtype))
+    result = prune(solver, 0.6, 0.5, (weight, *rounded))
+    exact = prune(solver, 0.6, 0.5, (weight, *(tensor.float() for tensor in rounded)))
+    assert torch.equal(result.keep, exact.keep)
+    torch.testing.assert_close(result.weight, exact.weight, rtol=1e-3, atol=1e-4)
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.5, "2:4"])
+@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
+def test_statistics_that_vanish_still_give_exact_counts_and_a_note(solver, pattern, what):
+    tensors = dict(zip(("weight", "gram", "gradients"), layer(8, 24, 5), strict=True))
+    tensors[what] = torch.zeros_like(tensors[what])
+    result = prune(solver, pattern, 0.5, tensors.values())
+    assert_counts(solver, pattern, result.keep)
+    assert torch.isfinite(result.weight).all()
+    assert any(" at W = 0: " in note for note in result.notes)
+
+
+@pytest.mark.parametrize("pattern", [0.5, "2:4"])
+def test_magnitude_needs_the_weight_alone(pattern):
+    weight, gram, gradients = layer(8, 24, 5)
+    alone = prune_weight(weight, config=config("magnitude", pattern, None))
+    assert torch.equal(alone.weight, prune("magnitude", pattern, 0.5, (weight, gram, gradients)).weight)
+    assert torch.equal(alone.weight[alone.keep], weight[alone.keep])
+
+
+@SOLVERS
+def test_groups_must_divide_the_inputs(solver):
+    with pytest.raises(MoonshotError, match="pattern='4:8': d_in=36 is not a multiple"):
+        prune(solver, "4:8", 0.5, layer(4, 36, 3))
+
+
+@SOLVERS
+def test_two_objectives_need_gradients(solver):
+    weight, gram, _ = layer(4, 12, 3)
+    with pytest.raises(MoonshotError, match="gradients=None: lam=0.5.*lam=1"):
+        prune(solver, 0.5, 0.5, (weight, gram))
+
+
+@pytest.mark.parametrize("solver", [name for name in solver_names() if solver_class(name).calibrated])
+def test_a_solver_that_calibrates_needs_a_gram(solver):
+    with pytest.raises(MoonshotError, match=f"gram=None: solver='{solver}'"):
+        prune(solver, 0.5, 1.0, layer(4, 12, 3)[:1])
+
+
+@SOLVERS
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
+def test_values_that_are_not_finite_are_refused(solver, value, what):
+    tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
+    tensors[what].view(-1)[7] = value
+    with pytest.raises(MoonshotError, match=f"{what} holds NaN or infinite values"):
+        prune(solver, 0.5, 0.5, tensors.values())
+
+
+@SOLVERS
+@pytest.mark.parametrize(
+    ("what", "shape"),
+    [
+        ("weight", (12,)),
+        ("weight", (4, 12, 1)),
+        ("weight", (0, 12)),
+        ("gram", (12,)),
+        ("gram", (4, 12)),
+        ("gram", (13, 13)),
+        ("gradients", (4, 12)),
+        ("gradients", (3, 12, 4)),
+        ("gradients", (0, 4, 12)),
+        ("gradients", (3, 5, 12)),
+    ],
+)
+def test_wrong_shapes_are_refused(solver, what, shape):
+    tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
+    tensors[what] = torch.ones(shape)
+    with pytest.raises(MoonshotError, match=rf"{what} has shape \[{', '.join(map(str, shape))}\]"):
+        prune(solver, 0.5, 0.5, tensors.values())
+
+
+@SOLVERS
+@pytest.mark.parametrize("what", ["weight", "gram", "gradients"])
+def test_integers_and_lists_are_refused(solver, what):
+    tensors = dict(zip(("weight", "gram", "gradients"), layer(4, 12, 3), strict=True))
+    with pytest.raises(MoonshotError, match=f"{what} has dtype torch.int64"):
+        prune(solver, 0.5, 0.5, {**tensors, what: tensors[what].long()}.values())
+    with pytest.raises(MoonshotError, match=f"{what} is a list"):
+        prune(solver, 0.5, 0.5, {**tensors, what: tensors[what].tolist()}.values())
+
+
+def test_a_half_precision_gram_matrix_does_not_underflow_in_wandas_scale():
+    weight, gram, _ = layer(256, 64, 1)
+    gram = (gram / gram.max() * 6e4).half()
+    config = MoonshotConfig(solver="wanda", sparsity=0.5, lam=1.0)
+    found = prune_weight(weight * 300, gram, config=config)
+    assert torch.equal(found.keep, prune_weight(weight * 300, gram.float(), config=config).keep)
+
+
+def test_eight_bit_floats_are_refused():
+    weight, gram, _ = layer(8, 16, 1)
+    with pytest.raises(MoonshotError, match="weight has dtype torch.float8_e4m3fn"):
+        prune_weight(weight.to(torch.float8_e4m3fn), gram, config=MoonshotConfig(sparsity=0.5, lam=1.0))
