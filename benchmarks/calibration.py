@@ -47,6 +47,7 @@ def main() -> None:
     arguments = parser(__doc__)
     for name, value in (("layers", 16), ("hidden", 512), ("samples", 128), ("tokens", 512), ("batch-size", 8)):
         arguments.add_argument(f"--{name}", type=int, default=value)
+    arguments.add_argument("--solvers", nargs="+", default=["sparsegpt", "wanda"])
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--name", default="calibration")
     options = arguments.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
     dense = dense_passes(build(options.layers, options.hidden).to(options.device), batches, options.device)
     results["dense_pass_seconds"] = dense
     print(f"one dense forward+backward pass: {dense:.1f} s on {machine()['cpu']}")
-    for solver, lam in (("sparsegpt", 1.0), ("sparsegpt", 0.9), ("wanda", 1.0), ("wanda", 0.9)):
+    for solver, lam in ((solver, lam) for solver in options.solvers for lam in (1.0, 0.9)):
         model = build(options.layers, options.hidden).to(options.device)
         config = MoonshotConfig(
             solver=solver, lam=lam, sparsity=0.6, num_samples=options.samples, sequence_length=options.tokens,
@@ -69,7 +70,7 @@ def main() -> None:
         results["runs"][f"{solver} λ={lam:g}"] = run
         print(f"{solver} λ={lam:g}: {run}")
     runs = results["runs"]
-    for solver in ("sparsegpt", "wanda"):
+    for solver in options.solvers:
         ratio = runs[f"{solver} λ=0.9"]["total"] / runs[f"{solver} λ=1"]["total"]
         results[f"{solver}_ratio"] = ratio
         print(f"{solver}: λ = 0.9 takes {ratio:.2f} times as long as λ = 1")

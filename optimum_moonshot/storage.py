@@ -1,6 +1,8 @@
 """Where statistics and caches live: on the device while the budget lasts, then in host memory, then on disk."""
 
+import errno
 import os
+import shutil
 import tempfile
 import weakref
 from pathlib import Path
@@ -79,8 +81,7 @@ class Storage:
             self.offload_dir.mkdir(parents=True, exist_ok=True)
             handle, path = tempfile.mkstemp(prefix="moonshot-", suffix=".cache", dir=self.offload_dir)
             try:
-                # Without this, writing to a mapped file on a full disk kills the process instead of raising.
-                os.posix_fallocate(handle, 0, max(size, 1))
+                _reserve(handle, path, max(size, 1))
                 flat = torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype)
             finally:
                 os.close(handle)
@@ -91,3 +92,11 @@ class Storage:
             ) from error
         self.spilled += size
         return flat.view(shape)
+
+
+def _reserve(handle: int, path: str, size: int) -> None:
+    """Take the room at once: writing to a mapped file on a full disk kills the process instead of raising."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(handle, 0, size)
+    elif shutil.disk_usage(path).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
