@@ -29,8 +29,6 @@ from optimum_moonshot.linalg import damped_inverse_factor
 SAMPLES, LAM, SPARSITY = 128, 0.9, 0.6
 # Rows pruned together at each d_in: ours, and as many as the literal algorithm has memory for.
 ROWS = {512: (512, 128), 1024: (512, 128), 2048: (512, 64), 4096: (128, 16)}
-# Memory needs rows enough for their part of it to exceed that of the matrices that they share.
-MEMORY_ROWS = {512: (512, 128), 1024: (512, 128), 2048: (512, 64), 4096: (768, 16)}
 # The same for memory: enough rows that they, and not the shared matrix, make the peak.
 MEMORY_ROWS = {512: (512, 128), 1024: (512, 128), 2048: (1024, 64), 4096: (1024, 16)}
 # d_out, d_in of the linear layers of one decoder layer.

@@ -1,14 +1,9 @@
 """`MoonshotPruner`, the only loop over decoder layers: calibrate → objective → solve → report → save."""
 
-import contextlib
 import dataclasses
 import os
-import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,7 +20,7 @@ from .layers import PrunableLayer, Structure, find_structure
 from .losses import add_masked_labels, needs_masked_labels
 from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
-from .report import LayerReport, PruneReport
+from .report import LayerReport, PruneReport, peak_memory, versions
 from .results import Results, fingerprint
 from .saving import save_model
 from .statistics import Collector, LayerStatistics
@@ -383,20 +378,3 @@ def split(batches: list[Batch], size: int) -> list[Batch]:
         for batch in batches
         for start in range(0, len(next(iter(batch.values()))), size)
     ]
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most allocated since the last reset, on a CPU the process's largest resident size so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def versions() -> dict[str, str]:
-    """Of the libraries that a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

@@ -1,11 +1,17 @@
 """What a run did: one `LayerReport` per weight matrix, gathered in a `PruneReport` that prints and saves as JSON."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -130,3 +136,20 @@ class PruneReport:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most allocated since the last reset, on a CPU the process's largest resident size so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
