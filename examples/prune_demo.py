@@ -14,9 +14,9 @@ from optimum_moonshot.evaluation import perplexity
 DEMO = Path(__file__).parent / "demo_model"
 
 
-def main(output: str = "outputs/prune_demo") -> tuple[float, float]:
-    """Prune to `output`; returns the perplexity before and after."""
-    config = MoonshotConfig(solver="sparsegpt", pattern="2:4", sequence_length=256)
+def main(output: str = "outputs/prune_demo", num_samples: int = 128) -> tuple[float, float]:
+    """Prune to `output` with so many calibration windows; returns the perplexity before and after."""
+    config = MoonshotConfig(solver="sparsegpt", pattern="2:4", sequence_length=256, num_samples=num_samples)
     pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype="auto")
     heldout = str(DEMO / "heldout.txt")
     before = perplexity(pruner.model, pruner.tokenizer, heldout, sequence_length=256).value

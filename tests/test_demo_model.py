@@ -1,0 +1,44 @@
+"""The shipped, trained model: what pruning does to a real language model, not only to random matrices."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "examples" / "demo_model"
+
+
+def pruned_perplexity(**choice) -> float:
+    config = MoonshotConfig(**choice, num_samples=32, sequence_length=128)
+    pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype=torch.float32)
+    pruner.prune(str(DEMO / "calibration.txt"), progress=False)
+    text = (DEMO / "heldout.txt").read_text()[:40_000]
+    return perplexity(pruner.model, pruner.tokenizer, [text], sequence_length=128).value
+
+
+def test_the_better_the_method_the_lower_the_perplexity():
+    dense = pruned_perplexity(solver="magnitude", sparsity=0.0)
+    magnitude = pruned_perplexity(solver="magnitude", sparsity=0.8)
+    wanda = pruned_perplexity(solver="wanda", sparsity=0.8, lam=1.0)
+    both_wanda = pruned_perplexity(solver="wanda", sparsity=0.8, lam=0.5)
+    single = pruned_perplexity(solver="sparsegpt", sparsity=0.8, lam=1.0)
+    both = pruned_perplexity(solver="sparsegpt", sparsity=0.8, lam=0.5)
+    assert dense < both < single < both_wanda < wanda < magnitude
+
+
+def test_the_example_prunes_saves_and_loads_in_plain_transformers(tmp_path):
+    example = runpy.run_path(str(ROOT / "examples" / "prune_demo.py"))
+    before, after = example["main"](str(tmp_path / "out"), num_samples=8)
+    assert before == pytest.approx(33.2, abs=0.3) and before < after < 2 * before
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            groups = (module.weight != 0).view(-1, 4).sum(1)
+            assert (groups <= 2).all(), name
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 2048
