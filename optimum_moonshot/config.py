@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
-from .errors import MoonshotError, require
+from .errors import MoonshotError, check_whole, require
 from .patterns import Pattern, parse_pattern
 from .solvers import Solver, solver_class
 
@@ -67,10 +67,10 @@ class MoonshotConfig:
         _number("damping", self.damping)
         require(0 < self.damping <= 1, f"damping={self.damping}: it lies above 0 and at most at 1")
         for field in ("block_size", "num_samples", "batch_size"):
-            _whole(field, getattr(self, field), least=1)
-        _whole("seed", self.seed, least=0)
+            check_whole(field, getattr(self, field), least=1)
+        check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:
-            _whole("sequence_length", self.sequence_length, least=2)
+            check_whole("sequence_length", self.sequence_length, least=2)
         for field in ("targets", "ignore"):
             object.__setattr__(self, field, _expressions(field, getattr(self, field)))
         _ = self.max_memory_bytes
@@ -130,11 +130,6 @@ def _number(field: str, value: Any, optional: bool = False) -> None:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
     require(ok, f"{field}={value!r}: give a number")
-
-
-def _whole(field: str, value: Any, least: int) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, f"{field}={value!r}: give a whole number of at least {least}")
 
 
 def _expressions(field: str, value: Any) -> tuple[str, ...] | None:

@@ -25,7 +25,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .errors import MoonshotError, require
+from .errors import MoonshotError, check_whole, require
 
 Batch = dict[str, Tensor]
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
@@ -145,12 +145,6 @@ def describe(source: Any) -> str:
         strings = bool(source) and isinstance(source[0], str)
         return f"{type(source).__name__} of {len(source)} {'strings' if strings else 'items'}"
     return f"Dataset of {len(source)} rows" if isinstance(source, Dataset) else type(source).__name__
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless `value` is a whole number of at least `least`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, f"{name}={value!r}: give a whole number of at least {least}")
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:

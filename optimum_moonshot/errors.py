@@ -3,12 +3,19 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from safetensors import SafetensorError
 
 
 class MoonshotError(ValueError):
     """Input that cannot be pruned as asked. The model is left as it was."""
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise `MoonshotError` unless `value` is a whole number of at least `least`."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, f"{name}={value!r}: give a whole number of at least {least}")
 
 
 @contextmanager

@@ -4,8 +4,7 @@ The text is tokenised as one stream and cut into windows of the model's sequence
 is the exponentiated mean loss of every next-token prediction inside a window.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from .data import check_whole, describe, read_text, tokenize, window_length
-from .errors import require
+from .data import describe, read_text, tokenize, window_length
+from .errors import check_whole, require
+from .passes import evaluation_mode, model_device, run_model
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
 SLICE_BYTES = 64 * 2**20
@@ -66,7 +66,11 @@ def perplexity(
     windows = _windows(tokenize(tokenizer, read_text(dataset)), length, most)
     _check(model, windows)
     total = torch.zeros((), dtype=torch.float64)
-    with _evaluating(model), tqdm(total=len(windows), desc="perplexity", disable=not progress) as bar:
+    with (
+        evaluation_mode(model),
+        torch.no_grad(),
+        tqdm(total=len(windows), desc="perplexity", disable=not progress) as bar,
+    ):
         for batch in windows.split(batch_size):
             total += _loss(model, batch)
             bar.update(len(batch))
@@ -108,24 +112,10 @@ def _check(model: nn.Module, windows: Tensor) -> None:
     )
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's mode is as before on exit."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-
-
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Summed loss of the next-token predictions in windows [B, T], in float64 on the CPU."""
-    ids = ids.to(next(model.parameters()).device)
-    options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
-    output = model(input_ids=ids, **options)
+    ids = ids.to(model_device(model))
+    output = run_model(model, {"input_ids": ids})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     fits = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == ids.shape
     require(

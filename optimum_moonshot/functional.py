@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .config import MoonshotConfig
 from .errors import require
+from .linalg import all_finite
 from .objective import DiagonalQuadratic, Quadratic
 from .solvers import PrunedWeight
 
@@ -40,8 +41,7 @@ def prune_weight(
     lam = config.resolve_lam()
     if gram is None:
         require(not solver.calibrated, f"gram=None: solver={config.solver!r} needs the inputs' Gram matrix")
-        gram, lam = torch.zeros(d_in, d_in, device=weight.device), 1.0
-        gram.diagonal().fill_(1)
+        gram, lam = torch.eye(d_in, device=weight.device), 1.0
     _check_tensor("gram", gram, (d_in, d_in))
     if lam < 1:
         require(gradients is not None, f"gradients=None: lam={lam:g} needs them; give gradients or set lam=1")
@@ -73,5 +73,4 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> N
     )
     wanted = ", ".join("any" if size is None else str(size) for size in shape)
     require(fits and tensor.numel() > 0, f"{name} has shape {list(tensor.shape)}: it must be [{wanted}] and not empty")
-    low, high = torch.aminmax(tensor)
-    require(bool(torch.isfinite(low) & torch.isfinite(high)), f"{name} holds NaN or infinite values")
+    require(all_finite(tensor), f"{name} holds NaN or infinite values")

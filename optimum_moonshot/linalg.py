@@ -12,6 +12,12 @@ from .errors import FactorizationError
 MAX_DAMPING = 1.0
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite, without a temporary of the tensor's size."""
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The upper triangular U with ``matrix⁻¹ = Uᵀ U``, without inverting `matrix`.
 

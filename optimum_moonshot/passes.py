@@ -36,7 +36,6 @@ class Visit:
     `last` marks the final time, after which the pass moves on.
     """
 
-    name: str
     layers: tuple[PrunableLayer, ...]
     run: Callable[[Collector | None, bool], None]
 
@@ -51,21 +50,29 @@ class Call:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no parameter asks for a gradient; everything is as before on exit."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; every module's mode is as before on exit."""
     training = {module: module.training for module in model.modules()}
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no parameter asks for a gradient; everything is as before on exit."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
         for parameter in wanted:
             parameter.requires_grad_(False)
-        with torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad():
             yield
     finally:
         for parameter in wanted:
             parameter.requires_grad_(True)
-        for module, mode in training.items():
-            module.training = mode
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -93,13 +100,12 @@ class _Stop(Exception):
 class WholePasses:
     """Every visit runs the entire model, and its backward pass where gradients are wanted."""
 
-    def __init__(self, model: nn.Module, batches: list[Batch], gradients: bool, loss, progress=None):
+    def __init__(self, model: nn.Module, batches: list[Batch], gradients: bool, loss):
         self.model, self.batches, self.gradients, self.loss = model, batches, gradients, loss
-        self.progress = progress or (lambda count: None)
 
     def visits(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Visit]:
         if layers:
-            yield Visit("model", layers, self._run)
+            yield Visit(layers, self._run)
 
     def _run(self, collector: Collector | None, last: bool) -> None:
         if collector is None:
@@ -116,7 +122,6 @@ class WholePasses:
                     torch.autograd.backward(logits, gradient)
             collector.end()
             first += count
-            self.progress(1)
 
 
 class ChainPasses:
@@ -139,8 +144,7 @@ class ChainPasses:
             progress(1)
         order = range(self.lowest, self.highest + 1)
         for i in reversed(order) if self.gradients else order:
-            block = self.blocks[i]
-            yield Visit(block.name, block.layers, lambda collector, last, i=i: self._run(i, collector, last))
+            yield Visit(self.blocks[i].layers, lambda collector, last, i=i: self._run(i, collector, last))
             self.calls[i] = []
 
     def _capture(self, index: int, batch: Batch) -> None:
@@ -237,7 +241,7 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     def enter(i: int, args: tuple, kwargs: dict[str, Any]):
         hidden, rest, named = split_hidden(args, kwargs)
         order.append(i)
-        if i == order[0] and gradients and len(order) == 1:
+        if gradients and len(order) == 1:
             hidden = hidden.detach().requires_grad_(True)
         calls[i] = Call(rest, named, hidden)
         return join_hidden(hidden, calls[i])

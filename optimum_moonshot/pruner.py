@@ -17,6 +17,7 @@ from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
 from .evaluation import max_positions
 from .layers import PrunableLayer, Structure, find_structure
+from .linalg import all_finite
 from .losses import add_masked_labels, needs_masked_labels
 from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
@@ -179,11 +180,7 @@ class _Run:
                 weight.device.type != "meta",
                 f"{layer.name}: its weight is offloaded; load the model without disk or CPU offload to prune it",
             )
-            low, high = torch.aminmax(weight)
-            require(
-                bool(torch.isfinite(low) & torch.isfinite(high)),
-                f"{layer.name}: its weight holds NaN or infinite values",
-            )
+            require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
         require(
             self.config.fisher == "all" or any(layer.attention for layer in self.layers),
             'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',

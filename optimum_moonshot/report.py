@@ -43,6 +43,11 @@ class LayerReport:
     peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
+        """From what JSON makes of `dataclasses.asdict`."""
+        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
+
 
 @dataclasses.dataclass
 class PruneReport:
@@ -113,10 +118,7 @@ class PruneReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
         values = {name: value for name, value in values.items() if name != "sparsity"}
-        layers = [
-            LayerReport(**{**layer, "shape": tuple(layer["shape"]), "notes": tuple(layer["notes"])})
-            for layer in values.pop("layers")
-        ]
+        layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         return cls(layers=layers, **values)
 
     def save(self, path: str | os.PathLike) -> Path:

@@ -55,8 +55,7 @@ class Results:
     def _restore(self) -> None:
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                values = json.loads(file.metadata()["report"])
-            report = LayerReport(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
+                report = LayerReport.from_dict(json.loads(file.metadata()["report"]))
             self.reports[report.name] = report
         if self.reports:
             self.notes.append(f"{len(self.reports)} layers were taken over from an interrupted run")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import MoonshotError, require
 from .layers import PrunableLayer
+from .linalg import all_finite
 from .objective import DiagonalQuadratic, Quadratic
 from .storage import Storage
 
@@ -216,8 +217,7 @@ class Collector(AbstractContextManager):
 
 
 def _finite(tensor: Tensor, what: str) -> None:
-    low, high = torch.aminmax(tensor)
     require(
-        bool(torch.isfinite(low) & torch.isfinite(high)),
+        all_finite(tensor),
         f"{what} hold NaN or infinite values: check the model's weights and dtype (float16 overflows; use bfloat16)",
     )
