@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from optimum_moonshot import MoonshotConfig, perplexity  # noqa: E402
 from optimum_moonshot.functional import prune_weight  # noqa: E402
-from optimum_moonshot.pruner import MoonshotPruner, _Run  # noqa: E402
+from optimum_moonshot.pruner import MoonshotPruner  # noqa: E402
+from optimum_moonshot.run import Run  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsity": 0.8}, "2:4": {"pattern": "2:4"}}
@@ -57,12 +58,12 @@ def prune_all(model, tokenizer, calibration: Path, seed: int, options, lambdas):
                 weights.setdefault((name, pattern), {})[layer.name] = pruned.weight
         return original(run, layer, layer_statistics)
 
-    original = _Run._solve
-    _Run._solve = solve
+    original = Run._solve
+    Run._solve = solve
     try:
         MoonshotPruner(copy.deepcopy(model), config, tokenizer).prune(str(calibration))
     finally:
-        _Run._solve = original
+        Run._solve = original
     return weights
 
 

@@ -1,35 +1,20 @@
-"""`MoonshotPruner`, the only loop over decoder layers: calibrate → objective → solve → report → save."""
+"""`MoonshotPruner`, what a user calls: load → prune → save."""
 
-import dataclasses
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .config import MoonshotConfig
-from .data import CalibrationData, load_calibration
-from .errors import FactorizationError, MoonshotError, require
-from .evaluation import max_positions
-from .layers import PrunableLayer, Structure, find_structure
-from .linalg import all_finite
-from .losses import add_masked_labels, needs_masked_labels
-from .objective import DiagonalQuadratic
-from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
-from .report import LayerReport, PruneReport, peak_memory, versions
-from .results import Results, fingerprint
+from .errors import require
+from .passes import Batch
+from .report import PruneReport
+from .run import Run
 from .saving import save_model
-from .statistics import Collector, LayerStatistics
-from .storage import Storage
-
-# A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
-LOGITS_BYTES = 2 * 2**30
-PROBE_TOKENS = 16
 
 
 class MoonshotPruner:
@@ -103,7 +88,9 @@ class MoonshotPruner:
             MoonshotError: bad data, layers or statistics; each message says what to do.
         """
         require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: prune outside of it")
-        return _Run(self, loss, progress).execute(calibration, resume_dir)
+        run = Run(self.model, self.config, self.tokenizer, loss, progress)
+        self.report = run.execute(calibration, resume_dir)
+        return self.report
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the pruned model, its tokenizer and the report; loads in plain `from_pretrained` anywhere.
@@ -115,263 +102,3 @@ class MoonshotPruner:
         """
         require(self.report is not None, "the model is not pruned yet: call pruner.prune(calibration) first")
         save_model(self.model, self.tokenizer, self.report, directory)
-
-
-class _Run:
-    """One call of `prune`."""
-
-    def __init__(self, pruner: MoonshotPruner, loss: Callable | None, progress: bool):
-        self.pruner, self.model, self.config = pruner, pruner.model, pruner.config
-        self.loss, self.progress = loss, progress
-        self.pattern, self.solver = self.config.parsed_pattern, self.config.make_solver()
-        vision = getattr(self.model, "main_input_name", "input_ids") == "pixel_values"
-        self.lam = self.config.resolve_lam("vision" if vision else "language")
-        self.structure = self._structure()
-        self.layers = list(self.structure.layers())
-        self.solving = 0.0
-
-    def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
-        started = time.perf_counter()
-        self._check_model()
-        self.data = self._load(calibration)
-        self.storage = Storage(model_device(self.model), self.config.max_memory_bytes, self.config.offload_dir)
-        self.results = self._results(resume_dir)
-        self.notes = [*self.results.notes, *(self.data.notes if self.data else ())]
-        bar = tqdm(total=len(self.layers), desc="pruning", unit="layer", disable=not self.progress)
-        try:
-            with frozen(self.model), bar:
-                bar.update(len(self.results.reports))
-                for layer, statistics in self._statistics():
-                    bar.set_postfix_str(layer.name)
-                    self.results.put(*self._solve(layer, statistics))
-                    bar.update(1)
-        except torch.OutOfMemoryError as error:
-            raise MoonshotError(
-                f"out of device memory: lower max_memory, batch_size or num_samples ({error})"
-            ) from None
-        self.results.commit(self.layers)
-        self.results.discard()
-        return self._finish(time.perf_counter() - started)
-
-    def _structure(self) -> Structure:
-        """What to prune, without the layers that an n:m pattern does not fit."""
-        found = find_structure(self.model, self.config.targets, self.config.ignore)
-        skipped = dict(found.skipped)
-
-        def fitting(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
-            for layer in layers:
-                if not self.pattern.fits(layer.shape):
-                    skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {self.pattern}"
-            return tuple(layer for layer in layers if self.pattern.fits(layer.shape))
-
-        blocks = tuple(dataclasses.replace(block, layers=fitting(block.layers)) for block in found.blocks)
-        structure = Structure(blocks, fitting(found.outside), skipped)
-        require(any(structure.layers()), f"pattern={self.config.pattern!r} fits no layer: {skipped}")
-        return structure
-
-    def _lam(self, layer: PrunableLayer) -> float:
-        return self.lam if self.config.fisher == "all" or layer.attention else 1.0
-
-    def _check_model(self) -> None:
-        """Everything about the model that would fail later, before any work."""
-        for layer in self.layers:
-            weight = layer.matrix
-            require(
-                weight.device.type != "meta",
-                f"{layer.name}: its weight is offloaded; load the model without disk or CPU offload to prune it",
-            )
-            require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
-        require(
-            self.config.fisher == "all" or any(layer.attention for layer in self.layers),
-            'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',
-        )
-
-    def _load(self, calibration: Any) -> CalibrationData | None:
-        if calibration is None:
-            require(
-                not self.solver.calibrated,
-                f'calibration=None: solver={self.config.solver!r} needs data, such as "c4" or a path to a text file',
-            )
-            return None
-        options = {
-            name: getattr(self.config, name) for name in ("num_samples", "sequence_length", "batch_size", "seed")
-        }
-        data = load_calibration(calibration, self.pruner.tokenizer, max_positions=max_positions(self.model), **options)
-        if self._gradients and self.loss is None and needs_masked_labels(self.model, data.batches[0]):
-            labelled = add_masked_labels(data.batches, self.pruner.tokenizer, self.config.seed)
-            data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
-        vocabulary = vocabulary_size(self.model)
-        if self._gradients and data.sequence_length:
-            per_sample = 2 * data.sequence_length * vocabulary * self.model_dtype.itemsize
-            data = dataclasses.replace(data, batches=split(data.batches, max(1, LOGITS_BYTES // per_sample)))
-        return data
-
-    @property
-    def _gradients(self) -> bool:
-        return any(self._lam(layer) < 1 for layer in self.layers)
-
-    @property
-    def model_dtype(self) -> torch.dtype:
-        return self.layers[0].parameter.dtype
-
-    def _results(self, resume_dir: str | os.PathLike | None) -> Results:
-        if resume_dir is None:
-            return Results(None, "")
-        settings = {**self.config.to_dict(), "offload_dir": None, "max_memory": None}
-        digest = self.data.digest if self.data else ""
-        return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers))
-
-    def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
-        """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time."""
-        if self.data is None:
-            yield from ((layer, None) for layer in self.layers if layer not in self.results)
-            return
-        for visit in self._visits():
-            groups = self._groups([layer for layer in visit.layers if layer not in self.results])
-            if not groups:
-                visit.run(None, True)
-            while groups:
-                group = groups.pop(0)
-                wanted = {layer.name for layer in group if self._lam(layer) < 1}
-                diagonal = self.solver.objective is DiagonalQuadratic
-                with Collector(group, diagonal, wanted, self.data.num_samples, self.storage) as collector:
-                    visit.run(collector, not groups)
-                while group:
-                    layer = group.pop(0)
-                    yield layer, collector.take(layer)
-
-    def _visits(self) -> Iterator[Visit]:
-        batches, blocks = self.data.batches, self.structure.blocks
-        inside = tuple(layer for block in blocks for layer in block.layers)
-        outside = self.structure.outside
-        if not any(layer not in self.results for layer in self.layers):
-            return
-        probe = to_device(shorten(batches[0]), model_device(self.model))
-        whole = WholePasses(self.model, batches, self._gradients, self.loss)
-        if inside and is_chain(self.model, blocks, probe, self._gradients, self.loss):
-            chain = ChainPasses(self.model, blocks, batches, self._gradients, self.loss, self.storage)
-            with tqdm(total=len(batches), desc="calibrating", unit="batch", disable=not self.progress) as bar:
-                visits = chain.visits(bar.update)
-                first = next(visits)
-            yield first
-            yield from visits
-        elif inside:
-            self.notes.append("the layers are no chain: each visit ran the whole model")
-            yield from whole.visits(inside)
-        yield from whole.visits(outside)
-
-    def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
-        """Layers whose gradients fit in half of what is left together: the other half is for whitening them."""
-        groups: list[list[PrunableLayer]] = []
-        room = 0
-        for layer in layers:
-            samples = 1 if self.solver.objective is DiagonalQuadratic else self.data.num_samples
-            size = 4 * samples * layer.shape[0] * layer.shape[1] if self._lam(layer) < 1 else 4 * layer.shape[1] ** 2
-            if not groups or size > room:
-                groups.append([])
-                room = self.storage.available() // 2
-            groups[-1].append(layer)
-            room -= size
-        return groups
-
-    @torch.no_grad()
-    def _solve(self, layer: PrunableLayer, statistics: LayerStatistics | None) -> tuple[LayerReport, Tensor]:
-        device = layer.parameter.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        started = time.perf_counter()
-        known = statistics is not None
-        if not known:
-            statistics = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0)
-        lam = self._lam(layer) if known else 1.0
-        objective = statistics.objective(layer.matrix, lam)
-        try:
-            result = self.solver.solve(objective, self.pattern)
-        except FactorizationError as error:
-            raise FactorizationError(f"{layer.name}: {error}") from None
-        weight = result.weight.to(layer.parameter.dtype)
-        losses: dict[str, float | None] = {"lam": None}
-        if known:
-            masked, pruned = objective.losses(torch.where(result.keep, objective.weight, 0), weight)
-            losses = {
-                "lam": objective.scales.lam,
-                "reconstruction": pruned.reconstruction,
-                "reconstruction_masked": masked.reconstruction,
-                "fisher": pruned.fisher,
-                "fisher_masked": masked.fisher,
-                "loss": pruned.total,
-                "loss_masked": masked.total,
-            }
-        zeros = int((weight == 0).sum())
-        seconds = time.perf_counter() - started
-        self.solving += seconds
-        report = LayerReport(
-            name=layer.name,
-            shape=layer.shape,
-            sparsity=zeros / weight.numel(),
-            damping=result.damping,
-            seconds=seconds,
-            peak_memory=peak_memory(device),
-            notes=result.notes if known else (),
-            **losses,
-        )
-        return report, weight
-
-    def _finish(self, seconds: float) -> PruneReport:
-        data = self.data
-        if self.storage.spilled:
-            self.notes.append(f"{self.storage.spilled / 2**30:.2f} GiB of caches went to {self.config.offload_dir}")
-        calibration = None
-        if data is not None:
-            calibration = {
-                "source": data.source,
-                "num_samples": data.num_samples,
-                "sequence_length": data.sequence_length,
-                "digest": data.digest,
-            }
-        layers = [self.results.reports[layer.name] for layer in self.layers]
-        report = PruneReport(
-            config=self.config.to_dict(),
-            layers=layers,
-            skipped=self.structure.skipped,
-            calibration=calibration,
-            seconds={"calibration": seconds - self.solving, "solver": self.solving, "total": seconds},
-            peak_memory=max(layer.peak_memory for layer in layers),
-            versions=versions(),
-            notes=self.notes,
-        )
-        if hasattr(self.model, "config"):
-            self.model.config.moonshot = {
-                "config": report.config,
-                "lam": self.lam,
-                "sparsity": report.sparsity,
-                "calibration": calibration,
-                "versions": report.versions,
-            }
-        self.pruner.report = report
-        return report
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    """The width of a language model's logits; 1 where the configuration names none."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "vocab_size", None) or 1
-
-
-def shorten(batch: Batch) -> Batch:
-    """A batch's first sample, cut to a few tokens where nothing but tokens goes in."""
-    single = {name: tensor[:1] for name, tensor in batch.items()}
-    token_inputs = {"input_ids", "attention_mask", "token_type_ids", "labels"}
-    if "input_ids" in single and set(single) <= token_inputs and all(tensor.ndim == 2 for tensor in single.values()):
-        return {name: tensor[:, :PROBE_TOKENS] for name, tensor in single.items()}
-    return single
-
-
-def split(batches: list[Batch], size: int) -> list[Batch]:
-    """The same samples in batches of at most `size`."""
-    return [
-        {name: tensor[start : start + size] for name, tensor in batch.items()}
-        for batch in batches
-        for start in range(0, len(next(iter(batch.values()))), size)
-    ]

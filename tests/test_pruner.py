@@ -7,7 +7,7 @@ from models import CAUSAL, ENCODERS, image_batches, make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
-from optimum_moonshot import pruner as pruner_module
+from optimum_moonshot import run as run_module
 from optimum_moonshot import statistics as statistics_module
 from optimum_moonshot.layers import find_structure
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
@@ -302,7 +302,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
         countdown[0] = 8
         original = torch.Tensor.copy_
         armed = []
-        real = pruner_module.Results.commit
+        real = run_module.Results.commit
 
         def commit(self, layers):
             armed.append(True)
@@ -315,7 +315,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
                     raise error
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(pruner_module.Results, "commit", commit)
+        monkeypatch.setattr(run_module.Results, "commit", commit)
         monkeypatch.setattr(torch.Tensor, "copy_", copy)
     with pytest.raises(error):
         prune(model)
