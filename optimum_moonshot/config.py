@@ -18,8 +18,10 @@ class MoonshotConfig:
 
     Args:
         solver: "sparsegpt" (reconstructs the surviving weights), "wanda" (only chooses), or "magnitude".
-        pattern: "unstructured", or "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs.
-        sparsity: share of the weights to remove, in [0, 1]; follows from n:m.
+        pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
+            which removes whole input columns. Not every solver takes every pattern.
+        sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
+        group_size: consecutive columns that go or stay together, such as the head size; pattern="structured" only.
         lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
@@ -44,6 +46,7 @@ class MoonshotConfig:
     solver: str = "sparsegpt"
     pattern: str = "unstructured"
     sparsity: float | None = None
+    group_size: int = 1
     lam: float | None = None
     fisher: str = "all"
     damping: float = 0.01
@@ -58,9 +61,14 @@ class MoonshotConfig:
     offload_dir: str | None = None
 
     def __post_init__(self):
-        solver_class(self.solver)
+        solver = solver_class(self.solver)
         _number("sparsity", self.sparsity, optional=True)
-        _ = self.parsed_pattern
+        check_whole("group_size", self.group_size, least=1)
+        takes = " or ".join(kind.kind for kind in solver.patterns)
+        require(
+            isinstance(self.parsed_pattern, solver.patterns),
+            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
+        )
         _number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
@@ -81,8 +89,8 @@ class MoonshotConfig:
 
     @property
     def parsed_pattern(self) -> Pattern:
-        """`pattern` and `sparsity` as one object."""
-        return parse_pattern(self.pattern, self.sparsity)
+        """`pattern`, `sparsity` and `group_size` as one object."""
+        return parse_pattern(self.pattern, self.sparsity, self.group_size)
 
     @property
     def max_memory_bytes(self) -> int | None:

@@ -28,14 +28,14 @@ def prune_weight(
         weight, keep, damping and notes; the weight in the dtype and on the device of the input, which is not changed.
 
     Raises:
-        MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or n:m with m not dividing d_in.
+        MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or groups that do not divide d_in.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     _check_tensor("weight", weight, (None, None))
     pattern = config.parsed_pattern
     d_out, d_in = weight.shape
     require(
-        pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern!s}'s m"
+        pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern.width}"
     )
     solver = config.make_solver()
     lam = config.resolve_lam()

@@ -1,11 +1,13 @@
-"""Which weights may go, and exactly how many: unstructured and n:m.
+"""Which weights may go, and exactly how many: unstructured, n:m and structured.
 
-`keep` is True where a weight survives; "n:m" keeps n of every m consecutive inputs of a row. A pattern removes exactly
-``round(sparsity · total)`` entries of the group that it is given, ties by index, the first index first.
+`keep` is True where a weight survives; "n:m" keeps n of every m consecutive inputs of a row; "structured" removes whole
+input columns, in groups. A pattern removes exactly ``round(sparsity · total)`` entries (or groups of columns) of the
+comparison group that it is given, ties by index, the first index first.
 """
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ class Unstructured:
     """Any weight of a comparison group may go: ``Unstructured(0.6)`` removes 60% of it."""
 
     sparsity: float
+
+    kind: ClassVar[str] = "unstructured"
+    width: ClassVar[int] = 1  # consecutive inputs that belong together; a row must divide into so many
 
     def keep(self, scores: Tensor) -> Tensor:
         """Bool, like `scores` (any shape, one comparison group): False for the smallest scores."""
@@ -41,9 +46,15 @@ class NM:
     n: int
     m: int
 
+    kind: ClassVar[str] = "n:m"
+
     @property
     def sparsity(self) -> float:
         return 1 - self.n / self.m
+
+    @property
+    def width(self) -> int:
+        return self.m
 
     def keep(self, scores: Tensor) -> Tensor:
         """Bool, like `scores` [..., d_in] with m | d_in: True for the n largest of every m."""
@@ -60,7 +71,46 @@ class NM:
         return f"{self.n}:{self.m}"
 
 
-Pattern = Unstructured | NM
+@dataclass(frozen=True)
+class Structured:
+    """Whole input columns go, for all rows alike: ``Structured(0.25, group=64)`` removes a quarter of the heads.
+
+    ``group`` consecutive columns go or stay together; exactly ``round(sparsity · groups)`` groups go.
+    """
+
+    sparsity: float
+    group: int = 1
+
+    kind: ClassVar[str] = "structured"
+
+    @property
+    def width(self) -> int:
+        return self.group
+
+    def keep(self, scores: Tensor) -> Tensor:
+        """Bool, like `scores` [d_out, d_in] with group | d_in: a group's score is the sum over its columns and rows."""
+        kept = self.keep_groups(scores.double().sum(0).view(-1, self.group).sum(1))
+        return self.columns(kept).expand_as(scores).clone()
+
+    keep_per_row = keep
+
+    def keep_groups(self, scores: Tensor) -> Tensor:
+        """Bool [groups]: False for the smallest scores [groups]."""
+        return ~smallest(scores[None], round(self.sparsity * len(scores)))[0]
+
+    def columns(self, groups: Tensor) -> Tensor:
+        """What holds for groups [d_in / group], for each of their columns [d_in]."""
+        return groups.repeat_interleave(self.group)
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether the columns of a [d_out, d_in] weight divide into groups."""
+        return shape[-1] % self.group == 0
+
+    def __str__(self) -> str:
+        return self.kind if self.group == 1 else f"{self.kind} in {self.group} columns"
+
+
+Pattern = Unstructured | NM | Structured
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
@@ -76,20 +126,26 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     return below | (tied & (tied.cumsum(-1) <= room))
 
 
-def parse_pattern(pattern: str, sparsity: float | None) -> Pattern:
-    """The pattern that ``pattern=`` and ``sparsity=`` of a configuration name.
+def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> Pattern:
+    """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
 
     Raises:
         MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.
     """
-    require(isinstance(pattern, str), f'pattern={pattern!r}: use "unstructured" or "n:m", such as "2:4"')
-    if pattern == "unstructured":
-        require(sparsity is not None, 'sparsity=None: pattern="unstructured" needs one, such as sparsity=0.5')
+    usage = f'pattern={pattern!r}: use "unstructured", "structured" or "n:m", such as "2:4" (keeps 2 of every 4)'
+    require(isinstance(pattern, str), usage)
+    require(
+        group_size == 1 or pattern == Structured.kind,
+        f"group_size={group_size}: pattern={pattern!r} has no groups of columns; leave it out",
+    )
+    if pattern in (Unstructured.kind, Structured.kind):
+        require(sparsity is not None, f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
         require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
-        return Unstructured(float(sparsity))
+        share = float(sparsity)
+        return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)
     match = re.fullmatch(r"(\d+):(\d+)", pattern)
     if match is None:
-        raise MoonshotError(f'pattern={pattern!r}: use "unstructured" or "n:m", such as "2:4" (keeps 2 of every 4)')
+        raise MoonshotError(usage)
     n, m = int(match[1]), int(match[2])
     require(0 < n <= m, f"pattern={pattern!r}: n:m keeps n of every m, so n must lie between 1 and m")
     parsed = NM(n, m)

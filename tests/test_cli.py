@@ -47,7 +47,7 @@ def test_help_names_every_solver():
     assert all(name in cli.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
-@pytest.mark.parametrize("name", ["damping", "block_size", "num_samples", "batch_size", "seed"])
+@pytest.mark.parametrize("name", ["group_size", "damping", "block_size", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
     assert f"({getattr(MoonshotConfig(solver='magnitude', pattern='2:4'), name)})" in cli.CONFIG_OPTIONS[name]["help"]
 
@@ -56,8 +56,9 @@ def test_only_given_options_reach_the_config():
     assert cli._config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
     given = {
         "solver": "wanda",
-        "pattern": "unstructured",
+        "pattern": "structured",
         "sparsity": 0.6,
+        "group_size": 2,
         "lam": 0.25,
         "fisher": "attention",
         "damping": 0.1,

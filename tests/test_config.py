@@ -8,7 +8,7 @@ import pytest
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.patterns import NM, Structured, Unstructured
 from optimum_moonshot.solvers import solver_names
 
 NAN, INF = float("nan"), float("inf")
@@ -16,6 +16,7 @@ NAN, INF = float("nan"), float("inf")
 BAD = {
     "solver": ["sparse-gpt", "", None, 3, ["wanda"]],
     "pattern": ["2/4", "0:4", "5:4", "structured", 24, None],
+    "group_size": [0, -1, 2.0, "8", True, None, 8],
     "sparsity": [-0.1, 1.5, NAN, INF, "0.5", True, None],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
@@ -82,6 +83,20 @@ def test_fields_are_given_by_name_and_do_not_change():
 def test_the_pattern_is_parsed():
     assert MoonshotConfig(pattern="2:4").parsed_pattern == NM(2, 4)
     assert MoonshotConfig(sparsity=0.6).parsed_pattern == Unstructured(0.6)
+    structured = MoonshotConfig(solver="wanda", pattern="structured", sparsity=0.25, group_size=4)
+    assert structured.parsed_pattern == Structured(0.25, 4)
+
+
+def test_a_solver_that_cannot_make_a_pattern_says_so():
+    message = "pattern='structured': solver='sparsegpt' takes unstructured or n:m; choose another"
+    with pytest.raises(MoonshotError, match=message):
+        MoonshotConfig(solver="sparsegpt", pattern="structured", sparsity=0.5)
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+def test_groups_of_columns_belong_to_the_structured_pattern(pattern):
+    with pytest.raises(MoonshotError, match=f"group_size=8: pattern='{pattern}' has no groups.*leave it out"):
+        MoonshotConfig(pattern=pattern, sparsity=0.5, group_size=8)
 
 
 def test_the_default_lambda_is_the_papers_for_each_kind():
@@ -135,6 +150,7 @@ def test_memory_is_given_in_bytes_or_with_a_unit(size, expected):
             max_memory="8GiB",
             offload_dir="cache",
         ),
+        MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.25, group_size=64),
     ],
 )
 def test_a_configuration_survives_json(config):

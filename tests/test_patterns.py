@@ -7,7 +7,7 @@ import reference
 import torch
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.patterns import NM, Unstructured, parse_pattern, smallest
+from optimum_moonshot.patterns import NM, Structured, Unstructured, parse_pattern, smallest
 
 
 @pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 0.6, 0.999, 1])
@@ -54,6 +54,24 @@ def test_groups_of_m_do_not_cross_rows():
     assert NM(2, 4).fits((3, 8)) and not NM(2, 4).fits((4, 6)) and Unstructured(0.5).fits((4, 6))
 
 
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 1])
+def test_structured_removes_exactly_the_columns_with_the_smallest_sums(group, sparsity):
+    scores = torch.rand(5, 24, dtype=torch.float64)
+    pattern = Structured(sparsity, group)
+    keep = pattern.keep(scores)
+    sums = torch.stack([scores[:, start : start + group].sum() for start in range(0, 24, group)])
+    groups = reference.remove(sums, round(sparsity * (24 // group)))
+    assert torch.equal(pattern.keep_groups(sums), groups)
+    assert torch.equal(keep, torch.stack([groups[j // group] for j in range(24)]).expand(5, -1))
+    assert torch.equal(keep, pattern.keep_per_row(scores))
+
+
+def test_of_equal_columns_the_first_go():
+    assert Structured(0.5, 2).keep(torch.ones(2, 8)).tolist() == [[False] * 4 + [True] * 4] * 2
+    assert Structured(0.5, 4).fits((3, 8)) and not Structured(0.5, 3).fits((3, 8))
+
+
 def test_transposed_scores_are_read_by_row_and_column():
     scores = torch.rand(8, 6).T
     assert torch.equal(Unstructured(0.5).keep(scores), reference.remove(scores, 24))
@@ -84,6 +102,7 @@ def test_random_sweep_against_a_stable_sort():
         ("2:4", None, NM(2, 4)),
         ("2:4", 0.5, NM(2, 4)),
         ("1:3", 2 / 3, NM(1, 3)),
+        ("structured", 0.25, Structured(0.25)),
     ],
 )
 def test_a_pattern_is_parsed(pattern, sparsity, expected):
@@ -94,6 +113,8 @@ def test_a_pattern_is_parsed(pattern, sparsity, expected):
 @pytest.mark.parametrize(
     ("pattern", "sparsity", "message"),
     [
+        ("structured", None, 'sparsity=None: pattern="structured"'),
+        ("structured", 1.5, "sparsity=1.5.*between 0 and 1"),
         ("unstructured", None, "sparsity=None.*sparsity=0.5"),
         ("unstructured", 1.2, "sparsity=1.2.*between 0 and 1"),
         ("unstructured", -0.1, "sparsity=-0.1.*between 0 and 1"),

@@ -199,6 +199,25 @@ def test_groups_must_divide_the_inputs(solver):
         prune(solver, "4:8", 0.5, layer(4, 36, 3))
 
 
+@pytest.mark.parametrize("solver", ["magnitude", "wanda"])
+@LAMS
+@pytest.mark.parametrize("group", [1, 8])
+def test_structured_removes_whole_columns_in_groups(solver, lam, group):
+    settings = MoonshotConfig(solver=solver, pattern="structured", sparsity=0.25, lam=lam, group_size=group)
+    result = prune_weight(*layer(*SHAPE, dead=(3, 50)), config=settings)
+    columns = result.keep.view(24, -1, group)
+    assert (columns == columns[:1, :, :1]).all() and (~columns[0, :, 0]).sum() == round(0.25 * 144 / group)
+    assert not result.weight[~result.keep].any()
+    if group == 1:
+        assert not result.keep[:, [3, 50]].any()
+
+
+def test_groups_of_columns_must_divide_the_inputs():
+    settings = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.25, group_size=8)
+    with pytest.raises(MoonshotError, match="pattern='structured': d_in=36 is not a multiple of 8"):
+        prune_weight(layer(4, 36, 3)[0], config=settings)
+
+
 @SOLVERS
 def test_two_objectives_need_gradients(solver):
     weight, gram, _ = layer(4, 12, 3)

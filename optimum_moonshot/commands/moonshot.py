@@ -23,8 +23,12 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "NAME",
         "help": "sparsegpt (reconstructs the surviving weights; the default), wanda (only chooses), or magnitude",
     },
-    "pattern": {"help": '"unstructured" (the default), or n:m such as 2:4: n of every m consecutive inputs survive'},
+    "pattern": {
+        "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
+        'or "structured": whole input columns go'
+    },
     "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
+    "group_size": {"type": int, "help": "columns that go or stay together, with --pattern structured (1)"},
     "lam": {
         "type": float,
         "metavar": "LAMBDA",

@@ -26,6 +26,7 @@ class Solver(Protocol):
     """Hyperparameters are dataclass fields; `objective` says which statistics `solve` works on."""
 
     objective: ClassVar[type[Quadratic] | type[DiagonalQuadratic]]
+    patterns: ClassVar[tuple[type, ...]]  # the classes of patterns that `solve` takes
     calibrated: ClassVar[bool]  # False: the weights alone decide, and calibration data only serve the report
 
     def solve(self, objective: Any, pattern: Pattern) -> PrunedWeight: ...

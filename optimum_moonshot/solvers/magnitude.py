@@ -1,10 +1,13 @@
-"""Magnitude pruning, the baseline that needs no data: the smallest |w| of the whole layer go."""
+"""Magnitude pruning, the baseline that needs no data: the smallest |w| of the whole layer go.
+
+Structured, the columns with the smallest Σ|w| (the ℓ₁ norm of Li et al., arXiv 1608.08710).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective import Quadratic
-from ..patterns import Pattern
+from ..patterns import NM, Pattern, Structured, Unstructured
 from .base import PrunedWeight, finish, register_solver
 
 
@@ -14,6 +17,7 @@ class Magnitude:
     """No hyperparameters; the comparison group is the layer, and the surviving weights stay as they are."""
 
     objective: ClassVar[type] = Quadratic
+    patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
     calibrated: ClassVar[bool] = False
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:

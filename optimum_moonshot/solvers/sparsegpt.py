@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import FactorizationError
 from ..linalg import MAX_DAMPING, damped_inverse_factor, inverse_factor
 from ..objective import Quadratic
-from ..patterns import NM, Pattern
+from ..patterns import NM, Pattern, Unstructured
 from .base import PrunedWeight, finish, register_solver
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
@@ -45,6 +45,7 @@ class SparseGPT:
     block_size: int = 128
 
     objective: ClassVar[type] = Quadratic
+    patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     calibrated: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:

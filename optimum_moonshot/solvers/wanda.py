@@ -1,13 +1,13 @@
 """Wanda (Sun et al., arXiv 2306.11695) on the multi-objective diagonal: score w² · F_jj, row by row, no update.
 
-At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂.
+At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂. Structured: summed over rows.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective import DiagonalQuadratic
-from ..patterns import Pattern
+from ..patterns import NM, Pattern, Structured, Unstructured
 from .base import PrunedWeight, finish, register_solver
 
 
@@ -17,6 +17,7 @@ class Wanda:
     """No hyperparameters; the comparison group is one row, and the surviving weights stay as they are."""
 
     objective: ClassVar[type] = DiagonalQuadratic
+    patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
     calibrated: ClassVar[bool] = True
 
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
