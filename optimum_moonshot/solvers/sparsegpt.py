@@ -21,6 +21,7 @@ from ..errors import FactorizationError
 from ..linalg import MAX_DAMPING, damped_inverse_factor, inverse_factor
 from ..objective import Quadratic
 from ..patterns import NM, Pattern, Unstructured
+from ..threads import each
 from .base import PrunedWeight, finish, register_solver
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
@@ -200,7 +201,7 @@ class LowRankFactors:
         self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
         self.failed = torch.zeros(self.count, dtype=torch.int32, device=device)
         self._whiten(objective, rows)
-        self.states = [self._invert(part) for part in self.parts]  # P
+        self.states = each(self._invert, self.parts, device)  # P
         self.uppers = [state.new_empty(len(state), widths.group, widths.block) for state in self.states]  # R of a group
         self.carries = [state.new_empty(len(state), widths.group, samples) for state in self.states]  # Q of a group
 
@@ -210,11 +211,14 @@ class LowRankFactors:
         samples, _, d_in = gradients.shape
         groups = _ranges(0, d_in, self.widths.group)
         uppers = [(objective.scales.b**0.5 * self.factor[group, group.start :]).float() for group in groups]
-        for part in _slices(slice(0, self.count), 4 * samples * d_in, device):
+
+        def whiten(part: slice) -> None:
             tail = gradients[:, part].transpose(0, 1).to(device, torch.float32).flatten(0, 1)
             for group, upper in zip(groups, uppers, strict=True):
                 product = upper @ tail[:, group.start :].mT
                 self.whitened[part, group] = product.view(len(upper), -1, samples).transpose(0, 1)
+
+        each(whiten, _slices(slice(0, self.count), 4 * samples * d_in, device), device)
 
     def _invert(self, part: slice) -> Tensor:
         """P of a slice of rows, in the precision that its condition asks for."""
@@ -239,13 +243,17 @@ class LowRankFactors:
         upper = self.factor[group, group]
         self.pull = weight.new_empty(self.count, 1, group.stop - group.start, dtype=torch.float64)  # y
         pivots = weight.new_empty(self.count, group.stop - group.start)
-        for part, state, uppers, carries in zip(self.parts, self.states, self.uppers, self.carries, strict=True):
+
+        def advance(index: int) -> None:
+            part, state, uppers, carries = (x[index] for x in (self.parts, self.states, self.uppers, self.carries))
             z = self.whitened[part, group].to(state.dtype)
             self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
             for block in blocks:
                 root = self._advance(part, state, z[:, block], carries[:, block])
                 uppers[:, block, : root.shape[-1]] = root
                 pivots[part, block] = root.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
+
+        each(advance, range(len(self.parts)), weight.device)
         self.change, self.turn = torch.zeros_like(self.pull), torch.zeros_like(self.spread)  # of y and s, in this group
         weight[:, group] += (self.pull @ upper).squeeze(1).float()
         return pivots
