@@ -1,9 +1,12 @@
 """`MoonshotConfig`: every choice of a pruning run, checked when it is made, before any work can be lost."""
 
 import dataclasses
+import math
 import re
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from .allocation import METHODS, apply_rules, parse_rules
 from .errors import MoonshotError, check_whole, require
 from .patterns import Pattern, parse_pattern
 from .solvers import Solver, solver_class
@@ -22,6 +25,14 @@ class MoonshotConfig:
             which removes whole input columns. Not every solver takes every pattern.
         sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
         group_size: consecutive columns that go or stay together, such as the head size; pattern="structured" only.
+        allocation: "uniform"; "owl" or "alpha", which give the decoder layers sparsities of their own around the total
+            `sparsity` of an unstructured pattern; or a dict of layer → sparsity or "n:m". Its keys are names of
+            layers, or regular expressions searched for in them: a layer's name decides, else the first expression
+            found in it, else `pattern` and `sparsity`.
+        owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 by OWL (arXiv 2310.05175) and the paper.
+        owl_lambda: OWL's λ: densities spread over 2λ. 0.08, as above.
+        alpha_tau: AlphaPruning's τ: sparsities in proportion to 1 - τ … 1 + τ. 0.1, the paper's value for
+            Llama-3.2-3B (0.05 for the 1B).
         lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
@@ -47,6 +58,11 @@ class MoonshotConfig:
     pattern: str = "unstructured"
     sparsity: float | None = None
     group_size: int = 1
+    # Equal configurations have equal hashes without it, and a dict has none.
+    allocation: str | dict[str, float | str] = dataclasses.field(default="uniform", hash=False)
+    owl_threshold: float = 5.0
+    owl_lambda: float = 0.08
+    alpha_tau: float = 0.1
     lam: float | None = None
     fisher: str = "all"
     damping: float = 0.01
@@ -64,11 +80,8 @@ class MoonshotConfig:
         solver = solver_class(self.solver)
         _number("sparsity", self.sparsity, optional=True)
         check_whole("group_size", self.group_size, least=1)
-        takes = " or ".join(kind.kind for kind in solver.patterns)
-        require(
-            isinstance(self.parsed_pattern, solver.patterns),
-            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
-        )
+        self._check_allocation()
+        self._check_patterns(solver)
         _number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
@@ -87,10 +100,57 @@ class MoonshotConfig:
             f"offload_dir={self.offload_dir!r}: give the path of a folder",
         )
 
+    def _check_allocation(self) -> None:
+        how = self.allocation
+        named = isinstance(how, dict)
+        require(
+            named or (isinstance(how, str) and how in METHODS),
+            f'allocation={how!r}: use "uniform", "owl", "alpha", or a dict of layer → sparsity or "n:m"',
+        )
+        require(not named or bool(how), f"allocation={how!r}: it has no entry; leave it out")
+        mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
+        require(
+            how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
+            f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
+        )
+        if named:
+            object.__setattr__(self, "allocation", dict(how))
+        for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
+            value = getattr(self, field)
+            _number(field, value)
+            low = value > 0 if field == "owl_threshold" else value >= 0
+            require(low and value < limit, f"{field}={value}: it lies between 0 and {limit:g}")
+
+    def _check_patterns(self, solver: type[Solver]) -> None:
+        """Every pattern that a layer may get is one that the solver takes."""
+        takes = " or ".join(kind.kind for kind in solver.patterns)
+        if self.parsed_pattern is not None:
+            require(
+                isinstance(self.parsed_pattern, solver.patterns),
+                f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
+            )
+        for key, rule in parse_rules(self.allocation).items() if isinstance(self.allocation, dict) else ():
+            require(
+                isinstance(rule, solver.patterns),
+                f"allocation[{key!r}]={self.allocation[key]!r}: solver={self.solver!r} takes {takes}",
+            )
+
     @property
-    def parsed_pattern(self) -> Pattern:
-        """`pattern`, `sparsity` and `group_size` as one object."""
+    def parsed_pattern(self) -> Pattern | None:
+        """`pattern`, `sparsity` and `group_size` as one object; None where an allocation by name is all there is."""
+        if isinstance(self.allocation, dict) and self.pattern == "unstructured" and self.sparsity is None:
+            return None
         return parse_pattern(self.pattern, self.sparsity, self.group_size)
+
+    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern]:
+        """Every layer's pattern, as far as it is known before the model is (all but OWL's and AlphaPruning's).
+
+        Raises:
+            MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
+        """
+        if isinstance(self.allocation, dict):
+            return apply_rules(parse_rules(self.allocation), names, self.parsed_pattern)
+        return dict.fromkeys(names, self.parsed_pattern)
 
     @property
     def max_memory_bytes(self) -> int | None:
@@ -115,6 +175,7 @@ class MoonshotConfig:
         """As JSON types, with the version of this format."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values["allocation"] = dict(self.allocation) if isinstance(self.allocation, dict) else self.allocation
         return {"version": self.VERSION, **values}
 
     @classmethod

@@ -32,6 +32,10 @@ def prune_weight(
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     _check_tensor("weight", weight, (None, None))
+    require(
+        config.allocation == "uniform",
+        f"allocation={config.allocation!r}: it divides the sparsity between layers, and this is one; leave it out",
+    )
     pattern = config.parsed_pattern
     d_out, d_in = weight.shape
     require(

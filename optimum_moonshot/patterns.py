@@ -5,6 +5,7 @@ input columns, in groups. A pattern removes exactly ``round(sparsity · total)``
 comparison group that it is given, ties by index, the first index first.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,20 +18,46 @@ from .errors import MoonshotError, require
 
 @dataclass(frozen=True)
 class Unstructured:
-    """Any weight of a comparison group may go: ``Unstructured(0.6)`` removes 60% of it."""
+    """Any weight of a comparison group may go: ``Unstructured(0.6)`` removes 60% of it.
+
+    With ``exact``, a layer's comparison groups share its count without a remainder: ``round(sparsity · total)`` of the
+    layer go, and of a group its share rounded up or down. An allocation between layers needs that for its total.
+    """
 
     sparsity: float
+    exact: bool = False
 
     kind: ClassVar[str] = "unstructured"
     width: ClassVar[int] = 1  # consecutive inputs that belong together; a row must divide into so many
 
-    def keep(self, scores: Tensor) -> Tensor:
-        """Bool, like `scores` (any shape, one comparison group): False for the smallest scores."""
-        return ~smallest(scores.flatten()[None], round(self.sparsity * scores.numel())).view_as(scores)
+    def keep(self, scores: Tensor, before: int = 0) -> Tensor:
+        """Bool, like `scores` (any shape, one comparison group): False for the smallest scores.
+
+        `before` is how many weights of the layer the groups before this one hold.
+        """
+        count = round(self.sparsity * scores.numel())
+        if self.exact:
+            count = self._up_to(before + scores.numel()) - self._up_to(before)
+        return ~smallest(scores.flatten()[None], count).view_as(scores)
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
-        """Bool, like `scores` [rows, d_in], each row a comparison group of its own."""
-        return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
+        """Bool, like `scores` [rows, d_in], each row a comparison group of its own.
+
+        With ``exact``, the rows lose equally many, and those whose next score is the smallest one more.
+        """
+        if not self.exact:
+            return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
+        count, extra = divmod(self._up_to(scores.numel()), len(scores))
+        gone = smallest(scores, count)
+        if extra:
+            following = smallest(scores, count + 1) & ~gone
+            rows = smallest(scores[following][None], extra)[0]
+            gone |= following & rows[:, None]
+        return ~gone
+
+    def _up_to(self, total: int) -> int:
+        """How many of a layer's first `total` weights go."""
+        return math.floor(self.sparsity * total + 0.5)
 
     def fits(self, shape: tuple[int, int]) -> bool:
         return True

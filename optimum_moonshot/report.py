@@ -42,6 +42,7 @@ class LayerReport:
     seconds: float = 0.0  # in the solver
     peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
     notes: tuple[str, ...] = ()
+    asked: float | None = None  # sparsity asked for: the pattern's, for this layer
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
@@ -77,7 +78,9 @@ class PruneReport:
         """For people: a row per layer, then what was skipped and the totals."""
         table = Table(title=None, box=None, pad_edge=False)
         table.add_column("layer", overflow="fold")
-        headers = ("shape", "λ", "sparsity", "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes")
+        allocated = len({layer.asked for layer in self.layers}) > 1
+        share = ("asked", "sparsity") if allocated else ("sparsity",)
+        headers = ("shape", "λ", *share, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes")
         for header in headers:
             table.add_column(header, justify="left" if header == "notes" else "right")
         for layer in self.layers:
@@ -85,6 +88,7 @@ class PruneReport:
                 layer.name,
                 f"{layer.shape[0]}×{layer.shape[1]}",
                 "" if layer.lam is None else f"{layer.lam:g}",
+                *((_short(layer.asked),) if allocated else ()),
                 f"{layer.sparsity:.4f}",
                 *(
                     _short(value)

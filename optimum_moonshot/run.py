@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .allocation import allocate
 from .config import MoonshotConfig
 from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
@@ -39,12 +40,11 @@ class Run:
     def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any, loss: Callable | None, progress: bool):
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.loss, self.progress = loss, progress
-        self.pattern, self.solver = self.config.parsed_pattern, self.config.make_solver()
+        self.solver = self.config.make_solver()
         vision = getattr(self.model, "main_input_name", "input_ids") == "pixel_values"
         self.lam = self.config.resolve_lam("vision" if vision else "language")
         self.structure = self._structure()
         self.layers = list(self.structure.layers())
-        self.patterns: dict[str, Pattern] = {layer.name: self.pattern for layer in self.layers}
         self.solving = 0.0
 
     def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
@@ -58,6 +58,7 @@ class Run:
         try:
             with frozen(self.model), bar:
                 bar.update(len(self.results.reports))
+                self._allocate()
                 for layer, statistics in self._statistics():
                     bar.set_postfix_str(layer.name)
                     self.results.put(*self._solve(layer, statistics))
@@ -71,15 +72,17 @@ class Run:
         return self._finish(time.perf_counter() - started)
 
     def _structure(self) -> Structure:
-        """What to prune, without the layers that an n:m pattern does not fit."""
+        """What to prune, and by which patterns, without the layers that an n:m pattern does not fit."""
         found = find_structure(self.model, self.config.targets, self.config.ignore)
         skipped = dict(found.skipped)
+        self.patterns: dict[str, Pattern] = self.config.layer_patterns(layer.name for layer in found.layers())
 
         def fitting(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
             for layer in layers:
-                if not self.pattern.fits(layer.shape):
-                    skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {self.pattern}"
-            return tuple(layer for layer in layers if self.pattern.fits(layer.shape))
+                pattern = self.patterns[layer.name]
+                if not pattern.fits(layer.shape):
+                    skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
+            return tuple(layer for layer in layers if layer.name not in skipped)
 
         blocks = tuple(dataclasses.replace(block, layers=fitting(block.layers)) for block in found.blocks)
         structure = Structure(blocks, fitting(found.outside), skipped)
@@ -105,6 +108,10 @@ class Run:
 
     def _load(self, calibration: Any) -> CalibrationData | None:
         if calibration is None:
+            require(
+                self.config.allocation != "owl",
+                'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
+            )
             require(
                 not self.solver.calibrated,
                 f'calibration=None: solver={self.config.solver!r} needs data, such as "c4" or a path to a text file',
@@ -138,12 +145,31 @@ class Run:
         digest = self.data.digest if self.data else ""
         return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers))
 
+    def _allocate(self) -> None:
+        """OWL's or AlphaPruning's patterns, by the dense model; OWL takes a forward pass of its own."""
+        unfinished = any(layer not in self.results for layer in self.layers)
+        if self.config.allocation not in ("owl", "alpha") or not unfinished:
+            return
+        squares = self._input_squares() if self.config.allocation == "owl" else {}
+        blocks = [block.layers for block in self.structure.blocks if block.layers]
+        self.patterns, note = allocate(self.config, [*blocks, *((layer,) for layer in self.structure.outside)], squares)
+        self.notes.append(note)
+
+    def _input_squares(self) -> dict[str, Tensor]:
+        """Σ x² of every layer's inputs, [d_in] each, on the dense model."""
+        squares: dict[str, Tensor] = {}
+        for visit in self._visits(gradients=False):
+            with Collector(list(visit.layers), True, set(), self.data.num_samples, self.storage) as collector:
+                visit.run(collector, True)
+            squares |= {layer.name: collector.take(layer).inputs for layer in visit.layers}
+        return squares
+
     def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
         """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time."""
         if self.data is None:
             yield from ((layer, None) for layer in self.layers if layer not in self.results)
             return
-        for visit in self._visits():
+        for visit in self._visits(self._gradients):
             groups = self._groups([layer for layer in visit.layers if layer not in self.results])
             if not groups:
                 visit.run(None, True)
@@ -157,25 +183,29 @@ class Run:
                     layer = group.pop(0)
                     yield layer, collector.take(layer)
 
-    def _visits(self) -> Iterator[Visit]:
+    def _visits(self, gradients: bool) -> Iterator[Visit]:
         batches, blocks = self.data.batches, self.structure.blocks
         inside = tuple(layer for block in blocks for layer in block.layers)
         outside = self.structure.outside
         if not any(layer not in self.results for layer in self.layers):
             return
         probe = to_device(shorten(batches[0]), model_device(self.model))
-        whole = WholePasses(self.model, batches, self._gradients, self.loss)
-        if inside and is_chain(self.model, blocks, probe, self._gradients, self.loss):
-            chain = ChainPasses(self.model, blocks, batches, self._gradients, self.loss, self.storage)
+        whole = WholePasses(self.model, batches, gradients, self.loss)
+        if inside and is_chain(self.model, blocks, probe, gradients, self.loss):
+            chain = ChainPasses(self.model, blocks, batches, gradients, self.loss, self.storage)
             with tqdm(total=len(batches), desc="calibrating", unit="batch", disable=not self.progress) as bar:
                 visits = chain.visits(bar.update)
                 first = next(visits)
             yield first
             yield from visits
         elif inside:
-            self.notes.append("the layers are no chain: each visit ran the whole model")
+            self._note("the layers are no chain: each visit ran the whole model")
             yield from whole.visits(inside)
         yield from whole.visits(outside)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers whose gradients fit in half of what is left together: the other half is for whitening them."""
@@ -230,6 +260,7 @@ class Run:
             seconds=seconds,
             peak_memory=peak_memory(device),
             notes=result.notes if known else (),
+            asked=self.patterns[layer.name].sparsity,
             **losses,
         )
         return report, weight

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,10 @@ def test_only_given_options_reach_the_config():
         "pattern": "structured",
         "sparsity": 0.6,
         "group_size": 2,
+        "allocation": "uniform",
+        "owl_threshold": 4.0,
+        "owl_lambda": 0.1,
+        "alpha_tau": 0.2,
         "lam": 0.25,
         "fisher": "attention",
         "damping": 0.1,
@@ -77,6 +82,18 @@ def test_only_given_options_reach_the_config():
     for name, value in given.items():
         argv += [cli._flag(name), *map(str, value if isinstance(value, tuple) else [value])]
     assert cli._config(parse(*argv)) == MoonshotConfig(**given)
+
+
+def test_an_allocation_may_be_a_file(tmp_path):
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"mlp": 0.7, "attn": "2:4"}))
+    assert cli._config(parse("--allocation", str(path))) == MoonshotConfig(allocation={"mlp": 0.7, "attn": "2:4"})
+    for content, words in (("[1]", "object of layers"), ("{", "Expecting"), ('{"mlp": 2}', "allocation['mlp']=2")):
+        path.write_text(content)
+        with pytest.raises(cli.UsageError, match=re.escape(words)):
+            cli._config(parse("--allocation", str(path)))
+    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha nor"):
+        cli._config(parse("--allocation", "nowhere"))
 
 
 def test_options_with_several_values_repeat():

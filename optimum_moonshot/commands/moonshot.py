@@ -29,6 +29,14 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
     "group_size": {"type": int, "help": "columns that go or stay together, with --pattern structured (1)"},
+    "allocation": {
+        "metavar": "HOW",
+        "help": '"uniform" (the default), "owl" or "alpha" (AlphaPruning): how unstructured sparsity is divided '
+        "between the layers; or a JSON file of layer names or regular expressions, each with a sparsity or n:m",
+    },
+    "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
+    "owl_lambda": {"type": float, "metavar": "LAMBDA", "help": "OWL: densities spread over twice this (0.08)"},
+    "alpha_tau": {"type": float, "metavar": "TAU", "help": "AlphaPruning: sparsities in proportion to 1 ± TAU (0.1)"},
     "lam": {
         "type": float,
         "metavar": "LAMBDA",
@@ -182,10 +190,26 @@ def _config(args: argparse.Namespace):
     from optimum_moonshot import MoonshotConfig
 
     given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
+    given |= {"allocation": _allocation(given["allocation"])} if "allocation" in given else {}
     try:
         return MoonshotConfig(**given)
     except MoonshotError as error:
         raise UsageError(str(error)) from None
+
+
+def _allocation(given: str) -> str | dict:
+    """One of the methods, or what a JSON file says."""
+    from optimum_moonshot.allocation import METHODS
+
+    if given in METHODS:
+        return given
+    usage = f"--allocation {given}: neither one of {', '.join(METHODS)} nor a JSON file with an object of layers"
+    try:
+        rules = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{usage} ({_line(error)})") from None
+    _usage(isinstance(rules, dict), usage)
+    return rules
 
 
 def _device(name: str | None):
@@ -215,7 +239,7 @@ def _calibration(args: argparse.Namespace, config) -> str | None:
     from optimum_moonshot.solvers import solver_class
 
     if args.calibration is None:
-        return "c4" if solver_class(config.solver).calibrated else None
+        return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
     _check_data("--calibration", [args.calibration])
     return args.calibration
 

@@ -114,7 +114,7 @@ def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Wi
     for group in _ranges(0, weight.shape[1], widths.group):
         pivots = factors.enter(weight, group)
         if not isinstance(pattern, NM):
-            keep[:, group] = pattern.keep((weight[:, group] / pivots).square())
+            keep[:, group] = pattern.keep((weight[:, group] / pivots).square(), before=group.start * len(weight))
         errors = torch.empty(len(weight), group.stop - group.start, device=weight.device)
         for block in _ranges(group.start, group.stop, widths.block):
             factor = factors.step(weight, group, block, errors)

@@ -1,0 +1,409 @@
+"""Sparsity divided between layers: the methods' own formulas, exact totals, and what a user's dict may say."""
+
+import json
+import random
+
+import pytest
+import reference_allocation as reference
+import torch
+from golden.make import layer as random_layer
+from models import image_batches, make, token_batches
+from safetensors import safe_open
+from test_golden import ROOT
+from test_pruner import assert_same, config, prune, weights
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.allocation import (
+    alpha_sparsities,
+    apply_rules,
+    apportion,
+    exact_patterns,
+    outlier_share,
+    owl_sparsities,
+    parse_rules,
+    tail_exponent,
+)
+from optimum_moonshot.functional import build_objective, prune_weight
+from optimum_moonshot.layers import find_structure
+from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.solvers import solver_class, solver_names
+
+GOLDEN = ROOT / "../shared/golden/allocation.safetensors"
+SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name).patterns]
+
+
+def blocks(count=5, seed=0):
+    """Blocks of two matrices, some with outliers, with the norms of their inputs."""
+    torch.manual_seed(seed)
+    shapes = [(24, 40), (32, 24)]
+    found = []
+    for k in range(count):
+        tails = 1 + k * torch.rand(()).item()
+        found.append(
+            [(torch.randn(shape) * torch.rand(shape[1]) ** tails, torch.rand(shape[1]) ** tails) for shape in shapes]
+        )
+    return found
+
+
+def spiky(name="llama"):
+    """A tiny model whose blocks differ in their outliers and spectra."""
+    model = make(name)
+    for k, block in enumerate(find_structure(model).blocks):
+        for layer in block.layers:
+            layer.matrix[:, : 1 + k] *= 4 * (k + 1)
+    return model
+
+
+def zeros(model, report):
+    return sum((model.get_submodule(layer.name).weight == 0).sum().item() for layer in report.layers)
+
+
+def size(report):
+    return sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="no second set of golden files beside the repository")
+def test_results_match_the_golden_file():
+    with safe_open(GOLDEN, "pt") as file:
+        settings = json.loads(file.metadata()["config"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    config = MoonshotConfig(**settings)
+    found = [[(tensors[f"weight.{i}.{j}"], tensors[f"input_norm.{i}.{j}"]) for j in range(2)] for i in range(4)]
+    sizes = [sum(weight.numel() for weight, _ in block) for block in found]
+    shares = [
+        outlier_share([weight for weight, _ in block], [norm.square() for _, norm in block], config.owl_threshold)
+        for block in found
+    ]
+    sparsities = owl_sparsities(shares, sizes, config.sparsity, config.owl_lambda)
+    assert sparsities == pytest.approx(tensors["owl_sparsity"].tolist(), rel=1e-12)
+    exponents = [sum(tail_exponent(weight) for weight, _ in block) / 2 for block in found]
+    assert exponents == pytest.approx(tensors["alpha_exponent"].tolist(), rel=1e-6)
+    sparsities = alpha_sparsities(exponents, sizes, config.sparsity, config.alpha_tau)
+    assert sparsities == pytest.approx(tensors["alpha_sparsity"].tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [1.5, 3, 5])
+def test_outliers_are_counted_over_a_block(threshold):
+    for block in blocks():
+        matrices, norms = [list(side) for side in zip(*block, strict=True)]
+        found = outlier_share(matrices, [norm.square() for norm in norms], threshold)
+        assert found == pytest.approx(reference.owl_score(matrices, norms, threshold))
+    assert outlier_share([torch.zeros(3, 4)], [torch.ones(4)], threshold) == 0
+
+
+def test_the_exponent_is_the_literal_search():
+    for block in blocks():
+        for weight, _ in block:
+            for matrix in (weight, weight.T, 1e3 * weight, weight.bfloat16()):
+                assert tail_exponent(matrix) == pytest.approx(reference.exponent(matrix), rel=1e-6)
+
+
+def test_a_heavier_tail_has_a_smaller_exponent():
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(60, 60))[0] for _ in range(2))
+    found = [tail_exponent(left @ torch.arange(1, 61).pow(-power).diag() @ right) for power in (0.3, 0.6, 1.2)]
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(4, 6), torch.eye(5), torch.ones(1, 7), torch.ones(4, 4)])
+def test_spectra_without_a_tail_have_no_exponent(weight):
+    assert tail_exponent(weight) is None
+
+
+def test_zero_rows_and_columns_do_not_change_the_exponent():
+    weight = blocks()[3][0][0]
+    wide = torch.zeros(30, 50)
+    wide[3:27, 5:45] = weight
+    assert tail_exponent(wide) == pytest.approx(tail_exponent(weight), rel=1e-9)
+
+
+def test_sparsities_are_the_formulas_where_nothing_is_clipped():
+    scores = [3.0, 7.5, 5.0, 3.2]
+    assert owl_sparsities(scores, [6] * 4, 0.6, 0.08) == pytest.approx(reference.owl(scores, 0.6, 0.08), rel=1e-12)
+    sizes = [5, 10, 20, 4]
+    expected = reference.alpha(scores, sizes, 0.6, 0.1)
+    assert alpha_sparsities(scores, sizes, 0.6, 0.1) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", [owl_sparsities, alpha_sparsities])
+def test_the_mean_over_the_weights_holds_through_clipping(method):
+    choose = random.Random(0)
+    for _ in range(300):
+        count = choose.randint(1, 8)
+        scores = [choose.choice([0.0, choose.random(), 5.0]) for _ in range(count)]
+        sizes = [choose.randint(1, 1000) for _ in range(count)]
+        sparsity, spread = choose.choice([0, 0.02, 0.5, 0.97, 1, choose.random()]), choose.choice([0, 0.08, 0.5, 0.99])
+        found = method(scores, sizes, sparsity, spread)
+        assert all(0 <= value <= 1 for value in found)
+        total = sum(value * size for value, size in zip(found, sizes, strict=True))
+        assert total == pytest.approx(sparsity * sum(sizes), abs=1e-9)
+        sign = -1 if method is owl_sparsities else 1  # many outliers: dense; a large exponent, a light tail: sparse
+        ordered = [value for _, value in sorted(zip(scores, found, strict=True), key=lambda pair: sign * pair[0])]
+        assert all(second - first > -1e-12 for first, second in zip(ordered, ordered[1:], strict=False))
+        if spread == 0 or len(set(scores)) == 1:
+            assert found == pytest.approx([sparsity] * count, abs=1e-12)
+
+
+def test_rounding_is_by_largest_remainder():
+    assert apportion([1.2, 2.7, 0.1], 4) == [1, 3, 0]
+    assert apportion([0.5, 0.5, 0.5, 0.5], 2) == [1, 1, 0, 0]
+    choose = random.Random(0)
+    for _ in range(300):
+        sizes = {str(k): choose.randint(1, 400) for k in range(choose.randint(1, 9))}
+        sparsities = {name: choose.choice([0.0, 1.0, choose.random()]) for name in sizes}
+        mean = sum(sizes[name] * sparsities[name] for name in sizes) / sum(sizes.values())
+        patterns = exact_patterns(sizes, sparsities, mean)
+        counts = {name: round(patterns[name].sparsity * sizes[name]) for name in sizes}
+        assert sum(counts.values()) == round(mean * sum(sizes.values()))
+        for name, count in counts.items():
+            assert 0 <= count <= sizes[name] and abs(count - sizes[name] * sparsities[name]) < 1
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+@pytest.mark.parametrize("count", [0, 1, 145, 2001, 3455, 3456])
+def test_comparison_groups_share_an_exact_count(solver, lam, count):
+    solve = MoonshotConfig(solver=solver, sparsity=0.5, lam=lam).make_solver()
+    weight, gram, gradients = random_layer(24, 144, 10)
+    objective = build_objective(solve.objective, weight, gram, gradients if lam < 1 else None, lam)
+    keep = solve.solve(objective, Unstructured(count / weight.numel(), exact=True)).keep
+    assert (~keep).sum() == count
+    groups = {"wanda": keep.unbind(0), "sparsegpt": keep.split(128, dim=1)}.get(solver, [keep])
+    for group in groups:
+        assert abs((~group).sum() - count / weight.numel() * group.numel()) < 1
+
+
+def test_rows_that_lose_one_more_are_those_that_miss_it_least():
+    scores = torch.tensor([[5.0, 1.0, 9.0], [3.0, 2.0, 8.0], [4.0, 6.0, 7.0], [0.0, 4.0, 5.0]])
+    keep = Unstructured(6 / 12, exact=True).keep_per_row(scores)  # next in line: 5, 3, 6, 4
+    assert keep.int().tolist() == [[1, 0, 1], [0, 0, 1], [0, 1, 1], [0, 0, 1]]
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(Unstructured(6 / 12, exact=True).keep_per_row(scores[order]), keep[order])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("allocation", ["owl", "alpha"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen2", "llama-tied-biased"])
+def test_a_model_loses_exactly_what_was_asked(name, allocation, solver):
+    model = spiky(name)
+    report = prune(model, solver=solver, pattern="unstructured", sparsity=0.613, allocation=allocation).report
+    assert zeros(model, report) == round(0.613 * size(report))
+    asked = [layer.asked for layer in report.layers]
+    assert max(asked) - min(asked) > 0.01
+    for layer in report.layers:
+        assert layer.sparsity == pytest.approx(layer.asked, abs=1e-12)
+    assert any("sparsities 0." in note for note in report.notes) and "asked" in report.table()
+
+
+def dense_norms(model, batches):
+    """Layer → ‖x‖₂ of its inputs over the real tokens, by hooks on the whole model."""
+    squares = {layer.name: 0 for layer in find_structure(model).layers()}
+    for batch in batches:
+        real = batch["attention_mask"].bool()
+
+        def observe(name, args, real=real):
+            squares[name] = squares[name] + args[0][real].square().sum(0)
+
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: observe(name, args))
+            for name in squares
+        ]
+        with torch.no_grad():
+            model(**batch)
+        for handle in handles:
+            handle.remove()
+    return {name: total.sqrt() for name, total in squares.items()}
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_owl_looks_at_the_dense_model(lam):
+    model, batches = spiky(), token_batches(padded=True)
+    norms, structure = dense_norms(model, batches), find_structure(model)
+    shares = [
+        reference.owl_score([layer.matrix for layer in b.layers], [norms[layer.name] for layer in b.layers], 4)
+        for b in structure.blocks
+    ]
+    expected = reference.owl(shares, 0.5, 0.1)
+    choice = dict(allocation="owl", owl_threshold=4, owl_lambda=0.1)
+    report = prune(model, batches, pattern="unstructured", sparsity=0.5, lam=lam, **choice).report
+    for layer in report.layers:
+        assert layer.asked == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
+
+
+def test_alpha_needs_no_data_and_owl_does():
+    model = spiky()
+    exponents = [
+        sum(reference.exponent(layer.matrix) for layer in block.layers) / len(block.layers)
+        for block in find_structure(model).blocks
+    ]
+    expected = reference.alpha(exponents, [1] * 3, 0.5, 0.3)
+    options = dict(solver="magnitude", pattern="unstructured", sparsity=0.5, lam=None)
+    report = MoonshotPruner(model, config(**options, allocation="alpha", alpha_tau=0.3)).prune(progress=False)
+    for layer in report.layers:
+        assert layer.asked == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
+    before = weights(model)
+    with pytest.raises(MoonshotError, match='allocation="owl" needs data'):
+        MoonshotPruner(model, config(**options, allocation="owl")).prune(progress=False)
+    assert_same(model, before)
+
+
+@pytest.mark.parametrize("allocation", ["owl", "alpha"])
+def test_a_layer_outside_of_the_blocks_is_scored_alone(allocation):
+    choice = dict(pattern="unstructured", sparsity=0.5, allocation=allocation)
+    model = spiky()
+    report = prune(model, targets=[r"layers\.0\.", "lm_head"], **choice).report
+    inside, outside = report.layers[0].asked, report.layers[-1].asked
+    assert report.layers[-1].name == "lm_head" and abs(inside - outside) > 0.01
+    assert all(layer.asked == pytest.approx(inside, abs=1 / 256) for layer in report.layers[:-1])
+    assert zeros(model, report) == round(0.5 * size(report))
+    alone = prune(spiky(), targets=[r"layers\.0\."], **choice).report
+    assert all(layer.asked == pytest.approx(0.5, abs=1 / 256) for layer in alone.layers)
+
+
+@pytest.mark.parametrize("allocation", ["owl", "alpha"])
+@pytest.mark.parametrize("name", ["albert", "vit", "mixtral"])
+def test_what_is_no_chain_of_decoder_layers(name, allocation):
+    model = spiky(name)
+    batches = image_batches() if name == "vit" else token_batches(padded=True)
+    choice = dict(solver="wanda", pattern="unstructured", sparsity=0.55, lam=1, allocation=allocation)
+    report = prune(model, batches, **choice).report
+    assert zeros(model, report) == round(0.55 * size(report))
+    assert len(report.notes) == len(set(report.notes))
+
+
+def test_alpha_says_which_block_has_no_spectrum():
+    model = make("llama")
+    for layer in find_structure(model).blocks[1].layers:
+        layer.matrix.zero_()
+    with pytest.raises(MoonshotError, match=r"layers\.1\.self_attn\.q_proj.*no tail to fit"):
+        prune(model, pattern="unstructured", sparsity=0.5, allocation="alpha", lam=1)
+    report = prune(model, pattern="unstructured", sparsity=0.5, allocation="owl", lam=1).report
+    assert report.layers[7].asked > report.layers[0].asked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype):
+    for allocation in ("owl", "alpha"):
+        model = spiky().to(dtype)
+        report = prune(model, pattern="unstructured", sparsity=0.5, allocation=allocation, lam=1).report
+        assert sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers) == size(report) // 2
+
+
+def test_a_killed_run_goes_on_with_the_same_allocation(tmp_path, monkeypatch):
+    choice = dict(solver="wanda", pattern="unstructured", sparsity=0.5, allocation="owl")
+    whole, resumed = spiky(), spiky()
+    prune(whole, **choice)
+    cls = solver_class("wanda")
+    original, count = cls.solve, [0]
+
+    def die(self, *args):
+        count[0] += 1
+        if count[0] == 11:
+            raise RuntimeError
+        return original(self, *args)
+
+    monkeypatch.setattr(cls, "solve", die)
+    folder = tmp_path / "partial"
+    for expected in (RuntimeError, None):
+        pruner = MoonshotPruner(resumed, config(**choice))
+        if expected:
+            with pytest.raises(expected):
+                pruner.prune(token_batches(), progress=False, resume_dir=folder)
+        else:
+            pruner.prune(token_batches(), progress=False, resume_dir=folder)
+    assert_same(resumed, weights(whole))
+    assert all(layer.asked is not None for layer in pruner.report.layers)
+
+
+def test_an_allocation_by_name():
+    model = make("llama")
+    rules = {"model.layers.1.mlp.up_proj": 0.25, r"layers\.1\.": 0.75, "mlp": "1:4", "q_proj": 0}
+    report = prune(model, pattern="unstructured", sparsity=0.5, allocation=rules).report
+    for layer in report.layers:
+        weight = model.get_submodule(layer.name).weight
+        if "layers.1." in layer.name:
+            expected = 0.25 if "mlp.up_proj" in layer.name else 0.75
+        else:
+            expected = 0.75 if "mlp" in layer.name else 0.0 if "q_proj" in layer.name else 0.5
+        assert layer.asked == layer.sparsity == expected
+        if "mlp" in layer.name and "layers.1." not in layer.name:
+            assert ((weight.view(-1, 4) != 0).sum(1) == 1).all()
+
+
+def test_groups_of_several_sizes_in_one_model():
+    model = make("llama")
+    report = prune(model, pattern="2:4", allocation={"mlp": "4:16"}).report
+    assert all("down_proj" not in layer.name for layer in report.layers) and len(report.skipped) == 3
+    for layer in report.layers:
+        kept = model.get_submodule(layer.name).weight != 0
+        n, m = (4, 16) if "mlp" in layer.name else (2, 4)
+        assert (kept.view(-1, m).sum(1) == n).all() and layer.asked == 1 - n / m
+
+
+def test_rules_by_exact_name_first_then_in_order():
+    names = ["a.0", "a.00", "b.0"]
+    rules = parse_rules({"0": 0.1, "a.0": "2:4", "a": 0.3})
+    with pytest.raises(MoonshotError, match="'a' decides nothing: every layer that it is found in has an earlier"):
+        apply_rules(rules, names, None)
+    rules = parse_rules({"a.0": "2:4", "a": 0.3})
+    assert apply_rules(rules, names, NM(1, 2)) == {"a.0": NM(2, 4), "a.00": Unstructured(0.3), "b.0": NM(1, 2)}
+    with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set sparsity"):
+        apply_rules(rules, names, None)
+    with pytest.raises(MoonshotError, match="'c' decides nothing: it is found in no pruned layer"):
+        apply_rules(parse_rules({"c": 0.5}), names, NM(1, 2))
+
+
+def test_a_dict_needs_no_sparsity_where_it_covers_every_layer():
+    report = prune(make("llama"), pattern="unstructured", allocation={"mlp": "2:4", "attn": 0.25}).report
+    assert {layer.asked for layer in report.layers} == {0.5, 0.25}
+    with pytest.raises(MoonshotError, match="allocation: no entry for .*self_attn"):
+        prune(make("llama"), pattern="unstructured", allocation={"mlp": "2:4"})
+
+
+@pytest.mark.parametrize(
+    ("allocation", "message"),
+    [
+        ({}, "allocation={}: it has no entry"),
+        ({"mlp": 1.5}, r"allocation\['mlp'\]=1.5: give a sparsity between 0 and 1"),
+        ({"mlp": float("nan")}, r"allocation\['mlp'\]=nan"),
+        ({"mlp": True}, r"allocation\['mlp'\]=True"),
+        ({"mlp": None}, r"allocation\['mlp'\]=None"),
+        ({"mlp": "half"}, r"allocation\['mlp'\]='half'"),
+        ({"mlp": "5:4"}, r"allocation\['mlp'\]: pattern='5:4'"),
+        ({"(": 0.5}, "allocation: '\\(' is not a regular expression"),
+        ({3: 0.5}, "allocation: 3 is not the name of a layer"),
+        ({"": 0.5}, "allocation: '' is not the name of a layer"),
+    ],
+)
+def test_a_bad_entry_is_refused(allocation, message):
+    with pytest.raises(MoonshotError, match=message):
+        MoonshotConfig(sparsity=0.5, allocation=allocation)
+
+
+@pytest.mark.parametrize("allocation", ["owl", "alpha"])
+@pytest.mark.parametrize("pattern", ["2:4", "structured"])
+def test_patterns_that_leave_no_choice_refuse_a_method(allocation, pattern):
+    sparsity = 0.5 if pattern == "structured" else None
+    with pytest.raises(MoonshotError, match=f"allocation='{allocation}': pattern='{pattern}'.*unstructured"):
+        MoonshotConfig(solver="magnitude", pattern=pattern, sparsity=sparsity, allocation=allocation)
+    with pytest.raises(MoonshotError, match="sparsity=None"):
+        MoonshotConfig(allocation=allocation)
+
+
+def test_structured_patterns_refuse_names_and_one_matrix_refuses_all():
+    with pytest.raises(MoonshotError, match="allocation=.*pattern='structured'"):
+        MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, allocation={"mlp": 0.5})
+    for allocation in ("owl", {"mlp": 0.5}):
+        with pytest.raises(MoonshotError, match="allocation=.*this is one; leave it out"):
+            prune_weight(
+                torch.randn(4, 8), config=MoonshotConfig(solver="magnitude", sparsity=0.5, allocation=allocation)
+            )
+
+
+def test_a_configuration_keeps_its_own_copy():
+    rules = {"mlp": 0.5}
+    one = MoonshotConfig(sparsity=0.5, allocation=rules)
+    rules["mlp"] = 2
+    assert one.allocation == {"mlp": 0.5} and one.to_dict()["allocation"] is not one.allocation
+    assert hash(one) == hash(MoonshotConfig(sparsity=0.5, allocation={"mlp": 0.5}))
+    assert MoonshotConfig.from_dict(json.loads(json.dumps(one.to_dict()))) == one
