@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import MoonshotError, require
+from .objective import of_rows
 from .patterns import Pattern, Unstructured, parse_pattern
 
 if TYPE_CHECKING:
@@ -81,13 +82,18 @@ def outlier_share(weights: list[Tensor], input_squares: list[Tensor], threshold:
 
     Args:
         weights: the block's matrices, [d_out, d_in] each.
-        input_squares: Σ x² over every token, [d_in] each.
+        input_squares: Σ x² over every token, [d_in] each, or [groups, d_in] where rows read inputs of their own.
         threshold: M.
     """
     sizes = [weight.numel() for weight in weights]
     total, above = 0.0, 0
+    input_squares = [
+        squares if squares.ndim == 1 else of_rows(squares, len(weight))
+        for weight, squares in zip(weights, input_squares, strict=True)
+    ]
     for weight, squares in zip(weights, input_squares, strict=True):
-        total += float((weight.abs().double() @ squares.double().sqrt()).sum())
+        roots = squares.double().sqrt()
+        total += float((weight.abs().double() @ roots if roots.ndim == 1 else weight.abs() * roots).sum())
     limit = threshold * total / sum(sizes)
     for weight, squares in zip(weights, input_squares, strict=True):
         above += int((weight.abs().float() * squares.float().sqrt() > limit).sum())

@@ -40,8 +40,10 @@ class MoonshotConfig:
         damping: share of the mean diagonal added to a Hessian before it is factored. It grows tenfold, up to 1, for a
             layer that needs it; the report says so. SparseGPT only.
         block_size: columns that SparseGPT prunes together, and with all rows its comparison group.
-        targets: regular expressions searched for in module names; None prunes every Linear of the decoder layers.
-            Embeddings and heads are pruned only if one of these names them.
+        targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
+            layers (decoder or encoder layers, stages). Embeddings, also of patches, stems and heads are pruned only if
+            one of these names them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
+            but the first and the last layer.
         ignore: regular expressions searched for in module names that stay dense.
         num_samples: calibration samples N. Exactly so many: too little data is an error.
         sequence_length: tokens per sample; None is the model's longest, at most 2048.

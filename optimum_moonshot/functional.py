@@ -19,7 +19,8 @@ def prune_weight(
 
     Args:
         weight: dense weight, [d_out, d_in], floating point.
-        gram: ``X Xᵀ`` summed over every token, [d_in, d_in]; only ``solver="magnitude"`` does without.
+        gram: ``X Xᵀ`` summed over every token, [d_in, d_in]; only ``solver="magnitude"`` does without. A grouped
+            convolution has [groups, d_in, d_in], one for each d_out/groups rows.
         gradients: per-sample gradients of the loss, [N, d_out, d_in]; needed where λ < 1, unused at λ = 1. They may
             lie on another device than the weight: rows are then streamed.
         config: solver, pattern, sparsity, λ (default 0.9) and damping.
@@ -46,7 +47,10 @@ def prune_weight(
     if gram is None:
         require(not solver.calibrated, f"gram=None: solver={config.solver!r} needs the inputs' Gram matrix")
         gram, lam = torch.eye(d_in, device=weight.device), 1.0
-    _check_tensor("gram", gram, (d_in, d_in))
+    grouped = isinstance(gram, Tensor) and gram.ndim == 3
+    _check_tensor("gram", gram, (None, d_in, d_in) if grouped else (d_in, d_in))
+    divides = not grouped or d_out % len(gram) == 0
+    require(divides, f"gram has shape {list(gram.shape)}: d_out={d_out} does not divide into {len(gram)} groups")
     if lam < 1:
         require(gradients is not None, f"gradients=None: lam={lam:g} needs them; give gradients or set lam=1")
         _check_tensor("gradients", gradients, (None, d_out, d_in))
@@ -63,7 +67,7 @@ def build_objective(kind: type, weight: Tensor, gram: Tensor, gradients: Tensor 
     if kind is DiagonalQuadratic:
         squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
         return DiagonalQuadratic.build(
-            weight, gram.diagonal(), squares, 0 if gradients is None else len(gradients), lam
+            weight, gram.diagonal(dim1=-2, dim2=-1), squares, 0 if gradients is None else len(gradients), lam
         )
     return Quadratic.build(weight, gram, gradients, lam)
 

@@ -1,7 +1,8 @@
 """Find the decoder layers of any model and the weights in them that can be pruned, without a table of model names.
 
 Decoder layers ("blocks") are the elements of the outermost `ModuleList`s whose elements have weight matrices of their
-own: that is how every transformers architecture holds its repeated layers.
+own: that is how every transformers architecture holds its repeated layers, and the stages of its convolutional
+networks. A model without any (a plain `torch.nn.Module`) has all its layers pruned but the first and the last.
 """
 
 import re
@@ -14,12 +15,17 @@ from transformers.pytorch_utils import Conv1D
 
 from .errors import require
 
+MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """One weight matrix. Modules that share the parameter (tied weights) are one layer and stay tied."""
+    """One weight matrix. Modules that share the parameter (tied weights) are one layer and stay tied.
+
+    A `Conv2d` is the matrix [out, in/groups·kh·kw] that multiplies the patches of its input. Where it has groups, each
+    out/groups rows read patches of their own.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -31,13 +37,24 @@ class PrunableLayer:
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as [d_out, d_in], a view: `Conv1D` (GPT-2) stores the transpose."""
+        """The weight as [d_out, d_in], to read: `Conv1D` (GPT-2) stores the transpose."""
         weight = self.parameter.detach()
-        return weight.T if isinstance(self.modules[0], Conv1D) else weight
+        return weight.T if isinstance(self.modules[0], Conv1D) else weight.flatten(1)
+
+    def assign(self, matrix: Tensor) -> None:
+        """Write a [d_out, d_in] matrix into the parameter, in place."""
+        weight = self.parameter.detach()
+        weight = weight.T if isinstance(self.modules[0], Conv1D) else weight
+        weight.copy_(matrix.reshape(weight.shape))
 
     @property
     def shape(self) -> tuple[int, int]:
         return tuple(self.matrix.shape)
+
+    @property
+    def groups(self) -> int:
+        """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions."""
+        return self.modules[0].groups if isinstance(self.modules[0], nn.Conv2d) else 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_block(module: nn.Module) -> bool:
     """A list of bare matrices is no list of layers: heads and adapters look like that."""
     inner = [child for child in module.modules() if child is not module]
-    return any(isinstance(child, nn.Linear | Conv1D | nn.Conv2d) for child in inner)
+    return any(isinstance(child, MATRICES) for child in inner)
 
 
 def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()) -> Structure:
@@ -84,7 +101,8 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
 
     Args:
         model: any module.
-        targets: expressions searched for in module names; None is everything prunable inside the blocks.
+        targets: expressions searched for in module names; None is everything prunable inside the blocks or, in a model
+            without any, everything prunable but the first and the last layer in the order of their definition.
         ignore: expressions searched for in module names that stay dense.
 
     Raises:
@@ -108,7 +126,7 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
     )
     if next(structure.layers(), None) is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        chosen = "targets and ignore leave nothing" if targets or ignore else "the model has no Linear in its layers"
+        chosen = "targets and ignore leave nothing" if targets or ignore else "the model has no Linear or Conv2d"
         require(False, f"nothing to prune: {reasons or chosen}")
     return structure
 
@@ -117,17 +135,20 @@ def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLaye
     """Each chosen layer with the name of its block, and the modules that were chosen but cannot be pruned."""
     modules: dict[int, list[nn.Module]] = {}
     places: dict[int, tuple[str, str | None]] = {}
-    skipped: dict[str, str] = {}
+    skipped = {} if blocks or targets is not None else _ends(model)
     for name, module in model.named_modules():
         block = next((block for block, _ in blocks if name == block or name.startswith(block + ".")), None)
-        chosen = block is not None if targets is None else any(re.search(target, name) for target in targets)
+        if targets is None:
+            chosen = name not in skipped and (block is not None or not blocks)
+        else:
+            chosen = any(re.search(target, name) for target in targets)
         if not chosen or any(re.search(expression, name) for expression in ignore):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         reason = _unprunable(module, parent, asked=targets is not None)
         if reason:
             skipped[name] = reason
-        elif isinstance(module, nn.Linear | Conv1D):
+        elif isinstance(module, MATRICES):
             modules.setdefault(id(module.weight), []).append(module)
             places.setdefault(id(module.weight), (name, block))
     wanted = []
@@ -137,17 +158,44 @@ def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLaye
     return wanted, skipped
 
 
+def _ends(model: nn.Module) -> dict[str, str]:
+    """The first and the last layer in the order of their definition, with the reason why they stay dense."""
+    names = [name for name, module in model.named_modules() if _matrices(module)]
+    ends = {"first": names[:1], "last": names[-1:]}
+    return {
+        name: f"the {place} layer of a model without repeated layers stays dense unless targets names it"
+        for place, found in ends.items()
+        for name in found
+    }
+
+
+def _matrices(module: nn.Module) -> list[list[int]]:
+    """The shapes of a module's own weight matrices and kernels."""
+    return [list(parameter.shape) for parameter in module.parameters(recurse=False) if parameter.ndim >= 2]
+
+
 def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None:
     """Why a module that holds weight matrices cannot be pruned; None where it can, or holds none."""
-    if isinstance(module, nn.Linear | Conv1D):
+    if isinstance(module, MATRICES):
         weight = module.weight
         if isinstance(parent, nn.MultiheadAttention):
             return "torch's fused attention does not call its output projection"
-        plain = type(weight.data) is torch.Tensor and weight.is_floating_point() and weight.ndim == 2
+        if not isinstance(weight, nn.Parameter):
+            return f"its weight is computed ({type(module).__name__}): remove the parametrization to prune it"
+        if isinstance(module, nn.Conv2d) and not _is_plain(module):
+            return f"{type(module).__name__} has a forward of its own, not that of Conv2d"
+        plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+        plain = plain and weight.ndim == (4 if isinstance(module, nn.Conv2d) else 2)
         return None if plain and weight.dtype.itemsize > 1 else f"quantized: {type(module).__name__}, {weight.dtype}"
     if isinstance(module, nn.Embedding):
         return "an embedding has no input statistics; where the head is tied to it, target the head" if asked else None
     if "qweight" in dict(module.named_buffers(recurse=False)):
         return f"quantized: {type(module).__name__}"
-    shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False) if parameter.ndim >= 2]
-    return f"no Linear: {type(module).__name__} with weights {shapes}" if shapes else None
+    shapes = _matrices(module)
+    return f"no Linear or Conv2d: {type(module).__name__} with weights {shapes}" if shapes else None
+
+
+def _is_plain(module: nn.Conv2d) -> bool:
+    """Whether the layer is the product of patches and weight: not where a subclass standardises either, say."""
+    cls = type(module)
+    return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward

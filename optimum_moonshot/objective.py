@@ -6,7 +6,8 @@
 
 so row k carries the matrix ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
 ``L_λ(0) = 1``. `Quadratic` keeps the whole matrices, `DiagonalQuadratic` their diagonals (Wanda), normalised by the
-diagonal losses. Tensor format here and in every solver: weights [d_out, d_in], gradients [N, d_out, d_in].
+diagonal losses. Tensor format here and in every solver: weights [d_out, d_in], gradients [N, d_out, d_in]. Rows of a
+grouped convolution read inputs of their own: its G is [groups, d_in, d_in], one matrix for each d_out/groups rows.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Quadratic:
     """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``L_λ(0) = 1``."""
 
     weight: Tensor  # ŵ             [d_out, d_in] float32, 0 at dead inputs
-    gram: Tensor  # G               [d_in, d_in]
+    gram: Tensor  # G               [d_in, d_in], or [groups, d_in, d_in]
     gradients: Tensor | None  # A_n [N, d_out, d_in], on any device; None at λ = 1
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
@@ -71,7 +72,7 @@ class Quadratic:
     @classmethod
     def build(cls, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float) -> "Quadratic":
         """From a dense weight and its statistics; inputs that never fire lose their weights first."""
-        weight, dead = _without_dead_inputs(weight, gram.diagonal())
+        weight, dead = _without_dead_inputs(weight, gram.diagonal(dim1=-2, dim2=-1))
         terms = _terms(weight[None], gram, gradients)
         at_zero = _first(terms)
         found = scales(lam, *at_zero, samples=0 if gradients is None else len(gradients))
@@ -81,7 +82,7 @@ class Quadratic:
     def damping_unit(self) -> float:
         """The diagonal that a damping of 1 adds: ``mean(diag G)/L_R(0)`` whatever λ (paper A.6)."""
         if self.losses_at_zero[0]:
-            return float(self.gram.diagonal().mean()) / self.losses_at_zero[0]
+            return float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
         if self.scales.b:
             squares = sum(float(part.float().square().mean()) for part in self.gradients)
             return self.scales.b * squares
@@ -89,14 +90,13 @@ class Quadratic:
 
     def rows(self, rows: slice, device: torch.device) -> Tensor:
         """The matrices F_k of some rows, [r, d_in, d_in] in float64."""
+        count = len(self.weight[rows])
+        gram = self.gram if self.gram.ndim == 2 else of_rows(self.gram, len(self.weight))[rows]
+        gram = gram.double().expand(count, -1, -1)
+        if not self.scales.b:
+            return self.scales.a * gram
         factors = self.gradients[:, rows].to(device).permute(1, 2, 0).double()
-        return torch.baddbmm(
-            self.gram.double().expand(len(factors), -1, -1),
-            factors,
-            factors.mT,
-            beta=self.scales.a,
-            alpha=self.scales.b,
-        )
+        return torch.baddbmm(gram, factors, factors.mT, beta=self.scales.a, alpha=self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         """The ruler of every report: relative losses of pruned weights [d_out, d_in]."""
@@ -109,7 +109,7 @@ class DiagonalQuadratic:
     """`Quadratic` with G and A_k A_kᵀ replaced by their diagonals, as Wanda does; ``L_λ(0) = 1`` by its own ruler."""
 
     weight: Tensor  # ŵ                     [d_out, d_in] float32, 0 at dead inputs
-    input_squares: Tensor  # diag G         [d_in]
+    input_squares: Tensor  # diag G         [d_in], or [d_out, d_in] where rows read inputs of their own
     gradient_squares: Tensor | None  # Σ_n A_n², elementwise  [d_out, d_in]; None at λ = 1
     samples: int
     scales: Scales
@@ -119,7 +119,9 @@ class DiagonalQuadratic:
     def build(
         cls, weight: Tensor, input_squares: Tensor, gradient_squares: Tensor | None, samples: int, lam: float
     ) -> "DiagonalQuadratic":
+        """From a dense weight and its statistics; `input_squares` may be [groups, d_in]."""
         weight, dead = _without_dead_inputs(weight, input_squares)
+        input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms(weight[None], input_squares, gradient_squares, samples))
         found = _with_note(scales(lam, *at_zero, samples=samples), dead)
         return cls(weight, input_squares, gradient_squares, samples, found, at_zero)
@@ -137,9 +139,16 @@ class DiagonalQuadratic:
         return _relative(terms, self.losses_at_zero, self.scales.lam)
 
 
+def of_rows(groups: Tensor, d_out: int) -> Tensor:
+    """What holds for groups of rows [groups, …], for each of the d_out rows: [d_out, …]."""
+    return groups.repeat_interleave(d_out // len(groups), 0)
+
+
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
+    """`input_squares` [d_in] or [groups, d_in]."""
     dead = input_squares == 0
-    return weight.detach().float().masked_fill(dead, 0), int(dead.sum())
+    of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
+    return weight.detach().float().masked_fill(of_weight, 0), int(dead.sum())
 
 
 def _with_note(found: Scales, dead: int) -> Scales:
@@ -148,7 +157,11 @@ def _with_note(found: Scales, dead: int) -> Scales:
 
 def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """L_R and L_F of several differences [w, d_out, d_in], as [w] in float64."""
-    reconstruction = ((deltas @ gram.float()) * deltas).double().sum((1, 2))
+    if gram.ndim == 2:
+        products = deltas @ gram.float()
+    else:
+        products = (deltas.unflatten(1, (len(gram), -1)) @ gram.float()).flatten(1, 2)
+    reconstruction = (products * deltas).double().sum((1, 2))
     if gradients is None:
         return reconstruction, None
     samples, d_out, d_in = gradients.shape

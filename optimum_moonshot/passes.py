@@ -11,6 +11,7 @@ The model stays dense until all of it was visited ("one-shot"), so the order doe
 `WholePasses` runs the entire model for every visit; it serves what is not a chain of blocks.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -299,14 +300,26 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """The model's outputs; labels stay out unless the model makes its decoder's inputs from them."""
+    """The model's outputs; labels stay out unless the model makes its decoder's inputs from them.
+
+    A plain module whose parameters have other names than the batch's tensors gets these by position, in their order.
+    Images come as float32 whatever the model's dtype.
+    """
     config = getattr(model, "config", None)
     inputs = dict(batch)
     if not getattr(config, "is_encoder_decoder", False):
         inputs.pop("labels", None)
     if hasattr(config, "use_cache"):
         inputs.setdefault("use_cache", False)
-    return model(**inputs)
+    dtype = next(model.parameters()).dtype
+    inputs = {name: value.to(dtype) if _is_floating(value) else value for name, value in inputs.items()}
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
+    return model(**inputs) if named else model(*inputs.values())
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def batch_size(batch: Batch) -> int:

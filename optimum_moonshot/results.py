@@ -91,11 +91,11 @@ class Results:
             for layer in layers:
                 dense = layer.matrix.to("cpu", copy=True)
                 swapped.append((layer, dense))
-                layer.matrix.copy_(self.weights.pop(layer.name))
+                layer.assign(self.weights.pop(layer.name))
                 # The pruned weight gave its place to the dense one, so the two never add up to two models.
         except BaseException:
             for layer, dense in swapped:
-                layer.matrix.copy_(dense)
+                layer.assign(dense)
             raise
 
     def discard(self) -> None:

@@ -156,7 +156,7 @@ class Run:
         self.notes.append(note)
 
     def _input_squares(self) -> dict[str, Tensor]:
-        """Σ x² of every layer's inputs, [d_in] each, on the dense model."""
+        """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model."""
         squares: dict[str, Tensor] = {}
         for visit in self._visits(gradients=False):
             with Collector(list(visit.layers), True, set(), self.data.num_samples, self.storage) as collector:
@@ -200,7 +200,8 @@ class Run:
             yield from visits
         elif inside:
             self._note("the layers are no chain: each visit ran the whole model")
-            yield from whole.visits(inside)
+            yield from whole.visits(inside + outside)
+            return
         yield from whole.visits(outside)
 
     def _note(self, note: str) -> None:
@@ -213,7 +214,9 @@ class Run:
         room = 0
         for layer in layers:
             samples = 1 if self.solver.objective is DiagonalQuadratic else self.data.num_samples
-            size = 4 * samples * layer.shape[0] * layer.shape[1] if self._lam(layer) < 1 else 4 * layer.shape[1] ** 2
+            gram = 1 if self.solver.objective is DiagonalQuadratic else layer.shape[1]
+            size = 4 * layer.groups * layer.shape[1] * gram
+            size += 4 * samples * layer.shape[0] * layer.shape[1] if self._lam(layer) < 1 else 0
             if not groups or size > room:
                 groups.append([])
                 room = self.storage.available() // 2

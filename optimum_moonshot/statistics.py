@@ -1,15 +1,19 @@
-"""Running statistics of linear layers, gathered by hooks: Gram matrices and per-sample gradients, in float32.
+"""Running statistics of layers, gathered by hooks: Gram matrices and per-sample gradients, in float32.
 
 Tensor format: the inputs of a layer are x [B, T, d_in] and the gradients of its outputs δ [B, T, d_out], so sample n
-adds ``Σ_t x_t x_tᵀ`` to G and has the gradient ``A_n = Σ_t δ_t x_tᵀ``. Padding tokens count in neither.
+adds ``Σ_t x_t x_tᵀ`` to G and has the gradient ``A_n = Σ_t δ_t x_tᵀ``. Padding tokens count in neither. A convolution
+is the same with the patches of its input as x, strip by strip of output rows; where it has groups, each is one more
+matrix x with rows of its own, and G is [groups, d_in, d_in].
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .convolution import batched, geometry, strip_of, strips
 from .errors import MoonshotError, require
 from .layers import PrunableLayer
 from .linalg import all_finite
@@ -19,34 +23,70 @@ from .storage import Storage
 
 @dataclass
 class InputStatistics:
-    """G [d_in, d_in], or its diagonal [d_in]; one object for all layers that read the same tensor (q, k and v)."""
+    """G [d_in, d_in], or its diagonal [d_in]; one object for all layers that read the same tensor (q, k and v).
+
+    A grouped convolution has [groups, d_in, d_in] or [groups, d_in].
+    """
 
     value: Tensor
+    diagonal: bool
     readers: dict[str, list[int]] = field(default_factory=dict)  # layer → ids of the tensors it read in this batch
 
     def add(self, inputs: Tensor) -> None:
-        """Add a batch of inputs [tokens, d_in]."""
+        """Add a batch of inputs [tokens, d_in], or [groups, tokens, d_in]."""
         inputs = inputs.float()
-        if self.value.ndim == 1:
-            self.value += inputs.square().sum(0)
-        else:
+        if self.diagonal:
+            self.value += inputs.square().sum(-2)
+        elif self.value.ndim == 2:
             self.value.addmm_(inputs.T, inputs)
+        else:
+            self.value.baddbmm_(inputs.mT, inputs)
 
 
 @dataclass
 class LayerStatistics:
-    """What a layer's objective needs: Σ x xᵀ or Σ x², and A_n [N, d_out, d_in] or Σ_n A_n² [d_out, d_in]."""
+    """What a layer's objective needs: Σ x xᵀ or (diagonal) Σ x², and A_n [N, d_out, d_in] or Σ_n A_n² [d_out, d_in].
+
+    Inputs are [d_in, d_in] or [d_in], with groups in front for a grouped convolution.
+    """
 
     inputs: Tensor
     gradients: Tensor | None
     samples: int
+    diagonal: bool = False
 
     def objective(self, weight: Tensor, lam: float) -> Quadratic | DiagonalQuadratic:
         """The layer's quadratic at its dense weight [d_out, d_in]."""
         gradients = self.gradients if lam < 1 else None
-        if self.inputs.ndim == 1:
+        if self.diagonal:
             return DiagonalQuadratic.build(weight, self.inputs, gradients, self.samples, lam)
         return Quadratic.build(weight, self.inputs, gradients, lam)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer on a batch."""
+
+    layer: PrunableLayer
+    module: nn.Module
+    inputs: Tensor  # [..., d_in], or images [B, C, H, W]
+    version: int  # of the inputs: it grows when they are changed in place
+    mask: Tensor | None  # of the tokens that count
+
+    @property
+    def read_as(self) -> tuple | None:
+        """What two calls share that read the same matrix from the same tensor."""
+        return geometry(self.module) if isinstance(self.module, nn.Conv2d) else None
+
+    def matrices(self) -> Iterator[Tensor]:
+        """The rows that count, [tokens, d_in] or [groups, tokens, d_in], in pieces."""
+        if not isinstance(self.module, nn.Conv2d):
+            kept = self.inputs if self.mask is None else self.inputs[self.mask]
+            yield kept.reshape(-1, kept.shape[-1])
+            return
+        for strip in strips(self.module, batched(self.inputs)):
+            patches = strip.patches.transpose(0, 1).flatten(1, 2)
+            yield patches if self.layer.groups > 1 else patches[0]
 
 
 class Collector(AbstractContextManager):
@@ -83,7 +123,7 @@ class Collector(AbstractContextManager):
         for layer in self.layers:
             for module in layer.modules:
                 handle = module.register_forward_hook(
-                    lambda _, args, output, layer=layer: self._observe(layer, args[0].detach(), output)
+                    lambda module, args, output, layer=layer: self._observe(layer, module, args[0].detach(), output)
                 )
                 self._hooks.callback(handle.remove)
         return self
@@ -111,15 +151,19 @@ class Collector(AbstractContextManager):
         self.added.clear()
         self.held.clear()
 
-    def _observe(self, layer: PrunableLayer, inputs: Tensor, output: Tensor) -> None:
-        mask = self._token_mask(layer.name, inputs)
-        self._add_inputs(layer.name, inputs, mask)
+    def _observe(self, layer: PrunableLayer, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor | None:
+        """Add a call's inputs, and its gradient once it is known. Returns a new output where the graph begins here."""
+        mask = None if isinstance(module, nn.Conv2d) else self._token_mask(layer.name, inputs)
+        call = Call(layer, module, inputs, inputs._version, mask)
+        self._add_inputs(call)
         if layer.name not in self.gradients or not torch.is_grad_enabled():
-            return
+            return None
         self.calls[layer.name] = self.calls.get(layer.name, 0) + 1
-        if not output.requires_grad:
-            output.requires_grad_(True)
-        output.register_hook(lambda delta: self._add_gradient(layer.name, inputs, delta, mask))
+        begins = not output.requires_grad
+        if begins:  # not as a leaf: an activation may work on it in place
+            output = output.detach().requires_grad_(True).clone()
+        output.register_hook(lambda delta: self._add_gradient(call, delta))
+        return output if begins else None
 
     def _token_mask(self, name: str, inputs: Tensor) -> Tensor | None:
         """The batch's token mask as this layer's inputs are laid out; None where every position counts."""
@@ -137,66 +181,95 @@ class Collector(AbstractContextManager):
         )
         return None
 
-    def _add_inputs(self, name: str, inputs: Tensor, mask: Tensor | None) -> None:
-        """Add to the layer's G, once per tensor: layers that read the same tensor share one G."""
-        key = hash((inputs.data_ptr(), inputs.shape, inputs.stride()))
+    def _add_inputs(self, call: "Call") -> None:
+        """Add to the layer's G, once per tensor: layers that read the same tensor alike share one G."""
+        name, inputs = call.layer.name, call.inputs
+        key = hash((inputs.data_ptr(), inputs.shape, inputs.stride(), call.read_as))
         if name not in self.inputs:
-            self.inputs[name] = self.by_tensor.get(key) or self._input_buffer(name, inputs)
+            self.inputs[name] = self.by_tensor.get(key) or self._input_buffer(call.layer, inputs.device)
         mine = self.inputs[name]
         self.by_tensor.setdefault(key, mine)
         mine.readers.setdefault(name, []).append(key)
         if (id(mine), key) not in self.added:
             self.added.add((id(mine), key))
             self.held.append(inputs)  # while it lives, its address names it
-            mine.add((inputs if mask is None else inputs[mask]).reshape(-1, inputs.shape[-1]))
+            for rows in call.matrices():
+                mine.add(rows)
 
-    def _input_buffer(self, name: str, inputs: Tensor) -> InputStatistics:
-        size = inputs.shape[-1]
+    def _input_buffer(self, layer: PrunableLayer, device: torch.device) -> InputStatistics:
+        size = layer.shape[1]
         shape = (size,) if self.diagonal else (size, size)
-        return InputStatistics(self.storage.zeros(shape, torch.float32, f"{name}: Gram matrix").to(inputs.device))
+        shape = shape if layer.groups == 1 else (layer.groups, *shape)
+        value = self.storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
+        return InputStatistics(value, self.diagonal)
 
-    def _add_gradient(self, name: str, inputs: Tensor, delta: Tensor, mask: Tensor | None) -> None:
-        inputs, delta = self._per_sample(name, inputs), self._per_sample(name, delta)
-        if mask is not None:
-            delta = delta.masked_fill(~mask.reshape(delta.shape[:2])[..., None], 0)
-        inputs, delta = inputs.float(), delta.float()
+    def _add_gradient(self, call: "Call", delta: Tensor) -> None:
+        name = call.layer.name
+        require(
+            call.inputs._version == call.version,
+            f"{name}: the model changes this layer's input in place after the call; use inplace=False, or set lam=1",
+        )
         self.calls[name] -= 1
+        done = self.calls[name] == 0
+        if isinstance(call.module, nn.Conv2d):
+            for strip in strips(call.module, batched(call.inputs)):
+                deltas = strip_of(batched(delta), strip.rows, call.layer.groups)
+                pair = (self._strip_per_sample(name, part) for part in (strip.patches, deltas))
+                self._accumulate(name, *pair, done and strip.last)
+            return
+        inputs, delta = self._per_sample(name, call.inputs), self._per_sample(name, delta)
+        if call.mask is not None:
+            delta = delta.masked_fill(~call.mask.reshape(delta.shape[:2])[..., None], 0)
+        self._accumulate(name, inputs, delta, done)
+
+    def _accumulate(self, name: str, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        """Add δᵀx of [B·groups, T, d_in] and [B·groups, T, d_out/groups]; `done` marks the last of a batch."""
+        inputs, delta = inputs.float(), delta.float()
         if self.diagonal:
-            self._add_squares(name, inputs, delta)
+            self._add_squares(name, inputs, delta, done)
             return
         out = self.gradients[name][self.first : self.first + self.count]
+        out = out.view(len(delta), -1, inputs.shape[-1])
         if out.device == delta.device:
             out.baddbmm_(delta.mT, inputs)
         else:
             out += (delta.mT @ inputs).to(out.device)
 
-    def _add_squares(self, name: str, inputs: Tensor, delta: Tensor) -> None:
+    def _add_squares(self, name: str, inputs: Tensor, delta: Tensor, done: bool) -> None:
         """Σ_n A_n²; A_n itself is the sum over the layer's calls, so a layer called twice waits for the last."""
         out = self.gradients[name]
-        if self.calls[name] == 0 and name not in self.sums:
-            for sample_delta, sample in zip(delta, inputs, strict=True):
-                gradient = sample_delta.T @ sample
-                out += gradient.square_().to(out.device)
+        if done and name not in self.sums:
+            samples = (part.unflatten(0, (self.count, -1)) for part in (delta, inputs))
+            for sample_delta, sample in zip(*samples, strict=True):
+                out += (sample_delta.mT @ sample).square_().flatten(0, 1).to(out.device)
             return
         total = delta.mT @ inputs
         total = total + self.sums.pop(name) if name in self.sums else total
-        if self.calls[name]:
+        if not done:
             self.sums[name] = total
         else:
-            out += total.square_().sum(0).to(out.device)
+            out += total.square_().view(self.count, *out.shape).sum(0).to(out.device)
 
     def _per_sample(self, name: str, tensor: Tensor) -> Tensor:
-        """As [B, T, d]; a model may flatten its tokens to [B·T, d]."""
-        if tensor.shape[0] == self.count:
-            return tensor.reshape(self.count, -1, tensor.shape[-1])
-        tokens = tensor.shape[:-1].numel()
-        flattened = self.mask is not None and tokens == self.mask.numel()
+        """Inputs or gradients of a linear layer as [B, T, d]."""
+        if tensor.shape[0] != self.count:
+            tokens = tensor.shape[:-1].numel()
+            self._check_samples(name, tensor, flattened=self.mask is not None and tokens == self.mask.numel())
+        return tensor.reshape(self.count, -1, tensor.shape[-1])
+
+    def _strip_per_sample(self, name: str, tensor: Tensor) -> Tensor:
+        """A convolution's patches or gradients [images, groups, T, d] as [B·groups, T, d]."""
+        if tensor.shape[0] != self.count:
+            self._check_samples(name, tensor, flattened=False)
+            tensor = tensor.transpose(0, 1).flatten(1, 2)[None]
+        return tensor.flatten(0, 1)
+
+    def _check_samples(self, name: str, tensor: Tensor, flattened: bool) -> None:
         require(
             self.count == 1 or flattened,
             f"{name}: inputs of shape {list(tensor.shape)} do not show which of the batch's {self.count} samples they "
             "belong to: use batch_size=1",
         )
-        return tensor.reshape(self.count, -1, tensor.shape[-1])
 
     def take(self, layer: PrunableLayer) -> LayerStatistics:
         """What was gathered for a layer, checked, and forgotten here, so that its memory ends with the caller's use.
@@ -209,11 +282,11 @@ class Collector(AbstractContextManager):
             name in self.inputs, f"{name}: no calibration data reached this layer; add its name to ignore= to skip it"
         )
         inputs, gradients = self.inputs.pop(name).value, self.gradients.pop(name, None)
-        diagonal = inputs if inputs.ndim == 1 else inputs.diagonal()
+        diagonal = inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1)
         _finite(diagonal, f"{name}: its inputs (activations)")
         if gradients is not None:
             _finite(gradients, f"{name}: its gradients")
-        return LayerStatistics(inputs, gradients, self.samples)
+        return LayerStatistics(inputs, gradients, self.samples, self.diagonal)
 
 
 def _finite(tensor: Tensor, what: str) -> None:

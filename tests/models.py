@@ -2,6 +2,7 @@
 
 import torch
 import transformers as hf
+from torch import nn
 
 TEXT = dict(
     vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -53,28 +54,60 @@ ENCODERS = {
     "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**TEXT)),
     "albert": lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**TEXT, embedding_size=8)),
 }
+PATCHED = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=4,
+    num_labels=5,
+)  # fmt: skip
+STAGED = dict(hidden_sizes=[8, 16], depths=[1, 2], num_labels=5)
 VISION = {
-    "vit": lambda: hf.ViTForImageClassification(
-        hf.ViTConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-            num_labels=5,
-        )  # fmt: skip
+    "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**PATCHED)),
+    "deit": lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**PATCHED)),
+    "resnet": lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**STAGED, embedding_size=8, layer_type="basic")),
+    "resnet-bottleneck": lambda: hf.ResNetForImageClassification(
+        hf.ResNetConfig(**{**STAGED, "hidden_sizes": [16, 32]}, embedding_size=8, layer_type="bottleneck")
+    ),
+    "convnext": lambda: hf.ConvNextForImageClassification(
+        hf.ConvNextConfig(**STAGED, patch_size=2, num_stages=2, image_size=16, layer_scale_init_value=0.5)
     ),
 }
 
 
-def make(name: str) -> torch.nn.Module:
+class ConvNet(nn.Module):
+    """A plain module: grouped, strided, dilated and reflecting convolutions, activations in place, a side path."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding="same")
+        self.grouped = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=2, padding_mode="reflect", bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.depthwise = nn.Conv2d(8, 8, (3, 5), padding="same", groups=8)
+        self.dilated = nn.Conv2d(8, 12, 3, padding=2, dilation=2)
+        self.side = nn.Conv2d(8, 12, 1)
+        self.inner = nn.Linear(12, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, images):
+        x = self.act(self.norm(self.grouped(self.act(self.stem(images)))))
+        x = self.act(self.depthwise(x))
+        x = self.act(self.dilated(x) + self.side(x))
+        return self.head(self.inner(x.mean((2, 3))).tanh())
+
+
+PLAIN = {"convnet": ConvNet}
+
+
+def make(name: str) -> nn.Module:
     """A model with reproducible, spread-out random weights, in evaluation mode."""
     torch.manual_seed(0)
-    model = {**CAUSAL, **ENCODERS, **VISION}[name]()
+    model = {**CAUSAL, **ENCODERS, **VISION, **PLAIN}[name]()
     for parameter in model.parameters():
         if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # as after training: training mode would show
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
     return model.eval()
 
 

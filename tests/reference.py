@@ -4,13 +4,55 @@ Written from the formulas of MOONSHOT (arXiv 2604.13287) and SparseGPT (arXiv 23
 stand there; the benchmarks run the same code in float32, all rows batched, as the textbook side of every ratio.
 """
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
 
+def patches(images, kernel, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, mode="zeros") -> Tensor:
+    """Every patch that a convolution multiplies, [B, groups, T, C/groups·kh·kw], pixel by pixel."""
+    if isinstance(padding, str):  # "same" puts the odd one behind
+        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+        borders = [(total // 2, total - total // 2) for total in totals]
+    else:
+        borders = [(p, p) for p in padding]
+    sizes = images.shape[2:]
+    counts = [
+        (n + sum(b) - d * (k - 1) - 1) // s + 1
+        for n, b, d, k, s in zip(sizes, borders, dilation, kernel, stride, strict=True)
+    ]
+    wide = images.shape[1] // groups
+
+    def place(axis: int, position: int, offset: int) -> int | None:
+        n = sizes[axis]
+        i = position * stride[axis] + offset * dilation[axis] - borders[axis][0]
+        if 0 <= i < n or mode == "zeros":
+            return i if 0 <= i < n else None
+        mirrored = -i if i < 0 else 2 * (n - 1) - i
+        return {"replicate": min(max(i, 0), n - 1), "circular": i % n, "reflect": mirrored}[mode]
+
+    found = images.new_zeros(len(images), groups, *counts, wide, *kernel)
+    for y, x, i, j in product(*map(range, (*counts, *kernel))):
+        row, column = place(0, y, i), place(1, x, j)
+        if row is not None and column is not None:
+            found[:, :, y, x, :, i, j] = images[:, :, row, column].view(len(images), groups, wide)
+    return found.flatten(4).flatten(2, 3)
+
+
+def of_rows(gram: Tensor, d_out: int) -> Tensor:
+    """G of every row, [d_out, d_in, d_in]: one for all, or that of the row's group [groups, d_in, d_in]."""
+    grams = gram[None] if gram.ndim == 2 else gram
+    return torch.stack([grams[k * len(grams) // d_out] for k in range(d_out)])
+
+
+def without_dead_inputs(weight: Tensor, gram: Tensor) -> Tensor:
+    return weight.masked_fill(of_rows(gram, len(weight)).diagonal(dim1=1, dim2=2) == 0, 0)
+
+
 def losses_at_zero(weight: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """L_R(0) and L_F(0), row by row."""
-    reconstruction = sum(row @ gram @ row for row in weight)
+    reconstruction = sum(row @ g @ row for row, g in zip(weight, of_rows(gram, len(weight)), strict=True))
     if gradients is None:
         return reconstruction, None
     return reconstruction, sum(((g * weight).sum(1) ** 2).sum() for g in gradients) / len(gradients)
@@ -27,8 +69,8 @@ def hessians(weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float)
     """F_k for every row, [d_out, d_in, d_in], undamped."""
     r0, f0 = losses_at_zero(weight, gram, gradients)
     rows = []
-    for k in range(len(weight)):
-        row = lam / r0 * gram
+    for k, own in enumerate(of_rows(gram, len(weight))):
+        row = lam / r0 * own
         if lam < 1:
             row = row + (1 - lam) / (len(gradients) * f0) * gradients[:, k].T @ gradients[:, k]
         rows.append(row)
@@ -52,8 +94,8 @@ def remove_nm(scores: Tensor, n: int, m: int) -> Tensor:
 
 def wanda(weight, gram, gradients, lam, sparsity=None, nm=None) -> tuple[Tensor, Tensor]:
     """Scores w² F_jj with diagonal losses; one row is one group."""
-    weight = weight.masked_fill(gram.diagonal() == 0, 0)
-    diagonal = gram.diagonal()
+    weight = without_dead_inputs(weight, gram)
+    diagonal = of_rows(gram, len(weight)).diagonal(dim1=1, dim2=2)
     r0 = (weight**2 * diagonal).sum()
     score = lam / r0 * weight**2 * diagonal
     if lam < 1:
@@ -66,7 +108,10 @@ def wanda(weight, gram, gradients, lam, sparsity=None, nm=None) -> tuple[Tensor,
 def inverse_hessians(weight, gram, gradients, lam, damping=0.01) -> Tensor:
     """Algorithm 1: G_k = F_k⁻¹ by the Woodbury identity from one shared inverse, for all rows at once."""
     r0, f0 = losses_at_zero(weight, gram, gradients)
-    identity = torch.eye(len(gram), dtype=gram.dtype)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    if gram.ndim == 3:
+        ridge = damping * gram.diagonal(dim1=1, dim2=2).mean() / r0 * identity
+        return torch.cholesky_inverse(torch.linalg.cholesky(hessians(weight, gram, gradients, lam) + ridge))
     base = lam / r0 * gram + damping * gram.diagonal().mean() / r0 * identity
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(base))
     if lam == 1:
@@ -83,7 +128,7 @@ def sparsegpt(
     weight, gram, gradients, lam, sparsity=None, nm=None, block_size=128, damping=0.01
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 2 with K_p = d_out: dense inverse Hessians, their Cholesky factors, the column loop."""
-    weight = weight.masked_fill(gram.diagonal() == 0, 0)
+    weight = without_dead_inputs(weight, gram)
     factor = torch.linalg.cholesky(inverse_hessians(weight, gram, gradients, lam, damping), upper=True)
     weight, keep = weight.clone(), torch.ones(weight.shape, dtype=torch.bool)
     if nm:

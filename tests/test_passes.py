@@ -1,54 +1,67 @@
 """Block-by-block statistics against the slow truth: one full autograd pass per sample, one hook per layer."""
 
 import pytest
+import reference
 import torch
-from models import CAUSAL, image_batches, make, token_batches
+from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
+from optimum_moonshot import convolution
 from optimum_moonshot.layers import find_structure
 from optimum_moonshot.passes import ChainPasses, WholePasses, frozen, is_chain
 from optimum_moonshot.statistics import Collector
 from optimum_moonshot.storage import Storage
 
-CHAINS = [*CAUSAL, "vit"]
+CHAINS = [*CAUSAL, "vit", "deit"]
+CONVOLUTIONAL = [name for name in (*VISION, *PLAIN) if name not in CHAINS]
 
 
-def is_conv1d(layer):
-    return isinstance(layer.modules[0], Conv1D)
+def batches_for(name, **options):
+    return image_batches() if name in (*VISION, *PLAIN) else token_batches(**options)
+
+
+def matrix_of(layer, parameter):
+    return parameter.T if isinstance(layer.modules[0], Conv1D) else parameter.flatten(1)
+
+
+def rows_of(module, inputs, keep):
+    """What the layer multiplies: [groups, T, d_in]."""
+    if not isinstance(module, torch.nn.Conv2d):
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return (rows if keep is None else rows[keep])[None]
+    shape = (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
+    return reference.patches(inputs, *shape)[0]
+
+
+def sample_loss(model, single, keep):
+    if "labels" in single:
+        output = model(single["pixel_values"])
+        return torch.nn.functional.cross_entropy(getattr(output, "logits", output), single["labels"])
+    logits, ids = model(**single).logits[0], single["input_ids"][0]
+    real = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep
+    return torch.nn.functional.cross_entropy(logits[:-1][real[1:]], ids[1:][real[1:]])
 
 
 def slow_statistics(model, layers, batches):
-    """Σ x xᵀ over real tokens, and autograd's own weight gradient of each sample's loss."""
-    grams = {layer.name: torch.zeros(layer.shape[1], layer.shape[1]) for layer in layers}
-    gradients = {layer.name: [] for layer in layers}
+    """Σ x xᵀ over real tokens or patches, and autograd's own weight gradient of each sample's loss."""
+    grams, gradients = {layer.name: 0 for layer in layers}, {layer.name: [] for layer in layers}
     for batch in batches:
         for n in range(len(next(iter(batch.values())))):
             single = {name: tensor[n : n + 1] for name, tensor in batch.items()}
-            keep = None
-            if "attention_mask" in single:
-                keep = single["attention_mask"][0].bool()
+            keep = single["attention_mask"][0].bool() if "attention_mask" in single else None
             handles = []
             for layer in layers:
 
-                def observe(_, args, output, name=layer.name, keep=keep):
-                    x = args[0].detach().reshape(-1, args[0].shape[-1])
-                    x = x if keep is None else x[keep]
-                    grams[name] += x.T @ x
+                def observe(module, args, output, name=layer.name, keep=keep):
+                    rows = rows_of(module, args[0].detach(), keep)
+                    gram = rows.mT @ rows
+                    grams[name] = grams[name] + (gram if len(gram) > 1 else gram[0])
 
                 handles.append(layer.modules[0].register_forward_hook(observe))
             model.zero_grad()
-            if "labels" in single:
-                logits = model(pixel_values=single["pixel_values"]).logits
-                loss = torch.nn.functional.cross_entropy(logits, single["labels"])
-            else:
-                logits = model(**single).logits[0]
-                ids = single["input_ids"][0]
-                real = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep
-                loss = torch.nn.functional.cross_entropy(logits[:-1][real[1:]], ids[1:][real[1:]])
-            loss.backward()
+            sample_loss(model, single, keep).backward()
             for layer in layers:
-                gradient = layer.parameter.grad
-                gradients[layer.name].append((gradient.T if is_conv1d(layer) else gradient).clone())
+                gradients[layer.name].append(matrix_of(layer, layer.parameter.grad).clone())
             for handle in handles:
                 handle.remove()
     model.zero_grad()
@@ -82,7 +95,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", CHAINS)
 def test_chain_gives_the_statistics_of_the_whole_model(name, padded):
     model = make(name)
-    batches = image_batches() if name == "vit" else token_batches(padded=padded)
+    batches = batches_for(name, padded=padded)
     structure, found = gather(model, batches)
     grams, gradients = slow_statistics(model, list(structure.layers()), batches)
     for layer in structure.layers():
@@ -90,10 +103,39 @@ def test_chain_gives_the_statistics_of_the_whole_model(name, padded):
         assert close(found[layer.name].gradients, gradients[layer.name]), layer.name
 
 
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_convolutions_have_the_statistics_of_their_patches(name, monkeypatch):
+    model, batches = make(name), image_batches()
+    structure, found = gather(model, batches, whole=True)
+    layers = list(structure.layers())
+    grams, gradients = slow_statistics(model, layers, batches)
+    assert any(layer.groups > 1 for layer in layers) == (name in ("convnext", "convnet"))
+    for layer in layers:
+        assert close(found[layer.name].inputs, grams[layer.name]), layer.name
+        assert close(found[layer.name].gradients, gradients[layer.name]), layer.name
+    for limit in (1, 2 * 4 * 8 * 9 * 40):  # one output row at a time, and a few
+        monkeypatch.setattr(convolution, "STRIP_BYTES", limit)
+        _, sliced = gather(model, batches, whole=True)
+        _, squares = gather(model, batches, whole=True, diagonal=True)
+        for layer in layers:
+            assert close(sliced[layer.name].inputs, grams[layer.name])
+            assert close(sliced[layer.name].gradients, gradients[layer.name])
+            assert close(squares[layer.name].inputs, grams[layer.name].diagonal(dim1=-2, dim2=-1))
+            assert close(squares[layer.name].gradients, gradients[layer.name].square().sum(0))
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_stages_are_no_chain(name):
+    model = make(name)
+    blocks = find_structure(model).blocks
+    with frozen(model):
+        assert not blocks or not is_chain(model, blocks, image_batches()[0], True, None)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_lambda_one_gives_the_same_gram_matrices_without_gradients(name):
     model = make(name)
-    batches = image_batches() if name == "vit" else token_batches(padded=True)
+    batches = batches_for(name, padded=True)
     _, found = gather(model, batches, gradients=False)
     _, with_gradients = gather(model, batches)
     for layer, statistics in found.items():
@@ -114,7 +156,7 @@ def test_diagonal_statistics_are_the_squares(whole):
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_are_recognised(name):
     model = make(name)
-    batch = image_batches()[0] if name == "vit" else token_batches()[0]
+    batch = batches_for(name)[0]
     with frozen(model):
         assert is_chain(model, find_structure(model).blocks, batch, True, None)
 

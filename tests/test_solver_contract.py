@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from golden.make import layer
+from golden.make import grouped_layer, layer
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
@@ -191,6 +191,38 @@ def test_magnitude_needs_the_weight_alone(pattern):
     alone = prune_weight(weight, config=config("magnitude", pattern, None))
     assert torch.equal(alone.weight, prune("magnitude", pattern, 0.5, (weight, gram, gradients)).weight)
     assert torch.equal(alone.weight[alone.keep], weight[alone.keep])
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.0, 0.45, 1.0, "2:4"])
+@LAMS
+@pytest.mark.parametrize(("groups", "rows"), [(3, 4), (6, 1)])
+def test_rows_may_read_inputs_of_their_own(solver, pattern, lam, groups, rows):
+    tensors = grouped_layer(groups, rows, 20, 10, dead=(3,))
+    result = prune(solver, pattern, lam, tensors)
+    assert_counts(solver, pattern, result.keep)
+    assert not result.weight[~result.keep].any() and not result.weight[:, 3].any()
+    assert f"{groups} dead inputs" in result.notes
+    found, masked = Quadratic.build(*tensors, lam).losses(result.weight, tensors[0] * result.keep)
+    assert found.total <= 1.01 * masked.total
+    assert pattern != 0 or found.total < 1e-9
+
+
+@SOLVERS
+@pytest.mark.parametrize("pattern", [0.6, "2:4"])
+@LAMS
+def test_groups_that_read_the_same_inputs_are_one_layer(solver, pattern, lam):
+    weight, gram, gradients = layer(6, 24, 10, seed=5)
+    single = prune(solver, pattern, lam, (weight, gram, gradients))
+    grouped = prune(solver, pattern, lam, (weight, gram.expand(3, -1, -1), gradients))
+    assert torch.equal(grouped.keep, single.keep)
+    torch.testing.assert_close(grouped.weight, single.weight, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_must_divide_into_groups():
+    weight, gram, _ = layer(4, 12, 3)
+    with pytest.raises(MoonshotError, match=r"gram has shape \[3, 12, 12\]: d_out=4 does not divide into 3 groups"):
+        prune("sparsegpt", 0.5, 1.0, (weight, gram.expand(3, -1, -1)))
 
 
 @SOLVERS

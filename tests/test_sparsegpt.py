@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import reference
 import torch
-from golden.make import layer
+from golden.make import grouped_layer, layer
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
@@ -74,6 +74,15 @@ def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_siz
     tensors = layer(*shape, seed=sum(shape))
     found = prune(tensors, lam, pattern, block_size=block_size)
     assert_same(found, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
+
+
+@PATTERNS
+@pytest.mark.parametrize("lam", [0.0, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("sizes", [(3, 4, 40, 12), (5, 1, 36, 4), (2, 3, 12, 30)])
+def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatch):
+    monkeypatch.setattr(sparsegpt, "GROUP_BYTES", 4 * 4 * sizes[2] ** 2)  # n:m in several parts
+    tensors = grouped_layer(*sizes, seed=1, dead=(2,))
+    assert_same(prune(tensors, lam, pattern), exact(tensors, lam, pattern), 2e-5)
 
 
 @pytest.mark.parametrize(

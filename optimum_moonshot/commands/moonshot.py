@@ -50,7 +50,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "action": "extend",
         "metavar": "REGEX",
-        "help": "prune the modules whose names match; default: every Linear of the decoder layers",
+        "help": "prune the modules whose names match; default: every Linear and Conv2d of the repeated layers",
     },
     "ignore": {"nargs": "+", "action": "extend", "metavar": "REGEX", "help": "modules that stay dense"},
     "num_samples": {"type": int, "help": "calibration samples (128)"},

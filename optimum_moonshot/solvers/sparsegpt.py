@@ -8,7 +8,8 @@ C_k is the upper Cholesky factor of F_k⁻¹. Three ways to have what this needs
 * `LowRankFactors`: row-specific without a matrix of the rows' size. With S₀ = aG + μI = (Uᵀ U)⁻¹ and the whitened
   gradients Z = √b·U·A_k, C_k = R_k U for the upper factor R_k of (I + Z Zᵀ)⁻¹, which follows from a state of N×N + N
   numbers per row: P = (I + Zᵀ Z)⁻¹ and s;
-* `RowFactors`: F_k itself, where N is not well below d_in and the matrix is the cheaper way.
+* `RowFactors`: F_k itself, where N is not well below d_in and the matrix is the cheaper way, and in grouped
+  convolutions, whose rows share no matrix and have few inputs.
 """
 
 from dataclasses import dataclass
@@ -55,10 +56,11 @@ class SparseGPT:
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        shared = objective.scales.a * objective.gram.double()
-        damping, unit = self.damping, objective.damping_unit
+        shared = objective.scales.a * objective.gram.double() if objective.gram.ndim == 2 else None
+        damping, unit, factor = self.damping, objective.damping_unit, None
         while True:
-            factor, damping = damped_inverse_factor(shared, unit, damping)
+            if shared is not None:
+                factor, damping = damped_inverse_factor(shared, unit, damping)
             try:
                 weight, keep = self._sweep(objective, pattern, factor, damping * unit)
                 break
@@ -69,7 +71,10 @@ class SparseGPT:
         raised = () if damping == self.damping else (f"damping raised from {self.damping:g} to {damping:g}",)
         return finish(objective, weight, keep, damping, raised)
 
-    def _sweep(self, objective: Quadratic, pattern: Pattern, factor: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    def _sweep(
+        self, objective: Quadratic, pattern: Pattern, factor: Tensor | None, ridge: float
+    ) -> tuple[Tensor, Tensor]:
+        """Pruned weight and `keep`; `factor` is that of the matrix which all rows share, if they share one."""
         weight = objective.weight.clone()
         keep = torch.empty_like(weight, dtype=torch.bool)
         widths = Widths.of(pattern, self.block_size)
@@ -298,12 +303,18 @@ class LowRankFactors:
             _check(self.failed == 0)
 
 
-def _factors(objective: Quadratic, factor: Tensor, ridge: float, rows: slice, widths: Widths) -> Factors:
+def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
+    if _needs_matrices(objective):
+        return RowFactors(objective, ridge, rows)
     if not objective.scales.b:
         return SharedFactor(factor)
-    if _dense_is_cheaper(len(objective.gradients), objective.weight.shape[1]):
-        return RowFactors(objective, ridge, rows)
     return LowRankFactors(objective, factor, rows, widths)
+
+
+def _needs_matrices(objective: Quadratic) -> bool:
+    if objective.gram.ndim == 3:  # no matrix that the rows share
+        return True
+    return bool(objective.scales.b) and _dense_is_cheaper(len(objective.gradients), objective.weight.shape[1])
 
 
 def _dense_is_cheaper(samples: int, d_in: int) -> bool:
@@ -314,11 +325,15 @@ def _dense_is_cheaper(samples: int, d_in: int) -> bool:
 def _row_groups(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[slice]:
     """Rows pruned together: all where they compete, else as many as `GROUP_BYTES` hold."""
     count, d_in = objective.weight.shape
-    if not isinstance(pattern, NM) or not objective.scales.b:
+    if not isinstance(pattern, NM):
         return [slice(0, count)]
-    samples = len(objective.gradients)
-    low_rank = 4 * d_in * samples + 8 * samples * samples + 8 * widths.group * (samples + widths.block)
-    row = 4 * d_in * d_in if _dense_is_cheaper(samples, d_in) else low_rank
+    if _needs_matrices(objective):
+        row = 4 * d_in * d_in
+    elif objective.scales.b:
+        samples = len(objective.gradients)
+        row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.group * (samples + widths.block)
+    else:
+        return [slice(0, count)]
     return _ranges(0, count, max(1, GROUP_BYTES // row))
 
 

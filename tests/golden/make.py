@@ -35,6 +35,13 @@ def layer(
     return weight.float(), (inputs.T @ inputs).float(), gradients.float()
 
 
+def grouped_layer(groups: int, rows: int, d_in: int, samples: int, seed: int = 0, dead: tuple[int, ...] = ()):
+    """The same for a grouped convolution: gram is [groups, d_in, d_in], one for each `rows` rows."""
+    parts = [layer(rows, d_in, samples, 100 * seed + group, dead) for group in range(groups)]
+    weights, grams, gradients = zip(*parts, strict=True)
+    return torch.cat(weights), torch.stack(grams), torch.cat(gradients, 1)
+
+
 def case(name: str, shape: tuple[int, int, int], seed: int, dead: tuple[int, ...] = (), **config) -> None:
     weight, gram, gradients = layer(*shape, seed=seed, dead=dead)
     lam, pattern = config["lam"], config["pattern"]
