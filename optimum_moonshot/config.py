@@ -52,6 +52,10 @@ class MoonshotConfig:
         max_memory: bytes ("8GiB" works) that statistics and caches may take on the model's device; what exceeds it
             goes to host memory. None is 60% of what is free when pruning starts.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
+        recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
+            without labels, until it does again what it did dense; None does not. Zeros stay zeros.
+        recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
+        recover_lr: the learning rate that those steps begin with; it falls to 0 along a cosine.
     """
 
     VERSION: ClassVar[int] = 1
@@ -77,6 +81,9 @@ class MoonshotConfig:
     seed: int = 0
     max_memory: int | str | None = None
     offload_dir: str | None = None
+    recover: str | None = None
+    recover_steps: int = 150
+    recover_lr: float = 4e-3
 
     def __post_init__(self):
         solver = solver_class(self.solver)
@@ -89,7 +96,10 @@ class MoonshotConfig:
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
         _number("damping", self.damping)
         require(0 < self.damping <= 1, f"damping={self.damping}: it lies above 0 and at most at 1")
-        for field in ("block_size", "num_samples", "batch_size"):
+        require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
+        _number("recover_lr", self.recover_lr)
+        require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
+        for field in ("block_size", "num_samples", "batch_size", "recover_steps"):
             check_whole(field, getattr(self, field), least=1)
         check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:

@@ -38,14 +38,19 @@ class PrunableLayer:
     @property
     def matrix(self) -> Tensor:
         """The weight as [d_out, d_in], to read: `Conv1D` (GPT-2) stores the transpose."""
-        weight = self.parameter.detach()
-        return weight.T if isinstance(self.modules[0], Conv1D) else weight.flatten(1)
+        return self.as_matrix(self.parameter.detach())
 
     def assign(self, matrix: Tensor) -> None:
         """Write a [d_out, d_in] matrix into the parameter, in place."""
-        weight = self.parameter.detach()
-        weight = weight.T if isinstance(self.modules[0], Conv1D) else weight
-        weight.copy_(matrix.reshape(weight.shape))
+        self.parameter.detach().copy_(self.as_parameter(matrix))
+
+    def as_matrix(self, tensor: Tensor) -> Tensor:
+        """[d_out, d_in] of a tensor that is laid out as the parameter."""
+        return tensor.T if isinstance(self.modules[0], Conv1D) else tensor.flatten(1)
+
+    def as_parameter(self, matrix: Tensor) -> Tensor:
+        """The inverse of `as_matrix`."""
+        return matrix.T if isinstance(self.modules[0], Conv1D) else matrix.reshape(self.parameter.shape)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -138,11 +138,15 @@ class ChainPasses:
         wanted = [i for i, block in enumerate(blocks) if block.layers]
         self.lowest, self.highest = wanted[0], wanted[-1]
 
-    def visits(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Visit]:
-        """One visit per block that has layers to see (and those between), in the order described above."""
+    def capture(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        """One forward pass over the data, which keeps what enters the blocks in `calls[block][batch]`."""
         for index, batch in enumerate(self.batches):
             self._capture(index, batch)
             progress(1)
+
+    def visits(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Visit]:
+        """One visit per block that has layers to see (and those between), in the order described above."""
+        self.capture(progress)
         order = range(self.lowest, self.highest + 1)
         for i in reversed(order) if self.gradients else order:
             yield Visit(self.blocks[i].layers, lambda collector, last, i=i: self._run(i, collector, last))

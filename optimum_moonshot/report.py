@@ -23,9 +23,9 @@ class LayerReport:
     """One pruned matrix. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1 an empty one.
 
     `masked` losses are those of the chosen mask on the dense weights, before the survivors were updated; the others
-    are those of the weights as they stand now. Fisher losses are None where λ = 1 needed no gradients, and all are
-    None where no calibration data was given. Losses of one solver are comparable between layers and λ; Wanda's are
-    measured on diagonals, as it decides by them.
+    are those of the weights that the solver gave, which a recovery may have changed since. Fisher losses are None where
+    λ = 1 needed no gradients, and all are None where no calibration data was given. Losses of one solver are comparable
+    between layers and λ; Wanda's are measured on diagonals, as it decides by them.
     """
 
     name: str
@@ -50,6 +50,31 @@ class LayerReport:
         return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockReport:
+    """One recovered block. Losses are |output - dense output|² / |dense output|², a mean over the tokens of the samples
+    that were held out, behind the recovered blocks before it.
+    """
+
+    name: str
+    loss_before: float  # with the pruned weights
+    loss_after: float  # with the recovered ones, rounded to the model's dtype; never more than before
+    steps: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """For people."""
+        notes = "".join(f"; {note}" for note in self.notes)
+        change = f"loss {self.loss_before:.4f} → {self.loss_after:.4f}"
+        return f"recovered {self.name}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
+        """From what JSON makes of `dataclasses.asdict`."""
+        return cls(**{**values, "notes": tuple(values["notes"])})
+
+
 @dataclasses.dataclass
 class PruneReport:
     """The whole run, in the model's order of layers."""
@@ -58,11 +83,12 @@ class PruneReport:
     layers: list[LayerReport]
     skipped: dict[str, str]  # left dense, with the reason
     calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
-    seconds: dict[str, float]  # calibration, solve, total
+    seconds: dict[str, float]  # calibration, solver, recovery (where there was one), total
     peak_memory: int  # bytes
     versions: dict[str, str]
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
 
     @property
     def sparsity(self) -> float:
@@ -106,6 +132,7 @@ class PruneReport:
     def _summary(self) -> list[str]:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         lines += [f"note: {note}" for note in self.notes]
+        lines += [block.line() for block in self.recovery]
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines.append(
             f"sparsity {self.sparsity:.4f} over {len(self.layers)} layers; {seconds}; "
@@ -123,7 +150,8 @@ class PruneReport:
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
         values = {name: value for name, value in values.items() if name != "sparsity"}
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
-        return cls(layers=layers, **values)
+        recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
+        return cls(layers=layers, recovery=recovery, **values)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from .errors import MoonshotError, writing
 from .layers import PrunableLayer
-from .report import LayerReport
+from .report import BlockReport, LayerReport
 
 _MANIFEST = "run.json"
+_RECOVERED = "recovered"  # folder of the recovered blocks, one file each
 
 
 class Results:
@@ -34,6 +35,8 @@ class Results:
         self.folder = None if folder is None else Path(folder)
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
+        self.blocks: dict[str, BlockReport] = {}  # recovered
+        self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
         if self.folder is not None:
             with writing("resume_dir", self.folder):
@@ -56,9 +59,14 @@ class Results:
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 report = LayerReport.from_dict(json.loads(file.metadata()["report"]))
-            self.reports[report.name] = report
+            self.reports[report.name], self.files[report.name] = report, path
+        for path in sorted((self.folder / _RECOVERED).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                report = BlockReport.from_dict(json.loads(file.metadata()["report"]))
+                self._recovered(report, {name: file.get_tensor(name) for name in file.keys()}, path)  # noqa: SIM118
         if self.reports:
-            self.notes.append(f"{len(self.reports)} layers were taken over from an interrupted run")
+            blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
+            self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
 
     def __contains__(self, layer: PrunableLayer) -> bool:
         return layer.name in self.reports
@@ -69,23 +77,46 @@ class Results:
         if self.folder is None:
             self.weights[report.name] = weight
         else:
-            path = self._path(report.name)
-            partial = path.with_suffix(".partial")
-            with writing("resume_dir", self.folder):
-                save_file({"weight": weight}, partial, {"report": json.dumps(dataclasses.asdict(report))})
-                os.replace(partial, path)
+            self.files[report.name] = self._save(self.folder, report, {report.name: weight})
         self.reports[report.name] = report
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
+    def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
+        """Keep the recovered weights [d_out, d_in] of a block's layers, in place of their pruned ones."""
+        weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
+        path = None if self.folder is None else self._save(self.folder / _RECOVERED, report, weights)
+        self._recovered(report, weights, path)
+
+    def _recovered(self, report: BlockReport, weights: dict[str, Tensor], path: Path | None) -> None:
+        self.blocks[report.name] = report
+        for name, weight in weights.items():
+            sparsity = int((weight == 0).sum()) / weight.numel()
+            self.reports[name] = dataclasses.replace(self.reports[name], sparsity=sparsity)
+        if path is None:
+            self.weights.update(weights)
+        else:
+            self.files.update(dict.fromkeys(weights, path))
+
+    def _save(self, folder: Path, report: LayerReport | BlockReport, weights: dict[str, Tensor]) -> Path:
+        path = folder / f"{report.name}.safetensors"
+        partial = path.with_suffix(".partial")
+        with writing("resume_dir", self.folder):
+            folder.mkdir(exist_ok=True)
+            save_file(weights, partial, {"report": json.dumps(dataclasses.asdict(report))})
+            os.replace(partial, path)
+        return path
+
+    def weight(self, layer: PrunableLayer) -> Tensor:
+        """A layer's weight as it will be in the model, [d_out, d_in] in host memory."""
+        if layer.name in self.weights:
+            return self.weights[layer.name]
+        with safe_open(self.files[layer.name], "pt") as file:
+            return file.get_tensor(layer.name)
 
     @torch.no_grad()
     def commit(self, layers: list[PrunableLayer]) -> None:
         """Write every result into the model; if that is interrupted, the dense weights are put back."""
         for layer in layers:
-            if layer.name not in self.weights:
-                with safe_open(self._path(layer.name), "pt") as file:
-                    self.weights[layer.name] = file.get_tensor("weight")
+            self.weights[layer.name] = self.weight(layer)
         swapped = []
         try:
             for layer in layers:

@@ -24,6 +24,7 @@ from .losses import add_masked_labels, needs_masked_labels
 from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
 from .patterns import Pattern
+from .recovery import Recovery, part_size
 from .report import LayerReport, PruneReport, peak_memory, versions
 from .results import Results, fingerprint
 from .statistics import Collector, LayerStatistics
@@ -45,7 +46,7 @@ class Run:
         self.lam = self.config.resolve_lam("vision" if vision else "language")
         self.structure = self._structure()
         self.layers = list(self.structure.layers())
-        self.solving = 0.0
+        self.solving = self.recovering = 0.0
 
     def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
         started = time.perf_counter()
@@ -54,6 +55,7 @@ class Run:
         self.storage = Storage(model_device(self.model), self.config.max_memory_bytes, self.config.offload_dir)
         self.results = self._results(resume_dir)
         self.notes = [*self.results.notes, *(self.data.notes if self.data else ())]
+        recovery = self._recovery()
         bar = tqdm(total=len(self.layers), desc="pruning", unit="layer", disable=not self.progress)
         try:
             with frozen(self.model), bar:
@@ -63,6 +65,8 @@ class Run:
                     bar.set_postfix_str(layer.name)
                     self.results.put(*self._solve(layer, statistics))
                     bar.update(1)
+                if recovery is not None:
+                    self._recover(recovery)
         except torch.OutOfMemoryError as error:
             raise MoonshotError(
                 f"out of device memory: lower max_memory, batch_size or num_samples ({error})"
@@ -183,6 +187,33 @@ class Run:
                     layer = group.pop(0)
                     yield layer, collector.take(layer)
 
+    def _recovery(self) -> Recovery | None:
+        """The recovery that follows, if one was asked for; what it cannot do is found here, before any work."""
+        if self.config.recover is None:
+            return None
+        require(self.data is not None, f"calibration=None: recover={self.config.recover!r} needs data")
+        batches = split(self.data.batches, part_size(self.data.num_samples))
+        probe = to_device(shorten(batches[0]), model_device(self.model))
+        with frozen(self.model):
+            chain = is_chain(self.model, self.structure.blocks, probe, False, self.loss)
+        inside = any(block.layers for block in self.structure.blocks)
+        require(
+            chain and inside,
+            f"recover={self.config.recover!r} needs pruned layers inside a chain of blocks, each of which reads what "
+            "the one before gives: this model has none; use recover=None",
+        )
+        if self.structure.outside:
+            self.notes.append(f"{len(self.structure.outside)} layers outside of the blocks were not recovered")
+        return Recovery(self.model, self.structure, self.config, batches, self.storage, self.results)
+
+    def _recover(self, recovery: Recovery) -> None:
+        started = time.perf_counter()
+        total = sum(bool(block.layers) for block in self.structure.blocks)
+        with tqdm(recovery.run(), desc="recovering", total=total, unit="block", disable=not self.progress) as blocks:
+            for block in blocks:
+                blocks.set_postfix_str(block.name)
+        self.recovering = time.perf_counter() - started
+
     def _visits(self, gradients: bool) -> Iterator[Visit]:
         batches, blocks = self.data.batches, self.structure.blocks
         inside = tuple(layer for block in blocks for layer in block.layers)
@@ -286,10 +317,11 @@ class Run:
             layers=layers,
             skipped=self.structure.skipped,
             calibration=calibration,
-            seconds={"calibration": seconds - self.solving, "solver": self.solving, "total": seconds},
+            seconds=self._seconds(seconds),
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
             notes=self.notes,
+            recovery=[self.results.blocks[b.name] for b in self.structure.blocks if b.name in self.results.blocks],
         )
         if hasattr(self.model, "config"):
             self.model.config.moonshot = {
@@ -300,6 +332,12 @@ class Run:
                 "versions": report.versions,
             }
         return report
+
+    def _seconds(self, total: float) -> dict[str, float]:
+        seconds = {"calibration": total - self.solving - self.recovering, "solver": self.solving}
+        if self.config.recover is not None:
+            seconds["recovery"] = self.recovering
+        return {**seconds, "total": total}
 
 
 def vocabulary_size(model: nn.Module) -> int:

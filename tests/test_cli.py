@@ -76,6 +76,9 @@ def test_only_given_options_reach_the_config():
         "seed": 7,
         "max_memory": "2GiB",
         "offload_dir": "spill",
+        "recover": "blockwise",
+        "recover_steps": 20,
+        "recover_lr": 0.002,
     }
     assert set(given) == set(cli.CONFIG_OPTIONS)
     argv = []

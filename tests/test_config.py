@@ -34,6 +34,9 @@ BAD = {
     "ignore": [None, "lm_head", ["*"], [b"head"]],
     "max_memory": ["8 apples", "", "-1GiB", -5, True, NAN, INF, "GiB", [8]],
     "offload_dir": [5, True],
+    "recover": ["", "layerwise", True, 1],
+    "recover_steps": [0, -1, 1.5, None, True],
+    "recover_lr": [0, -1e-3, 1.0, NAN, INF, None, "1e-3", True],
 }
 
 

@@ -31,6 +31,13 @@ def test_the_better_the_method_the_lower_the_perplexity():
     assert dense < both < single < both_wanda < wanda < magnitude
 
 
+def test_recovery_takes_most_of_the_damage_away():
+    dense = pruned_perplexity(solver="magnitude", sparsity=0.0)
+    pruned = pruned_perplexity(sparsity=0.8, lam=1.0)
+    recovered = pruned_perplexity(sparsity=0.8, lam=1.0, recover="blockwise", recover_steps=15)
+    assert dense < recovered < 0.8 * pruned
+
+
 def test_the_example_prunes_saves_and_loads_in_plain_transformers(tmp_path):
     example = runpy.run_path(str(ROOT / "examples" / "prune_demo.py"))
     before, after = example["main"](str(tmp_path / "out"), num_samples=8)

@@ -68,6 +68,15 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "help": 'what statistics and caches may take on the device, such as "8GiB"; default: 60%% of what is free',
     },
     "offload_dir": {"metavar": "DIR", "help": "folder for caches that exceed the host's memory too"},
+    "recover": {
+        "nargs": "?",
+        "const": "blockwise",
+        "metavar": "HOW",
+        "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
+        "on the calibration data; zeros stay zeros. Default: none",
+    },
+    "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
+    "recover_lr": {"type": float, "help": "learning rate of those steps at the start (0.004)"},
 }
 
 OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
