@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .compact import Compaction, compact_model
     from .config import MoonshotConfig
     from .errors import MoonshotError
     from .evaluation import perplexity
@@ -19,23 +20,27 @@ if TYPE_CHECKING:
     from .solvers import register_solver
 
 __all__ = [
+    "Compaction",
     "LayerReport",
     "MoonshotConfig",
     "MoonshotError",
     "MoonshotPruner",
     "PruneReport",
     "__version__",
+    "compact_model",
     "perplexity",
     "prune_weight",
     "register_solver",
 ]
 
 _MODULES = {
+    "Compaction": "compact",
     "LayerReport": "report",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
     "PruneReport": "report",
+    "compact_model": "compact",
     "perplexity": "evaluation",
     "prune_weight": "functional",
     "register_solver": "solvers",

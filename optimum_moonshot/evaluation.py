@@ -87,6 +87,13 @@ def max_positions(model: nn.Module) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def vocabulary_size(model: nn.Module) -> int:
+    """The width of a language model's logits; 1 where the configuration names none."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None) or 1
+
+
 def _windows(ids: list[int], length: int, most: int | None) -> Tensor:
     """Windows [W, length] that do not overlap, without the rest that fills none."""
     count = len(ids) // length

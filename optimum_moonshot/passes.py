@@ -289,15 +289,15 @@ def _runs_alone(block: Block, call: Call, expected: Tensor, deltas, i: int) -> b
     args, kwargs = join_hidden(hidden, Call(args, kwargs, hidden))
     with torch.set_grad_enabled(deltas is not None):
         output = first_tensor(block.module(*args, **kwargs))
-    if not _close(output, expected):
+    if not close(output, expected):
         return False
     if deltas is None:
         return True
     (delta,) = torch.autograd.grad(output, [hidden], deltas[i + 1])
-    return _close(delta, deltas[i])
+    return close(delta, deltas[i])
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor) -> bool:
     tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     difference = (found.float() - expected.float()).norm()
     return bool(difference <= tolerance * expected.float().norm() + 1e-30)

@@ -9,12 +9,15 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
 from .passes import Batch
 from .report import PruneReport
 from .run import Run
 from .saving import save_model
+
+_NOT_PRUNED = "the model is not pruned yet: call pruner.prune(calibration) first"
 
 
 class MoonshotPruner:
@@ -92,6 +95,22 @@ class MoonshotPruner:
         self.report = run.execute(calibration, resume_dir)
         return self.report
 
+    def compact(self) -> Compaction:
+        """Make a structurally pruned model smaller: dead neurons and heads leave every matrix that they touch.
+
+        `pruner.model` becomes a new, smaller model with the same outputs; the one that was pruned stays as it is, full
+        of zeros. What an architecture cannot do without stays as zeros, and the report says why.
+
+        Raises:
+            MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
+        """
+        require(self.report is not None, _NOT_PRUNED)
+        self.model, done = compact_model(self.model)
+        self.report.compaction = done.to_dict()
+        record = getattr(self.model.config, "moonshot", None) or {}
+        self.model.config.moonshot = {**record, "compaction": self.report.compaction}
+        return done
+
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the pruned model, its tokenizer and the report; loads in plain `from_pretrained` anywhere.
 
@@ -100,5 +119,5 @@ class MoonshotPruner:
         Raises:
             MoonshotError: nothing was pruned yet, or the folder cannot be written.
         """
-        require(self.report is not None, "the model is not pruned yet: call pruner.prune(calibration) first")
+        require(self.report is not None, _NOT_PRUNED)
         save_model(self.model, self.tokenizer, self.report, directory)

@@ -89,6 +89,7 @@ class PruneReport:
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
+    compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
 
     @property
     def sparsity(self) -> float:
@@ -138,6 +139,11 @@ class PruneReport:
             f"sparsity {self.sparsity:.4f} over {len(self.layers)} layers; {seconds}; "
             f"peak memory {self.peak_memory / 2**30:.2f} GiB"
         )
+        if self.compaction:
+            changes = [f"{name} {before} → {after}" for name, (before, after) in self.compaction["config"].items()]
+            before, after = self.compaction["parameters"]
+            lines.append("; ".join([f"compacted: {before:,} → {after:,} parameters", *changes]))
+            lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
             lines.append(f"{name}: dense {values['dense']:.3f}, pruned {values['pruned']:.3f}")
         return lines

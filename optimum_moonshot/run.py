@@ -17,18 +17,19 @@ from .allocation import allocate
 from .config import MoonshotConfig
 from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
-from .evaluation import max_positions
+from .evaluation import max_positions, vocabulary_size
 from .layers import PrunableLayer, Structure, find_structure
 from .linalg import all_finite
 from .losses import add_masked_labels, needs_masked_labels
 from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
-from .patterns import Pattern
+from .patterns import Pattern, Structured
 from .recovery import Recovery, part_size
 from .report import LayerReport, PruneReport, peak_memory, versions
 from .results import Results, fingerprint
 from .statistics import Collector, LayerStatistics
 from .storage import Storage
+from .structured import structured_patterns
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
 LOGITS_BYTES = 2 * 2**30
@@ -44,6 +45,8 @@ class Run:
         self.solver = self.config.make_solver()
         vision = getattr(self.model, "main_input_name", "input_ids") == "pixel_values"
         self.lam = self.config.resolve_lam("vision" if vision else "language")
+        self.patterns: dict[str, Pattern] = {}
+        self.notes: list[str] = []
         self.structure = self._structure()
         self.layers = list(self.structure.layers())
         self.solving = self.recovering = 0.0
@@ -54,7 +57,7 @@ class Run:
         self.data = self._load(calibration)
         self.storage = Storage(model_device(self.model), self.config.max_memory_bytes, self.config.offload_dir)
         self.results = self._results(resume_dir)
-        self.notes = [*self.results.notes, *(self.data.notes if self.data else ())]
+        self.notes += [*self.results.notes, *(self.data.notes if self.data else ())]
         recovery = self._recovery()
         bar = tqdm(total=len(self.layers), desc="pruning", unit="layer", disable=not self.progress)
         try:
@@ -76,10 +79,15 @@ class Run:
         return self._finish(time.perf_counter() - started)
 
     def _structure(self) -> Structure:
-        """What to prune, and by which patterns, without the layers that an n:m pattern does not fit."""
+        """What to prune and by which patterns, without the layers that theirs does not fit."""
         found = find_structure(self.model, self.config.targets, self.config.ignore)
+        pattern = self.config.parsed_pattern
+        if isinstance(pattern, Structured):
+            chosen = self.config.targets is not None
+            found, self.patterns, self.notes = structured_patterns(self.model, found, pattern, chosen)
+        else:
+            self.patterns = self.config.layer_patterns(layer.name for layer in found.layers())
         skipped = dict(found.skipped)
-        self.patterns: dict[str, Pattern] = self.config.layer_patterns(layer.name for layer in found.layers())
 
         def fitting(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
             for layer in layers:
@@ -338,13 +346,6 @@ class Run:
         if self.config.recover is not None:
             seconds["recovery"] = self.recovering
         return {**seconds, "total": total}
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    """The width of a language model's logits; 1 where the configuration names none."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "vocab_size", None) or 1
 
 
 def shorten(batch: Batch) -> Batch:

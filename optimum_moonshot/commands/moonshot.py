@@ -116,6 +116,11 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="measure perplexity on these before and after",
     )
+    parser.add_argument(
+        "--compact",
+        action="store_true",
+        help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller",
+    )
     group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
     for name, options in CONFIG_OPTIONS.items():
         group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, **options)
@@ -143,6 +148,8 @@ def prune(args: argparse.Namespace) -> None:
     """`moonshot prune`: load, measure, prune, measure, save, report."""
     start = time.perf_counter()
     config = _config(args)
+    structured = config.pattern == "structured"
+    _usage(structured or not args.compact, "--compact: only --pattern structured leaves neurons and heads to remove")
     device = _device(args.device)
     output = _output_folder(args)
     calibration = _calibration(args, config)
@@ -160,6 +167,8 @@ def prune(args: argparse.Namespace) -> None:
     partial = output.with_name(output.name + ".partial")
     report = pruner.prune(calibration, progress=True, resume_dir=str(partial))
     lines = [f"sparsity    {report.sparsity:.4f}"]
+    if args.compact:
+        lines.append(_compact(pruner))
     for dataset, before in dense.items():
         after = measure(dataset)
         report.record_evaluation(_short_name(dataset), before, after)
@@ -168,6 +177,16 @@ def prune(args: argparse.Namespace) -> None:
     lines.append(f"saved       {args.output}")
     lines.append(f"seconds     {time.perf_counter() - start:.1f}")
     print(report.table(), "", *lines, sep="\n")
+
+
+def _compact(pruner) -> str:
+    """Make the pruned model smaller; where that fails, it is saved as it is."""
+    try:
+        before, after = pruner.compact().parameters
+    except MoonshotError as error:
+        pruner.report.notes.append(f"not compacted: {error}")
+        return f"not compacted: {error}"
+    return f"parameters  {before:,} → {after:,}"
 
 
 def evaluate(args: argparse.Namespace) -> None:
