@@ -24,7 +24,8 @@ class MoonshotConfig:
         pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
             which removes whole input columns. Not every solver takes every pattern.
         sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
-        group_size: consecutive columns that go or stay together, such as the head size; pattern="structured" only.
+        group_size: consecutive columns that go or stay together; pattern="structured" only. In a model these are
+            neurons, so that widths stay multiples of it; attention heads go whole, whatever it is.
         allocation: "uniform"; "owl" or "alpha", which give the decoder layers sparsities of their own around the total
             `sparsity` of an unstructured pattern; or a dict of layer → sparsity or "n:m". Its keys are names of
             layers, or regular expressions searched for in them: a layer's name decides, else the first expression

@@ -100,7 +100,11 @@ PLAIN = {"convnet": ConvNet}
 def make(name: str) -> nn.Module:
     """A model with reproducible, spread-out random weights, in evaluation mode."""
     torch.manual_seed(0)
-    model = {**CAUSAL, **ENCODERS, **VISION, **PLAIN}[name]()
+    return spread({**CAUSAL, **ENCODERS, **VISION, **PLAIN}[name]())
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """The model with weights large enough for every layer to matter, in evaluation mode."""
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)

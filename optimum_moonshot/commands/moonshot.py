@@ -28,7 +28,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         'or "structured": whole input columns go'
     },
     "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
-    "group_size": {"type": int, "help": "columns that go or stay together, with --pattern structured (1)"},
+    "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",
         "help": '"uniform" (the default), "owl" or "alpha" (AlphaPruning): how unstructured sparsity is divided '
