@@ -25,6 +25,8 @@ from .patterns import Structured
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that could leave alone, and it makes none"
 UNREACHED = "the probe for neurons and heads did not reach it"
+OUTSIDE = "it is in no repeated layer, where neurons and heads are looked for"
+CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of linear layers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +66,17 @@ def find_column_groups(model: nn.Module, inputs: Batch | None = None) -> tuple[d
     Raises:
         MoonshotError: the model does not run on the probe.
     """
-    structure = find_structure(model)
+    blocks = [
+        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _is_linear(layer)))
+        for block in find_structure(model).blocks
+    ]
+    if not any(block.layers for block in blocks):
+        return {}, {}
     with frozen(model):
-        trace = _run_probe(model, structure.blocks, inputs or probe_inputs(model))
+        trace = _run_probe(model, blocks, inputs or probe_inputs(model))
         found: dict[str, ColumnGroups] = {}
         sizes: dict[str, int] = {}  # found in an earlier decoder layer, to be tried first
-        for block in structure.blocks:
+        for block in blocks:
             leaves = {layer.name: trace.outputs[layer.name] for layer in block.layers if layer.name in trace.outputs}
             for name in leaves:
                 relative = name.removeprefix(block.name)
@@ -77,13 +84,12 @@ def find_column_groups(model: nn.Module, inputs: Batch | None = None) -> tuple[d
                 if groups is not None:
                     found[name], sizes[relative] = groups, groups.size
     used = {*found, *(maker for groups in found.values() for maker in groups.rows)}
-    unused = {
-        layer.name: UNEXPLAINED if layer.name in trace.outputs else UNREACHED
-        for block in structure.blocks
-        for layer in block.layers
-        if layer.name not in used
-    }
-    return found, unused
+    names = [layer.name for block in blocks for layer in block.layers if layer.name not in used]
+    return found, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
+
+
+def _is_linear(layer: PrunableLayer) -> bool:
+    return not isinstance(layer.modules[0], nn.Conv2d)
 
 
 def structured_patterns(
@@ -103,16 +109,16 @@ def structured_patterns(
     Returns:
         The layers that are left, a pattern for each, and what the user should know.
     """
-    groups, unused = find_column_groups(model)
+    found, unused = find_column_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
-        if layer.name in groups and groups[layer.name].size > 1:
-            patterns[layer.name] = dataclasses.replace(pattern, group=groups[layer.name].size)
-        elif layer.name in groups or chosen:
+        if layer.name in found and found[layer.name].size > 1:
+            patterns[layer.name] = dataclasses.replace(pattern, group=found[layer.name].size)
+        elif layer.name in found or chosen:
             patterns[layer.name] = pattern
-        elif layer.name in unused:
-            skipped[layer.name] = unused[layer.name]
-        if chosen and layer.name not in groups:
+        elif all(layer.name not in groups.rows for groups in found.values()):
+            skipped[layer.name] = unused.get(layer.name, OUTSIDE if _is_linear(layer) else CONVOLUTION)
+        if chosen and layer.name not in found:
             notes.append(f"{layer.name}: its columns are no neurons or heads; as zeros they make no model smaller")
 
     def kept(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
@@ -154,7 +160,7 @@ def _removed(layer: PrunableLayer, pattern: Structured) -> int:
     return round(pattern.sparsity * (layer.shape[1] // pattern.group))
 
 
-def _run_probe(model: nn.Module, blocks: tuple[Block, ...], inputs: Batch) -> _Trace:
+def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     """Run the model with every layer's output replaced by a random leaf."""
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)

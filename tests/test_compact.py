@@ -22,7 +22,7 @@ CHANGES = {
     ),
     **dict.fromkeys(["qwen2", "phi3"], {**NEURONS, **GROUPED_HEADS, "head_dim": (None, 4)}),
     "phi": {**NEURONS, "num_attention_heads": (4, 2), "num_key_value_heads": (4, 2), "head_dim": (None, 4)},
-    "vit": {**NEURONS, "num_attention_heads": (4, 2), "head_dim": (None, 4)},
+    **dict.fromkeys(["vit", "deit"], {**NEURONS, "num_attention_heads": (4, 2), "head_dim": (None, 4)}),
     "mixtral": {**GROUPED_HEADS, "head_dim": (None, 4)},
     **dict.fromkeys(["gpt-neox", "bert", "roberta", "albert"], NEURONS),
     "opt": {"ffn_dim": (24, 19)},
@@ -63,7 +63,7 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
 def test_every_architecture(name, tmp_path):
     model = kill(make(name))
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}

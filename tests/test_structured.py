@@ -6,21 +6,21 @@ import transformers as hf
 from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, spread, token_batches
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, structured
 from optimum_moonshot.structured import find_column_groups
 
 # Columns per head (with its key-value head) and heads, neurons of the feed-forward layer; None where there are none.
 EXPECTED = {
     **dict.fromkeys(["llama", "llama-tied-biased", "mistral-sliding", "qwen2", "phi3"], ((8, 2), (1, 24))),
     **dict.fromkeys(["qwen3", "gemma", "gemma2", "gemma3"], ((16, 2), (1, 24))),
-    **dict.fromkeys(["opt", "gpt2", "gpt-neox", "phi", "bert", "roberta", "albert", "vit"], ((4, 4), (1, 24))),
+    **dict.fromkeys(["opt", "gpt2", "gpt-neox", "phi", "bert", "roberta", "albert", "vit", "deit"], ((4, 4), (1, 24))),
     **dict.fromkeys(["falcon", "falcon-alibi", "bloom"], ((4, 4), (1, 64))),
     "mixtral": ((8, 2), None),
 }
 
 
 def batch(name):
-    inputs = (image_batches() if name == "vit" else token_batches())[0]
+    inputs = (image_batches() if name in ("vit", "deit") else token_batches())[0]
     return {key: value for key, value in inputs.items() if key != "labels"}
 
 
@@ -29,7 +29,7 @@ def logits(model, inputs):
         return model(**inputs).logits
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
 def test_every_architecture(name):
     model = make(name)
     groups, unused = find_column_groups(model)
@@ -42,7 +42,7 @@ def test_every_architecture(name):
         assert list(group.columns.bincount()) == [group.size] * group.count
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
 def test_a_group_without_its_columns_needs_none_of_its_rows(name):
     """The law that compaction rests on: without a group's columns nothing depends on the rows that serve it."""
     model = make(name)
@@ -245,6 +245,17 @@ def test_targets_ignore_and_what_is_not_found():
     mamba = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(MoonshotError, match="fits no layer: .*mixer.in_proj.*no neurons or heads"):
         prune(mamba)
+
+
+def test_convolutions_and_plain_modules_say_so():
+    config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)
+    report = MoonshotPruner(make("convnext"), config).prune(progress=False)
+    assert all("pwconv2" in layer.name and layer.sparsity == 0.5 for layer in report.layers) and report.layers
+    assert {reason for name, reason in report.skipped.items() if "dwconv" in name} == {structured.CONVOLUTION}
+    with pytest.raises(MoonshotError, match="fits no layer.*a convolution: structured pruning finds"):
+        MoonshotPruner(make("resnet"), config).prune(progress=False)
+    with pytest.raises(MoonshotError, match="fits no layer.*in no repeated layer"):
+        MoonshotPruner(make("convnet"), config).prune(progress=False)
 
 
 def qwen_moe():
