@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers as hf
-from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, spread, token_batches
+from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
 from optimum_moonshot import compact as compact_module
@@ -84,6 +84,11 @@ def test_every_architecture(name, tmp_path):
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
+SIDES = {
+    f"{side}_{field}": value
+    for side in ("encoder", "decoder")
+    for field, value in {"layers": 1, "ffn_dim": 24, "attention_heads": 4}.items()
+}
 OTHERS = {
     "multi-query": (
         lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**{**TEXT, "num_key_value_heads": 1}, head_dim=8)),
@@ -97,18 +102,7 @@ OTHERS = {
     ),
     "a field for each": (
         lambda: hf.BartForConditionalGeneration(
-            hf.BartConfig(
-                vocab_size=96,
-                d_model=16,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_ffn_dim=24,
-                decoder_ffn_dim=24,
-                encoder_attention_heads=4,
-                decoder_attention_heads=4,
-                decoder_start_token_id=2,
-                **EDGE,
-            )  # fmt: skip
+            hf.BartConfig(vocab_size=96, d_model=16, decoder_start_token_id=2, **SIDES, **EDGE)
         ),
         {"encoder_ffn_dim": (24, 19), "decoder_ffn_dim": (24, 19)},
     ),
@@ -118,17 +112,7 @@ OTHERS = {
     ),
     "nested": (
         lambda: hf.LlavaForConditionalGeneration(
-            hf.LlavaConfig(
-                text_config=hf.LlamaConfig(**GROUPED),
-                vision_config=hf.CLIPVisionConfig(
-                    hidden_size=16,
-                    intermediate_size=24,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    image_size=16,
-                    patch_size=4,
-                ),
-            )  # fmt: skip
+            hf.LlavaConfig(text_config=hf.LlamaConfig(**GROUPED), vision_config=hf.CLIPVisionConfig(**PATCHED))
         ),
         {f"text_config.{name}": change for name, change in {**NEURONS, **GROUPED_HEADS}.items()},
     ),

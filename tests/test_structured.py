@@ -63,7 +63,7 @@ def test_a_group_without_its_columns_needs_none_of_its_rows(name):
     assert torch.allclose(logits(model, inputs), before, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma-mqa", "gpt2", "gpt-neox", "falcon", "bloom", "phi3"])
+@pytest.mark.parametrize("name", ["gemma-mqa", "gpt2", "gpt-neox", "phi3"])
 def test_the_probe_agrees_with_changing_one_row_at_a_time(name):
     model = multi_query() if name == "gemma-mqa" else make(name)
     groups, _ = find_column_groups(model)
