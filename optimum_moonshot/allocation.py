@@ -85,19 +85,19 @@ def outlier_share(weights: list[Tensor], input_squares: list[Tensor], threshold:
         input_squares: Σ x² over every token, [d_in] each, or [groups, d_in] where rows read inputs of their own.
         threshold: M.
     """
-    sizes = [weight.numel() for weight in weights]
-    total, above = 0.0, 0
-    input_squares = [
-        squares if squares.ndim == 1 else of_rows(squares, len(weight))
-        for weight, squares in zip(weights, input_squares, strict=True)
-    ]
+    total, size = 0.0, sum(weight.numel() for weight in weights)
     for weight, squares in zip(weights, input_squares, strict=True):
-        roots = squares.double().sqrt()
-        total += float((weight.abs().double() @ roots if roots.ndim == 1 else weight.abs() * roots).sum())
-    limit = threshold * total / sum(sizes)
+        total += float(_magnitudes(weight, squares).double().sum())
+    limit, above = threshold * total / size, 0
     for weight, squares in zip(weights, input_squares, strict=True):
-        above += int((weight.abs().float() * squares.float().sqrt() > limit).sum())
-    return 100 * above / sum(sizes)
+        above += int((_magnitudes(weight, squares) > limit).sum())
+    return 100 * above / size
+
+
+def _magnitudes(weight: Tensor, squares: Tensor) -> Tensor:
+    """|W|·‖x‖₂, [d_out, d_in]."""
+    norms = squares.float().sqrt()
+    return weight.abs().float() * (norms if norms.ndim == 1 else of_rows(norms, len(weight)))
 
 
 def tail_exponent(weight: Tensor) -> float | None:

@@ -34,6 +34,8 @@ class MoonshotConfig:
         owl_lambda: OWL's λ: densities spread over 2λ. 0.08, as above.
         alpha_tau: AlphaPruning's τ: sparsities in proportion to 1 - τ … 1 + τ. 0.1, the paper's value for
             Llama-3.2-3B (0.05 for the 1B).
+        recompute: the paper's "++": block by block, statistics on the already pruned blocks before it. At λ = 1 every
+            block runs once more; at λ < 1 the passes grow with the square of the number of blocks.
         lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
@@ -70,6 +72,7 @@ class MoonshotConfig:
     owl_threshold: float = 5.0
     owl_lambda: float = 0.08
     alpha_tau: float = 0.1
+    recompute: bool = False
     lam: float | None = None
     fisher: str = "all"
     damping: float = 0.01
@@ -92,6 +95,7 @@ class MoonshotConfig:
         check_whole("group_size", self.group_size, least=1)
         self._check_allocation()
         self._check_patterns(solver)
+        require(isinstance(self.recompute, bool), f"recompute={self.recompute!r}: use True or False")
         _number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')

@@ -106,19 +106,20 @@ class WholePasses:
 
     def visits(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Visit]:
         if layers:
-            yield Visit(layers, self._run)
+            yield Visit(layers, self.run)
 
-    def _run(self, collector: Collector | None, last: bool) -> None:
+    def run(self, collector: Collector | None, last: bool) -> None:
+        """As `Visit.run`; without a backward pass where the collector wants no gradients."""
         if collector is None:
             return
-        first = 0
+        first, gradients = 0, self.gradients and bool(collector.gradients)
         for batch in self.batches:
             batch = to_device(batch, model_device(self.model))
             count = batch_size(batch)
             collector.begin(first, count, token_mask(batch))
-            with torch.set_grad_enabled(self.gradients):
+            with torch.set_grad_enabled(gradients):
                 output = run_model(self.model, batch)
-                if self.gradients:
+                if gradients:
                     logits, gradient = loss_gradient(self.model, output, batch, self.loss)
                     torch.autograd.backward(logits, gradient)
             collector.end()
@@ -298,6 +299,7 @@ def _runs_alone(block: Block, call: Call, expected: Tensor, deltas, i: int) -> b
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two ways to compute a hidden state agree, up to rounding in its dtype."""
     tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     difference = (found.float() - expected.float()).norm()
     return bool(difference <= tolerance * expected.float().norm() + 1e-30)

@@ -24,6 +24,7 @@ from .losses import add_masked_labels, needs_masked_labels
 from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
 from .patterns import Pattern, Structured
+from .recompute import RecomputedPasses
 from .recovery import Recovery, part_size
 from .report import LayerReport, PruneReport, peak_memory, versions
 from .results import Results, fingerprint
@@ -121,6 +122,10 @@ class Run:
     def _load(self, calibration: Any) -> CalibrationData | None:
         if calibration is None:
             require(
+                not self.config.recompute,
+                "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
+            )
+            require(
                 self.config.allocation != "owl",
                 'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
             )
@@ -181,7 +186,7 @@ class Run:
         if self.data is None:
             yield from ((layer, None) for layer in self.layers if layer not in self.results)
             return
-        for visit in self._visits(self._gradients):
+        for visit in self._visits(self._gradients, self.config.recompute):
             groups = self._groups([layer for layer in visit.layers if layer not in self.results])
             if not groups:
                 visit.run(None, True)
@@ -222,13 +227,19 @@ class Run:
                 blocks.set_postfix_str(block.name)
         self.recovering = time.perf_counter() - started
 
-    def _visits(self, gradients: bool) -> Iterator[Visit]:
+    def _visits(self, gradients: bool, recompute: bool = False) -> Iterator[Visit]:
         batches, blocks = self.data.batches, self.structure.blocks
         inside = tuple(layer for block in blocks for layer in block.layers)
         outside = self.structure.outside
         if not any(layer not in self.results for layer in self.layers):
             return
         probe = to_device(shorten(batches[0]), model_device(self.model))
+        if recompute:
+            weight, progress = self.results.weight, self.progress
+            passes = RecomputedPasses(self.model, self.structure, batches, self.loss, self.storage, weight, progress)
+            yield from passes.visits(probe, gradients)
+            self._note(passes.cost)
+            return
         whole = WholePasses(self.model, batches, gradients, self.loss)
         if inside and is_chain(self.model, blocks, probe, gradients, self.loss):
             chain = ChainPasses(self.model, blocks, batches, gradients, self.loss, self.storage)

@@ -64,6 +64,7 @@ def test_only_given_options_reach_the_config():
         "owl_threshold": 4.0,
         "owl_lambda": 0.1,
         "alpha_tau": 0.2,
+        "recompute": True,
         "lam": 0.25,
         "fisher": "attention",
         "damping": 0.1,
@@ -83,7 +84,8 @@ def test_only_given_options_reach_the_config():
     assert set(given) == set(cli.CONFIG_OPTIONS)
     argv = []
     for name, value in given.items():
-        argv += [cli._flag(name), *map(str, value if isinstance(value, tuple) else [value])]
+        values = value if isinstance(value, tuple) else [] if value is True else [value]
+        argv += [cli._flag(name), *map(str, values)]
     assert cli._config(parse(*argv)) == MoonshotConfig(**given)
 
 

@@ -22,6 +22,7 @@ BAD = {
     "owl_threshold": [0, -1, NAN, INF, None, "5"],
     "owl_lambda": [-0.1, 1, NAN, None, "0.08"],
     "alpha_tau": [-0.1, 1, NAN, None, True],
+    "recompute": [1, 0, None, "yes"],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
     "damping": [0, -0.01, 1.5, NAN, None, "0.01"],

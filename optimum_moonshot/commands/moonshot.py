@@ -37,6 +37,10 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
     "owl_lambda": {"type": float, "metavar": "LAMBDA", "help": "OWL: densities spread over twice this (0.08)"},
     "alpha_tau": {"type": float, "metavar": "TAU", "help": "AlphaPruning: sparsities in proportion to 1 ± TAU (0.1)"},
+    "recompute": {
+        "action": "store_true",
+        "help": 'the paper\'s "++": the statistics of each block on the pruned blocks before it (costs more passes)',
+    },
     "lam": {
         "type": float,
         "metavar": "LAMBDA",

@@ -1,0 +1,76 @@
+"""Held-out perplexity of the shipped model with allocated sparsity (OWL, AlphaPruning) and recomputed statistics (++).
+
+Every run is a whole `MoonshotPruner.prune` on calibration windows of its seed; "seconds" are of processor time.
+A former file of results with the same name is continued: seeds that it has are not run again.
+"""
+
+import copy
+import json
+import statistics
+import time
+from itertools import product
+
+import torch
+from common import RESULTS, parser, write
+from quality import DEMO, mean_error
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+
+VARIANTS = {
+    "uniform": {},
+    "OWL": {"allocation": "owl"},
+    "AlphaPruning": {"allocation": "alpha"},
+    "++": {"recompute": True},
+}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--sparsity", type=float, default=0.7)
+    arguments.add_argument("--samples", type=int, default=128)
+    arguments.add_argument("--tokens", type=int, default=256)
+    arguments.add_argument("--lambdas", type=float, nargs="+", default=[1.0, 0.5])
+    arguments.add_argument("--solvers", nargs="+", default=["wanda", "sparsegpt"])
+    arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    arguments.add_argument("--name", default="allocation")
+    options = arguments.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+    def measure(model) -> float:
+        return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=options.tokens).value
+
+    dense, path = measure(model), RESULTS / f"{options.name}.json"
+    found = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
+    for seed, solver, lam, variant in product(range(options.seeds), options.solvers, options.lambdas, options.variants):
+        row = found.setdefault(f"{solver} λ={lam:g}", {}).setdefault(variant, {"perplexity": [], "seconds": []})
+        if len(row["perplexity"]) > seed:
+            continue
+        settings = {"sparsity": options.sparsity, "num_samples": options.samples, "sequence_length": options.tokens}
+        config = MoonshotConfig(solver=solver, lam=lam, seed=seed, **settings, **VARIANTS[variant])
+        pruner = MoonshotPruner(copy.deepcopy(model), config, tokenizer)
+        started = time.process_time()
+        report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
+        row["seconds"].append(time.process_time() - started)
+        row["perplexity"].append(measure(pruner.model))
+        row["blocks"] = [layer.asked for layer in report.layers if "up_proj" in layer.name]
+        row["sparsity"], row["notes"] = report.sparsity, report.notes
+        print(f"seed {seed} {solver} λ={lam:g} {variant}: {row['perplexity'][-1]:.2f}", flush=True)
+        write(options.name, {"options": vars(options), "dense": dense, "runs": found})
+    show(found, dense, options)
+
+
+def show(found: dict, dense: float, options) -> None:
+    table = Table("method", *options.variants, title=f"held-out perplexity at {options.sparsity:g}, dense {dense:.1f}")
+    for name, row in found.items():
+        table.add_row(name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants))
+        table.add_row("seconds", *(f"{statistics.median(row[variant]['seconds']):.1f}" for variant in options.variants))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
