@@ -20,7 +20,8 @@ class MoonshotConfig:
     """How to prune.
 
     Args:
-        solver: "sparsegpt" (reconstructs the surviving weights), "wanda" (only chooses), or "magnitude".
+        solver: "sparsegpt", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
+            "magnitude" only choose.
         pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
             which removes whole input columns. Not every solver takes every pattern.
         sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
@@ -41,8 +42,9 @@ class MoonshotConfig:
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
             setting for language models), the others then use λ = 1.
         damping: share of the mean diagonal added to a Hessian before it is factored. It grows tenfold, up to 1, for a
-            layer that needs it; the report says so. SparseGPT only.
-        block_size: columns that SparseGPT prunes together, and with all rows its comparison group.
+            layer that needs it; the report says so. Wanda and magnitude use none.
+        block_size: SparseGPT: columns pruned together, with all rows its comparison group (128). CAP: the most inputs
+            of a row that have a quadratic together (192). None is the solver's own, in brackets.
         targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
             layers (decoder or encoder layers, stages). Embeddings, also of patches, stems and heads are pruned only if
             one of these names them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
@@ -76,7 +78,7 @@ class MoonshotConfig:
     lam: float | None = None
     fisher: str = "all"
     damping: float = 0.01
-    block_size: int = 128
+    block_size: int | None = None
     targets: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
     num_samples: int = 128
@@ -105,7 +107,8 @@ class MoonshotConfig:
         _number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
         for field in ("block_size", "num_samples", "batch_size", "recover_steps"):
-            check_whole(field, getattr(self, field), least=1)
+            if field != "block_size" or self.block_size is not None:
+                check_whole(field, getattr(self, field), least=1)
         check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:
             check_whole("sequence_length", self.sequence_length, least=2)
@@ -177,7 +180,8 @@ class MoonshotConfig:
     def make_solver(self) -> Solver:
         """The solver with those of its hyperparameters that this configuration has."""
         cls = solver_class(self.solver)
-        return cls(**{field.name: getattr(self, field.name) for field in dataclasses.fields(cls)})
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def resolve_lam(self, kind: str = "language") -> float:
         """λ; where none was given, the default of the method for this kind of model ("language" or "vision").

@@ -8,8 +8,10 @@ from torch import Tensor
 from .config import MoonshotConfig
 from .errors import require
 from .linalg import all_finite
-from .objective import DiagonalQuadratic, Quadratic
-from .solvers import PrunedWeight
+from .objective import DiagonalQuadratic, Quadratic, diagonal_blocks
+from .patterns import Pattern
+from .solvers import PrunedWeight, Solver
+from .solvers.base import block_size
 
 
 def prune_weight(
@@ -51,25 +53,31 @@ def prune_weight(
     _check_tensor("gram", gram, (None, d_in, d_in) if grouped else (d_in, d_in))
     divides = not grouped or d_out % len(gram) == 0
     require(divides, f"gram has shape {list(gram.shape)}: d_out={d_out} does not divide into {len(gram)} groups")
+    require(
+        not grouped or solver.grouped, f"solver={config.solver!r} takes no grouped convolution: its rows share columns"
+    )
     if lam < 1:
         require(gradients is not None, f"gradients=None: lam={lam:g} needs them; give gradients or set lam=1")
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None
     with torch.no_grad():
-        objective = build_objective(solver.objective, weight, gram.float(), gradients, lam)
+        objective = build_objective(solver, pattern, weight, gram.float(), gradients, lam)
         result = solver.solve(objective, pattern)
         return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
 
 
-def build_objective(kind: type, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float):
+def build_objective(
+    solver: Solver, pattern: Pattern, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float
+) -> Quadratic | DiagonalQuadratic:
     """The objective a solver asks for, from full statistics."""
-    if kind is DiagonalQuadratic:
+    if solver.objective is DiagonalQuadratic:
         squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
         return DiagonalQuadratic.build(
             weight, gram.diagonal(dim1=-2, dim2=-1), squares, 0 if gradients is None else len(gradients), lam
         )
-    return Quadratic.build(weight, gram, gradients, lam)
+    block = block_size(solver, weight.shape[1], pattern)
+    return solver.objective.build(weight, diagonal_blocks(gram, block) if block else gram, gradients, lam)
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:

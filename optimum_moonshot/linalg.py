@@ -4,12 +4,17 @@ Everything here is symmetric positive definite, so everything is a Cholesky fact
 float64: the shared matrix of a layer is factored once, and its condition number often exceeds what float32 holds.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from .errors import FactorizationError
 
 MAX_DAMPING = 1.0
+
+T = TypeVar("T")
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -37,33 +42,53 @@ def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return inverse.flip(-2, -1), ok
 
 
-def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> tuple[Tensor, float]:
-    """U with ``(matrix + damping·unit·I)⁻¹ = Uᵀ U``; the damping grows tenfold until the factorisation succeeds.
+def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor:
+    """U with ``(matrix + damping·unit·I)⁻¹ = Uᵀ U``.
 
     Args:
         matrix: symmetric, [d, d].
         unit: what a damping of 1 adds to the diagonal.
-        damping: the first value tried, in (0, 1].
+        damping: in (0, 1].
 
     Returns:
-        U, [d, d] in float64, and the damping it took.
+        U, [d, d] in float64.
 
     Raises:
-        FactorizationError: the matrix is not positive definite even at a damping of 1.
+        FactorizationError: the matrix is not positive definite at this damping.
+    """
+    damped = matrix.double()
+    damped = damped.clone() if damped is matrix else damped
+    damped.diagonal().add_(damping * unit)
+    factor, ok = inverse_factor(damped)
+    check_factored(ok, f"the quadratic of size {matrix.shape[-1]}")
+    return factor
+
+
+def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
+    """Raise `FactorizationError` unless all of `ok` holds."""
+    if not ok.all():
+        raise FactorizationError(f"{what} is not positive definite")
+
+
+def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
+    """What `attempt(damping)` returns at the first damping where it does not fail, and that damping.
+
+    Args:
+        damping: the first value tried, in (0, 1]; it grows tenfold, up to 1, as long as a factorisation fails.
+        attempt: raises `FactorizationError` where it fails.
+
+    Raises:
+        FactorizationError: it fails even at a damping of 1.
     """
     tried = []
     while True:
-        damped = matrix.double()
-        damped = damped.clone() if damped is matrix else damped
-        damped.diagonal().add_(damping * unit)
-        factor, ok = inverse_factor(damped)
-        if ok:
-            return factor, damping
-        tried.append(damping)
-        if damping >= MAX_DAMPING:
-            break
+        try:
+            return attempt(damping), damping
+        except FactorizationError as error:
+            tried.append(damping)
+            if damping >= MAX_DAMPING:
+                raise FactorizationError(
+                    f"{error} at any damping of {tried}: more or longer calibration samples give a better "
+                    "conditioned one"
+                ) from None
         damping = min(10 * damping, MAX_DAMPING)
-    raise FactorizationError(
-        f"the quadratic of size {matrix.shape[-1]} is not positive definite at any damping of {tried}: "
-        "more or longer calibration samples give a better conditioned one"
-    )

@@ -5,9 +5,10 @@
     L_F(W) = 1/N Σ_k ‖A_kᵀ (w_k-ŵ_k)‖²               A_k: row k of the N per-sample gradients, as columns
 
 so row k carries the matrix ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
-``L_λ(0) = 1``. `Quadratic` keeps the whole matrices, `DiagonalQuadratic` their diagonals (Wanda), normalised by the
-diagonal losses. Tensor format here and in every solver: weights [d_out, d_in], gradients [N, d_out, d_in]. Rows of a
-grouped convolution read inputs of their own: its G is [groups, d_in, d_in], one matrix for each d_out/groups rows.
+``L_λ(0) = 1``. `Quadratic` keeps the whole matrices, `BlockQuadratic` their diagonal blocks (CAP) and
+`DiagonalQuadratic` their diagonals (Wanda), each normalised by its own losses. Tensor format here and in every solver:
+weights [d_out, d_in], gradients [N, d_out, d_in]. Rows of a grouped convolution read inputs of their own: its G is
+[groups, d_in, d_in], one matrix for each d_out/groups rows.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,21 @@ class RelativeLoss(NamedTuple):
     reconstruction: float
     fisher: float | None
     total: float
+
+
+class RowFisher(NamedTuple):
+    """``A_k A_kᵀ`` itself, for the rows (or blocks of rows) of a quadratic: exact, and smaller where N > size."""
+
+    matrices: Tensor  # Σ_n a_n a_nᵀ, [rows, size, size], on any device
+    samples: int  # N
+
+
+class Totals(NamedTuple):
+    """Of a whole layer, where a quadratic has some of its rows only."""
+
+    reconstruction: float  # L_R(0)
+    fisher: float | None  # L_F(0)
+    squares: float  # Σ_n A_n², mean over the layer's weights
 
 
 class Scales(NamedTuple):
@@ -65,43 +81,105 @@ class Quadratic:
 
     weight: Tensor  # ŵ             [d_out, d_in] float32, 0 at dead inputs
     gram: Tensor  # G               [d_in, d_in], or [groups, d_in, d_in]
-    gradients: Tensor | None  # A_n [N, d_out, d_in], on any device; None at λ = 1
+    gradients: Tensor | RowFisher | None  # A_n [N, d_out, d_in], or A_k A_kᵀ, on any device; None at λ = 1
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
+    totals: Totals | None = None  # of the layer, where `weight` has some of its rows only
 
     @classmethod
-    def build(cls, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float) -> "Quadratic":
-        """From a dense weight and its statistics; inputs that never fire lose their weights first."""
-        weight, dead = _without_dead_inputs(weight, gram.diagonal(dim1=-2, dim2=-1))
-        terms = _terms(weight[None], gram, gradients)
-        at_zero = _first(terms)
-        found = scales(lam, *at_zero, samples=0 if gradients is None else len(gradients))
-        return cls(weight, gram, gradients, _with_note(found, dead), at_zero)
+    def build(
+        cls,
+        weight: Tensor,
+        gram: Tensor,
+        gradients: Tensor | RowFisher | None,
+        lam: float,
+        totals: Totals | None = None,
+    ) -> "Quadratic":
+        """From a dense weight and its statistics; inputs that never fire lose their weights first.
+
+        Args:
+            totals: those of the layer, where `weight` and `gradients` are some of its rows.
+        """
+        weight, dead = _without_dead_inputs(weight, _input_squares(gram))
+        gradients = _by_block(gradients, gram.shape[-1])
+        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, gradients))
+        found = scales(lam, *at_zero, samples=_samples(gradients))
+        return cls(weight, gram, gradients, _with_note(found, dead), at_zero, totals)
 
     @property
     def damping_unit(self) -> float:
         """The diagonal that a damping of 1 adds: ``mean(diag G)/L_R(0)`` whatever λ (paper A.6)."""
         if self.losses_at_zero[0]:
             return float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
+        return self.mean_diagonal() or 1.0
+
+    @property
+    def size(self) -> int:
+        """Inputs of a block: d_in, unless the quadratic is block-diagonal."""
+        return self.gram.shape[-1]
+
+    @property
+    def row_weights(self) -> Tensor:
+        """ŵ as `rows` counts it, [rows, size]: a row of the weight is a row here, or its blocks one after another."""
+        return self.weight.reshape(-1, self.size)
+
+    def mean_diagonal(self) -> float:
+        """The mean of all ``F_k,jj`` of the layer."""
+        squares = 0.0
         if self.scales.b:
-            squares = sum(float(part.float().square().mean()) for part in self.gradients)
-            return self.scales.b * squares
-        return 1.0
+            squares = self.totals.squares if self.totals else _mean_square(self.gradients, self.weight.numel())
+        return self.scales.a * float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) + self.scales.b * squares
+
+    def grams_of(self, rows: slice) -> Tensor:
+        """Which of the matrices in `gram`, counted through, each of some rows has."""
+        count = len(self.row_weights)
+        groups, blocks = _by_group(self.gram).shape[:2]
+        index = torch.arange(*rows.indices(count), device=self.weight.device)
+        return index // (count // groups) * blocks + index % blocks
 
     def rows(self, rows: slice, device: torch.device) -> Tensor:
-        """The matrices F_k of some rows, [r, d_in, d_in] in float64."""
-        count = len(self.weight[rows])
-        gram = self.gram if self.gram.ndim == 2 else of_rows(self.gram, len(self.weight))[rows]
-        gram = gram.double().expand(count, -1, -1)
+        """The matrices F_k of some rows (blocks of rows), [r, size, size] in float64."""
+        grams, which = _by_group(self.gram).flatten(0, 1), self.grams_of(rows)
+        shared = grams[which].double() if len(grams) > 1 else grams.double().expand(len(which), -1, -1)
         if not self.scales.b:
-            return self.scales.a * gram
+            return self.scales.a * shared
+        if isinstance(self.gradients, RowFisher):
+            fisher = self.gradients.matrices[rows].to(device, torch.float64)
+            return fisher.mul_(self.scales.b).add_(shared, alpha=self.scales.a)
         factors = self.gradients[:, rows].to(device).permute(1, 2, 0).double()
-        return torch.baddbmm(gram, factors, factors.mT, beta=self.scales.a, alpha=self.scales.b)
+        return torch.baddbmm(shared, factors, factors.mT, beta=self.scales.a, alpha=self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         """The ruler of every report: relative losses of pruned weights [d_out, d_in]."""
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
         return _relative(_terms(deltas, self.gram, self.gradients), self.losses_at_zero, self.scales.lam)
+
+
+@dataclass(frozen=True)
+class BlockQuadratic(Quadratic):
+    """`Quadratic` with all but the diagonal blocks of G and A_k A_kᵀ left out, as CAP does; its own ruler.
+
+    `gram` is [groups, blocks, size, size] with ``blocks · size = d_in``, and block j of row k is row
+    ``k · blocks + j`` of `rows` and `gradients`.
+    """
+
+
+def diagonal_blocks(gram: Tensor, size: int) -> Tensor:
+    """Of G [d_in, d_in] or [groups, d_in, d_in], the diagonal blocks, [groups, blocks, size, size]."""
+    grams = gram if gram.ndim == 3 else gram[None]
+    blocks = grams.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)
+    return blocks.permute(0, 3, 1, 2).contiguous()
+
+
+def _by_group(gram: Tensor) -> Tensor:
+    """G of any quadratic as [groups, blocks, size, size]."""
+    return gram if gram.ndim == 4 else gram.reshape(-1, 1, *gram.shape[-2:])
+
+
+def _input_squares(gram: Tensor) -> Tensor:
+    """diag G, [d_in] or [groups, d_in]."""
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    return squares if gram.ndim < 4 else squares.flatten(1)
 
 
 @dataclass(frozen=True)
@@ -155,22 +233,49 @@ def _with_note(found: Scales, dead: int) -> Scales:
     return found if not dead else found._replace(notes=(f"{dead} dead inputs", *found.notes))
 
 
-def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _by_block(gradients: Tensor | RowFisher | None, size: int) -> Tensor | RowFisher | None:
+    """Gradients as a quadratic with blocks of so many inputs counts its rows, [N, rows, size]."""
+    if gradients is None or isinstance(gradients, RowFisher):
+        return gradients
+    return gradients.unflatten(2, (-1, size)).flatten(1, 2)
+
+
+def _samples(gradients: Tensor | RowFisher | None) -> int:
+    if isinstance(gradients, RowFisher):
+        return gradients.samples
+    return 0 if gradients is None else len(gradients)
+
+
+def _mean_square(gradients: Tensor | RowFisher, weights: int) -> float:
+    """Σ_n A_n², mean over the weights."""
+    if isinstance(gradients, RowFisher):
+        return float(gradients.matrices.diagonal(dim1=1, dim2=2).double().mean())
+    return sum(float(part.float().square().sum()) for part in gradients) / weights
+
+
+def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | RowFisher | None) -> tuple[Tensor, Tensor | None]:
     """L_R and L_F of several differences [w, d_out, d_in], as [w] in float64."""
-    if gram.ndim == 2:
-        products = deltas @ gram.float()
-    else:
-        products = (deltas.unflatten(1, (len(gram), -1)) @ gram.float()).flatten(1, 2)
-    reconstruction = (products * deltas).double().sum((1, 2))
+    count, size = len(deltas), gram.shape[-1]
+    grams = _by_group(gram).float()
+    blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
+    products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
+    reconstruction = (products * blocks).double().sum((0, 1, 3, 4))
     if gradients is None:
         return reconstruction, None
-    samples, d_out, d_in = gradients.shape
-    step = max(1, SLICE_BYTES // (4 * samples * d_in))
+    rows = deltas.reshape(count, -1, size)
+    compressed = isinstance(gradients, RowFisher)
+    samples = _samples(gradients)
+    step = max(1, SLICE_BYTES // (4 * size * (size if compressed else samples)))
     fisher = torch.zeros_like(reconstruction)
-    for start in range(0, d_out, step):
-        rows = slice(start, start + step)
-        part = gradients[:, rows].to(deltas.device, torch.float32).transpose(0, 1)
-        fisher += (part @ deltas[:, rows].permute(1, 2, 0)).double().square().sum((0, 1))
+    for start in range(0, rows.shape[1], step):
+        some = slice(start, start + step)
+        columns = rows[:, some].permute(1, 2, 0)
+        if compressed:
+            part = gradients.matrices[some].to(deltas.device, torch.float32)
+            fisher += ((part @ columns) * columns).double().sum((0, 1))
+        else:
+            part = gradients[:, some].to(deltas.device, torch.float32).transpose(0, 1)
+            fisher += (part @ columns).double().square().sum((0, 1))
     return reconstruction, fisher / samples
 
 

@@ -28,6 +28,7 @@ from .recompute import RecomputedPasses
 from .recovery import Recovery, part_size
 from .report import LayerReport, PruneReport, peak_memory, versions
 from .results import Results, fingerprint
+from .solvers.base import block_size
 from .statistics import Collector, LayerStatistics
 from .storage import Storage
 from .structured import structured_patterns
@@ -95,6 +96,8 @@ class Run:
                 pattern = self.patterns[layer.name]
                 if not pattern.fits(layer.shape):
                     skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
+                elif layer.groups > 1 and not self.solver.grouped:
+                    skipped[layer.name] = f"a grouped convolution, which solver={self.config.solver!r} does not take"
             return tuple(layer for layer in layers if layer.name not in skipped)
 
         blocks = tuple(dataclasses.replace(block, layers=fitting(block.layers)) for block in found.blocks)
@@ -284,9 +287,10 @@ class Run:
         if not known:
             statistics = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0)
         lam = self._lam(layer) if known else 1.0
-        objective = statistics.objective(layer.matrix, lam)
+        pattern = self.patterns[layer.name]
+        objective = statistics.objective(layer.matrix, lam, block_size(self.solver, layer.shape[1], pattern))
         try:
-            result = self.solver.solve(objective, self.patterns[layer.name])
+            result = self.solver.solve(objective, pattern)
         except FactorizationError as error:
             raise FactorizationError(f"{layer.name}: {error}") from None
         weight = result.weight.to(layer.parameter.dtype)

@@ -17,7 +17,7 @@ from .convolution import batched, geometry, strip_of, strips
 from .errors import MoonshotError, require
 from .layers import PrunableLayer
 from .linalg import all_finite
-from .objective import DiagonalQuadratic, Quadratic
+from .objective import BlockQuadratic, DiagonalQuadratic, Quadratic, diagonal_blocks
 from .storage import Storage
 
 
@@ -55,11 +55,13 @@ class LayerStatistics:
     samples: int
     diagonal: bool = False
 
-    def objective(self, weight: Tensor, lam: float) -> Quadratic | DiagonalQuadratic:
-        """The layer's quadratic at its dense weight [d_out, d_in]."""
+    def objective(self, weight: Tensor, lam: float, block: int | None = None) -> Quadratic | DiagonalQuadratic:
+        """The layer's quadratic at its dense weight [d_out, d_in]; `block` inputs of a row have one together."""
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
             return DiagonalQuadratic.build(weight, self.inputs, gradients, self.samples, lam)
+        if block is not None:
+            return BlockQuadratic.build(weight, diagonal_blocks(self.inputs, block), gradients, lam)
         return Quadratic.build(weight, self.inputs, gradients, lam)
 
 

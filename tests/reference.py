@@ -148,3 +148,111 @@ def sparsegpt(
             weight[:, j:stop] -= errors[:, j - start, None] * factor[:, j, j:stop]
         weight[:, stop:] -= (errors[:, None] @ factor[:, start:stop, stop:]).squeeze(1)
     return weight * keep, keep
+
+
+def blocks(weight, gram, gradients, lam, size, damping=0.01) -> Tensor:
+    """The damped matrices of blocks of `size` inputs, [d_out · d_in/size, size, size], normalised by their own losses.
+
+    Each block has μ = damping · the mean of its diagonal; where that is 0, of all diagonals.
+    """
+    starts = range(0, weight.shape[1], size)
+    r0 = sum(row[s : s + size] @ gram[s : s + size, s : s + size] @ row[s : s + size] for row in weight for s in starts)
+    matrices = []
+    if lam < 1:
+        f0 = sum((g * weight).unflatten(1, (-1, size)).sum(2).square().sum() for g in gradients) / len(gradients)
+    for k in range(len(weight)):
+        for s in starts:
+            matrix = lam / r0 * gram[s : s + size, s : s + size]
+            if lam < 1:
+                a = gradients[:, k, s : s + size]
+                matrix = matrix + (1 - lam) / (len(gradients) * f0) * a.T @ a
+            matrices.append(matrix)
+    matrices = torch.stack(matrices)
+    means = matrices.diagonal(dim1=1, dim2=2).mean(1)
+    means[means == 0] = means.mean()
+    return matrices + damping * means[:, None, None] * torch.eye(size, dtype=gram.dtype)
+
+
+def greedy(weight, inverse, nm=None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """OBS on every row at once, to the end: the order and the losses [r, steps], and the weights after every step.
+
+    `inverse` [r, d, d] is overwritten. This is the textbook loop: each removal updates all of it.
+    """
+    rows, size = torch.arange(len(weight)), weight.shape[1]
+    gone = torch.zeros(weight.shape, dtype=torch.bool)
+    order, losses, trace = [], [], [weight]
+    for _ in range(size // nm[1] * (nm[1] - nm[0]) if nm else size):
+        barred = gone
+        if nm:
+            full = gone.unflatten(1, (-1, nm[1])).sum(2) >= nm[1] - nm[0]
+            barred = gone | full.repeat_interleave(nm[1], 1)
+        diagonal = inverse.diagonal(dim1=1, dim2=2)
+        scores = (weight**2 / diagonal).masked_fill(barred, torch.inf)
+        p = scores.argmin(1)
+        column, pivot = inverse[rows, p], diagonal[rows, p]
+        order.append(p)
+        losses.append(scores[rows, p] / 2)
+        weight = weight - (weight[rows, p] / pivot)[:, None] * column
+        gone[rows, p] = True
+        weight = weight.masked_fill(gone, 0)
+        trace.append(weight)
+        column = column / pivot.sqrt()[:, None]
+        inverse -= column[:, :, None] @ column[:, None, :]
+        inverse.diagonal(dim1=1, dim2=2)[gone] = 1
+    return torch.stack(order, 1), torch.stack(losses, 1), trace
+
+
+def ranked(weight, gram, gradients, lam, size, cumulative, sparsity=None, nm=None, damping=0.01):
+    """OBC and CAP: run every row (block) to the end, compare the losses of the whole layer, stop each row in time."""
+    weight = weight.masked_fill(gram.diagonal() == 0, 0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(blocks(weight, gram, gradients, lam, size, damping)))
+    order, losses, trace = greedy(weight.reshape(-1, size), inverse, nm)
+    losses = losses.cumsum(1) if cumulative else losses
+    counts = [order.shape[1]] * len(order)
+    if not nm:
+        counts = (~remove(losses, round(sparsity * losses.numel()))).sum(1)
+    pruned = torch.stack([trace[count][k] for k, count in enumerate(counts)])
+    keep = torch.ones(pruned.shape, dtype=torch.bool)
+    for k, count in enumerate(counts):
+        keep[k, order[k, :count]] = False
+    return pruned.view(weight.shape), keep.view(weight.shape)
+
+
+def obc(weight, gram, gradients, lam, sparsity=None, nm=None, damping=0.01) -> tuple[Tensor, Tensor]:
+    """ExactOBS on whole rows, ranked by the loss of each removal."""
+    return ranked(weight, gram, gradients, lam, weight.shape[1], False, sparsity, nm, damping)
+
+
+def cap(weight, gram, gradients, lam, sparsity=None, nm=None, block_size=192, damping=0.01) -> tuple[Tensor, Tensor]:
+    """OBS on blocks of inputs, ranked by the cumulative loss of a block's removals."""
+    size = max(d for d in range(1, min(block_size, weight.shape[1]) + 1) if weight.shape[1] % d == 0)
+    return ranked(weight, gram, gradients, lam, size, True, sparsity, nm, damping)
+
+
+def osscar(weight, gram, gradients, lam, sparsity, group_size=1, damping=0.01) -> tuple[Tensor, Tensor]:
+    """Groups of columns go greedily, for all rows at once, on dense inverse Hessians; then the exact minimiser."""
+    weight = weight.masked_fill(gram.diagonal() == 0, 0)
+    dense, inverse = weight, inverse_hessians(weight, gram, gradients, lam, damping).clone()
+    matrices = torch.cholesky_inverse(torch.linalg.cholesky(inverse))
+    groups = [torch.arange(s, s + group_size) for s in range(0, weight.shape[1], group_size)]
+    left = list(range(len(groups)))
+    for _ in range(round(sparsity * len(groups))):
+        scores = []
+        for g in left:
+            w, block = weight[:, groups[g], None], inverse[:, groups[g]][:, :, groups[g]]
+            scores.append((w.mT @ torch.cholesky_solve(w, torch.linalg.cholesky(block))).sum())
+        g = groups[left.pop(int(torch.stack(scores).argmin()))]
+        lower = torch.linalg.cholesky(inverse[:, g][:, :, g])
+        columns = inverse[:, :, g]
+        weight = weight - (columns @ torch.cholesky_solve(weight[:, g, None], lower))[:, :, 0]
+        inverse = inverse - columns @ torch.cholesky_solve(columns.mT, lower)
+    keep = torch.zeros(weight.shape[1], dtype=torch.bool)
+    for g in left:
+        keep[groups[g]] = True
+    pruned = torch.zeros_like(weight)
+    for k, matrix in enumerate(matrices):
+        pull = matrix[keep][:, ~keep] @ dense[k, ~keep]
+        pruned[k, keep] = dense[k, keep] + torch.cholesky_solve(
+            pull[:, None], torch.linalg.cholesky(matrix[keep][:, keep])
+        ).squeeze(1)
+    return pruned, keep.expand_as(weight).clone()

@@ -165,8 +165,9 @@ def test_rounding_is_by_largest_remainder():
 def test_comparison_groups_share_an_exact_count(solver, lam, count):
     solve = MoonshotConfig(solver=solver, sparsity=0.5, lam=lam).make_solver()
     weight, gram, gradients = random_layer(24, 144, 10)
-    objective = build_objective(solve.objective, weight, gram, gradients if lam < 1 else None, lam)
-    keep = solve.solve(objective, Unstructured(count / weight.numel(), exact=True)).keep
+    pattern = Unstructured(count / weight.numel(), exact=True)
+    objective = build_objective(solve, pattern, weight, gram, gradients if lam < 1 else None, lam)
+    keep = solve.solve(objective, pattern).keep
     assert (~keep).sum() == count
     groups = {"wanda": keep.unbind(0), "sparsegpt": keep.split(128, dim=1)}.get(solver, [keep])
     for group in groups:

@@ -48,7 +48,7 @@ def test_help_names_every_solver():
     assert all(name in cli.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
-@pytest.mark.parametrize("name", ["group_size", "damping", "block_size", "num_samples", "batch_size", "seed"])
+@pytest.mark.parametrize("name", ["group_size", "damping", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
     assert f"({getattr(MoonshotConfig(solver='magnitude', pattern='2:4'), name)})" in cli.CONFIG_OPTIONS[name]["help"]
 

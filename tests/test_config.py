@@ -9,7 +9,7 @@ import pytest
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.patterns import NM, Structured, Unstructured
-from optimum_moonshot.solvers import solver_names
+from optimum_moonshot.solvers import solver_class, solver_names
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,7 +26,7 @@ BAD = {
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
     "damping": [0, -0.01, 1.5, NAN, None, "0.01"],
-    "block_size": [0, -1, 64.0, "128", True, None],
+    "block_size": [0, -1, 64.0, "128", True],
     "num_samples": [0, -1, 1.5, None, True],
     "batch_size": [0, -8, 2.0, None],
     "seed": [-1, 0.5, None, "0"],
@@ -39,6 +39,12 @@ BAD = {
     "recover_steps": [0, -1, 1.5, None, True],
     "recover_lr": [0, -1e-3, 1.0, NAN, INF, None, "1e-3", True],
 }
+
+
+def usual(solver, **more):
+    """A configuration of a solver with a pattern that it takes."""
+    structured = Unstructured not in solver_class(solver).patterns
+    return MoonshotConfig(solver=solver, pattern="structured" if structured else "unstructured", sparsity=0.5, **more)
 
 
 def test_every_field_has_bad_values():
@@ -112,14 +118,16 @@ def test_the_default_lambda_is_the_papers_for_each_kind():
     assert (config.resolve_lam(), config.resolve_lam("language"), config.resolve_lam("vision")) == (0.9, 0.9, 0.5)
     assert MoonshotConfig(sparsity=0.5, solver="magnitude").resolve_lam("vision") == 1
     for solver in solver_names():
-        assert MoonshotConfig(sparsity=0.5, solver=solver, lam=0).resolve_lam() == 0
+        assert usual(solver, lam=0).resolve_lam() == 0
 
 
 def test_a_solver_gets_its_hyperparameters():
     solver = MoonshotConfig(sparsity=0.5, damping=0.1, block_size=64).make_solver()
     assert (solver.damping, solver.block_size) == (0.1, 64)
+    assert MoonshotConfig(sparsity=0.5).make_solver().block_size == 128
+    assert MoonshotConfig(sparsity=0.5, solver="cap").make_solver().block_size == 192
     for name in solver_names():
-        MoonshotConfig(sparsity=0.5, solver=name).make_solver()
+        usual(name).make_solver()
 
 
 @pytest.mark.parametrize(

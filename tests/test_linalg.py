@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_moonshot.errors import FactorizationError, MoonshotError
-from optimum_moonshot.linalg import damped_inverse_factor, inverse_factor
+from optimum_moonshot.linalg import damped_inverse_factor, escalate, inverse_factor
 
 
 def definite(*shape, seed=0):
@@ -36,7 +36,7 @@ def test_members_that_are_not_positive_definite_are_flagged():
 def test_the_first_damping_is_kept_where_it_suffices():
     matrix = definite(8)
     before = matrix.clone()
-    factor, damping = damped_inverse_factor(matrix, unit=2.0, damping=0.05)
+    factor, damping = escalate(0.05, lambda damping: damped_inverse_factor(matrix, 2.0, damping))
     assert damping == 0.05 and torch.equal(matrix, before)
     damped = matrix + 0.1 * torch.eye(8)
     torch.testing.assert_close(factor.mT @ factor, torch.linalg.inv(damped))
@@ -46,7 +46,7 @@ def test_the_first_damping_is_kept_where_it_suffices():
 def test_damping_grows_tenfold_until_the_matrix_is_definite(lowest, taken):
     unit = 3.0
     matrix = torch.diag(torch.tensor([1.0, 2.0, -lowest * unit, 4.0]))
-    factor, damping = damped_inverse_factor(matrix, unit, 0.01)
+    factor, damping = escalate(0.01, lambda damping: damped_inverse_factor(matrix, unit, damping))
     assert damping == pytest.approx(taken) and factor.dtype == torch.float64
     damped = matrix.double() + taken * unit * torch.eye(4)
     torch.testing.assert_close(factor.mT @ factor, torch.linalg.inv(damped))
@@ -54,10 +54,10 @@ def test_damping_grows_tenfold_until_the_matrix_is_definite(lowest, taken):
 
 def test_the_last_damping_tried_is_one():
     matrix = torch.diag(torch.tensor([1.0, -0.9]))
-    assert damped_inverse_factor(matrix, 1.0, 0.03)[1] == 1
+    assert escalate(0.03, lambda damping: damped_inverse_factor(matrix, 1.0, damping))[1] == 1
 
 
 def test_a_hopeless_matrix_is_an_error_that_says_what_was_tried():
     with pytest.raises(FactorizationError, match=r"size 4 .*\[0\.01, 0\.1, 1\.0\].*calibration samples"):
-        damped_inverse_factor(-1e6 * torch.eye(4), 1.0, 0.01)
+        escalate(0.01, lambda damping: damped_inverse_factor(-1e6 * torch.eye(4), 1.0, damping))
     assert issubclass(FactorizationError, MoonshotError)

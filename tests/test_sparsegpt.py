@@ -201,13 +201,13 @@ def test_damping_grows_where_a_gram_is_not_definite_and_the_result_says_so(lam, 
 
 def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
     tensors = layer(6, 40, 5, seed=12)
-    original, calls = sparsegpt._check, []
+    original, calls = sparsegpt.check_factored, []
 
     def fail_once(ok):
         calls.append(None)
         original(ok & (len(calls) > 1))
 
-    monkeypatch.setattr(sparsegpt, "_check", fail_once)
+    monkeypatch.setattr(sparsegpt, "check_factored", fail_once)
     found = prune(tensors, 0.5, 0.5)
     assert found.damping == 0.1 and found.notes == ("damping raised from 0.01 to 0.1",)
     monkeypatch.undo()

@@ -197,7 +197,7 @@ def zero_columns(model, name):
     return (model.get_submodule(name).weight == 0).all(0)
 
 
-@pytest.mark.parametrize("solver", ["wanda", "magnitude"])
+@pytest.mark.parametrize("solver", ["wanda", "magnitude", "osscar"])
 def test_a_run_prunes_neurons_and_heads_and_nothing_else(solver):
     model, dense = make("llama"), make("llama")
     report = prune(model, solver, sparsity=0.3).report

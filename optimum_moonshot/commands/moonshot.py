@@ -21,7 +21,9 @@ from ..errors import MoonshotError
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
         "metavar": "NAME",
-        "help": "sparsegpt (reconstructs the surviving weights; the default), wanda (only chooses), or magnitude",
+        "help": "sparsegpt (the default), obc (removes one weight at a time), cap (the same, in blocks), osscar "
+        "(removes one column at a time, for --pattern structured): these update the surviving weights; "
+        "wanda or magnitude (only choose)",
     },
     "pattern": {
         "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
@@ -49,7 +51,10 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
     "damping": {"type": float, "help": "share of the mean diagonal added to a Hessian before it is factored (0.01)"},
-    "block_size": {"type": int, "help": "columns that SparseGPT prunes together (128)"},
+    "block_size": {
+        "type": int,
+        "help": "columns that SparseGPT prunes together (128), or inputs of CAP's blocks (192)",
+    },
     "targets": {
         "nargs": "+",
         "action": "extend",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError
-from ..objective import DiagonalQuadratic, Quadratic
+from ..objective import BlockQuadratic, DiagonalQuadratic, Quadratic
 from ..patterns import Pattern
 
 
@@ -27,9 +27,15 @@ class Solver(Protocol):
 
     objective: ClassVar[type[Quadratic] | type[DiagonalQuadratic]]
     patterns: ClassVar[tuple[type, ...]]  # the classes of patterns that `solve` takes
+    grouped: ClassVar[bool]  # whether rows may read inputs of their own, as in grouped convolutions
     calibrated: ClassVar[bool]  # False: the weights alone decide, and calibration data only serve the report
 
     def solve(self, objective: Any, pattern: Pattern) -> PrunedWeight: ...
+
+
+def block_size(solver: Solver, d_in: int, pattern: Pattern) -> int | None:
+    """Inputs per block of the objective that a solver works on; None where it is not block-diagonal."""
+    return solver.block(d_in, pattern) if solver.objective is BlockQuadratic else None
 
 
 _SOLVERS: dict[str, type] = {}
@@ -63,6 +69,7 @@ def solver_class(name: str) -> type:
     return _SOLVERS[name]
 
 
-def finish(objective: Any, weight: Tensor, keep: Tensor, damping: float = 0.0, notes: tuple[str, ...] = ()):
-    """A `PrunedWeight` with exact zeros off `keep` and the objective's own notes."""
-    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, objective.scales.notes + notes)
+def finish(objective: Any, weight: Tensor, keep: Tensor, damping: float = 0.0, asked: float = 0.0) -> PrunedWeight:
+    """A `PrunedWeight` with exact zeros off `keep`, the objective's own notes, and one on damping beyond the asked."""
+    raised = () if damping == asked else (f"damping raised from {asked:g} to {damping:g}",)
+    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, objective.scales.notes + raised)

@@ -18,6 +18,7 @@ class Magnitude:
 
     objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
+    grouped: ClassVar[bool] = True
     calibrated: ClassVar[bool] = False
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:

@@ -18,10 +18,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import FactorizationError
-from ..linalg import MAX_DAMPING, damped_inverse_factor, inverse_factor
-from ..objective import Quadratic
+from ..linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
+from ..objective import Quadratic, RowFisher
 from ..patterns import NM, Pattern, Unstructured
+from ..slices import ranges
 from ..threads import each
 from .base import PrunedWeight, finish, register_solver
 
@@ -48,6 +48,7 @@ class SparseGPT:
 
     objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
+    grouped: ClassVar[bool] = True
     calibrated: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
@@ -56,25 +57,17 @@ class SparseGPT:
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        shared = objective.scales.a * objective.gram.double() if objective.gram.ndim == 2 else None
-        damping, unit, factor = self.damping, objective.damping_unit, None
-        while True:
-            if shared is not None:
-                factor, damping = damped_inverse_factor(shared, unit, damping)
-            try:
-                weight, keep = self._sweep(objective, pattern, factor, damping * unit)
-                break
-            except FactorizationError:
-                if damping >= MAX_DAMPING:
-                    raise
-                damping = min(10 * damping, MAX_DAMPING)
-        raised = () if damping == self.damping else (f"damping raised from {self.damping:g} to {damping:g}",)
-        return finish(objective, weight, keep, damping, raised)
+        unit = objective.damping_unit
+        (weight, keep), damping = escalate(
+            self.damping, lambda damping: self._sweep(objective, pattern, damping * unit)
+        )
+        return finish(objective, weight, keep, damping, self.damping)
 
-    def _sweep(
-        self, objective: Quadratic, pattern: Pattern, factor: Tensor | None, ridge: float
-    ) -> tuple[Tensor, Tensor]:
-        """Pruned weight and `keep`; `factor` is that of the matrix which all rows share, if they share one."""
+    def _sweep(self, objective: Quadratic, pattern: Pattern, ridge: float) -> tuple[Tensor, Tensor]:
+        """Pruned weight and `keep`, with `ridge` on every diagonal."""
+        factor = None
+        if objective.gram.ndim == 2:  # all rows share it
+            factor = damped_inverse_factor(objective.scales.a * objective.gram.double(), 1.0, ridge)
         weight = objective.weight.clone()
         keep = torch.empty_like(weight, dtype=torch.bool)
         widths = Widths.of(pattern, self.block_size)
@@ -116,12 +109,12 @@ class Factors(Protocol):
 def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
     """Prune `weight` [r, d_in] in place, group by group, and return `keep`."""
     keep = torch.empty_like(weight, dtype=torch.bool)
-    for group in _ranges(0, weight.shape[1], widths.group):
+    for group in ranges(0, weight.shape[1], widths.group):
         pivots = factors.enter(weight, group)
         if not isinstance(pattern, NM):
             keep[:, group] = pattern.keep((weight[:, group] / pivots).square(), before=group.start * len(weight))
         errors = torch.empty(len(weight), group.stop - group.start, device=weight.device)
-        for block in _ranges(group.start, group.stop, widths.block):
+        for block in ranges(group.start, group.stop, widths.block):
             factor = factors.step(weight, group, block, errors)
             _prune_block(weight[:, block], factor, pattern, keep[:, block], errors[:, _within(group, block)])
         factors.leave(weight, group, errors)
@@ -167,7 +160,7 @@ class RowFactors:
             hessians = objective.rows(part, device)
             hessians.diagonal(dim1=-2, dim2=-1).add_(ridge)
             factor, ok = inverse_factor(hessians)
-            _check(ok)
+            check_factored(ok)
             self.factor[part.start - rows.start : part.stop - rows.start] = factor
 
     def enter(self, weight: Tensor, group: slice) -> Tensor:
@@ -214,7 +207,7 @@ class LowRankFactors:
         """Z = √b·U·A_k, group by group: U is triangular, so that one needs the inputs from it on."""
         gradients, device = objective.gradients[:, rows], self.factor.device
         samples, _, d_in = gradients.shape
-        groups = _ranges(0, d_in, self.widths.group)
+        groups = ranges(0, d_in, self.widths.group)
         uppers = [(objective.scales.b**0.5 * self.factor[group, group.start :]).float() for group in groups]
 
         def whiten(part: slice) -> None:
@@ -238,13 +231,13 @@ class LowRankFactors:
         """I + ZᵀZ of a slice of rows."""
         count, d_in, samples = self.whitened[part].shape
         total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
-        for some in _ranges(0, d_in, 4 * samples):
+        for some in ranges(0, d_in, 4 * samples):
             z = self.whitened[part, some].to(dtype)
             total.baddbmm_(z.mT, z)
         return total
 
     def enter(self, weight: Tensor, group: slice) -> Tensor:
-        blocks = _ranges(0, group.stop - group.start, self.widths.block)
+        blocks = ranges(0, group.stop - group.start, self.widths.block)
         upper = self.factor[group, group]
         self.pull = weight.new_empty(self.count, 1, group.stop - group.start, dtype=torch.float64)  # y
         pivots = weight.new_empty(self.count, group.stop - group.start)
@@ -296,11 +289,11 @@ class LowRankFactors:
             self.turn[part] -= error @ carries[:, inner]
 
     def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
-        self._absorb(_ranges(0, errors.shape[1], self.widths.block)[-1], errors)
+        self._absorb(ranges(0, errors.shape[1], self.widths.block)[-1], errors)
         self.spread += self.turn
         weight[:, group.stop :].addmm_((self.pull + self.change).squeeze(1).float(), self.single[group, group.stop :])
         if group.stop == weight.shape[1]:
-            _check(self.failed == 0)
+            check_factored(self.failed == 0)
 
 
 def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
@@ -312,7 +305,7 @@ def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: sl
 
 
 def _needs_matrices(objective: Quadratic) -> bool:
-    if objective.gram.ndim == 3:  # no matrix that the rows share
+    if objective.gram.ndim == 3 or isinstance(objective.gradients, RowFisher):  # nothing shared, or matrices already
         return True
     return bool(objective.scales.b) and _dense_is_cheaper(len(objective.gradients), objective.weight.shape[1])
 
@@ -334,25 +327,15 @@ def _row_groups(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.group * (samples + widths.block)
     else:
         return [slice(0, count)]
-    return _ranges(0, count, max(1, GROUP_BYTES // row))
+    return ranges(0, count, max(1, GROUP_BYTES // row))
 
 
 def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
     """Rows whose intermediates pass together."""
     limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
-    return _ranges(rows.start, rows.stop, max(1, limit // bytes_per_row))
-
-
-def _ranges(start: int, stop: int, width: int) -> list[slice]:
-    """[start, stop) in pieces of `width`, the last one shorter."""
-    return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
+    return ranges(rows.start, rows.stop, max(1, limit // bytes_per_row))
 
 
 def _within(group: slice, columns: slice) -> slice:
     """Columns of the matrix as columns of the group."""
     return slice(columns.start - group.start, columns.stop - group.start)
-
-
-def _check(ok: Tensor) -> None:
-    if not ok.all():
-        raise FactorizationError("a row's Hessian is not positive definite at this damping")

@@ -18,6 +18,7 @@ class Wanda:
 
     objective: ClassVar[type] = DiagonalQuadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
+    grouped: ClassVar[bool] = True
     calibrated: ClassVar[bool] = True
 
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HERE = Path(__file__).parent
+UNSTRUCTURED = {"pattern": "unstructured", "sparsity": 0.7}
 
 
 def layer(
@@ -45,9 +46,9 @@ def grouped_layer(groups: int, rows: int, d_in: int, samples: int, seed: int = 0
 def case(name: str, shape: tuple[int, int, int], seed: int, dead: tuple[int, ...] = (), **config) -> None:
     weight, gram, gradients = layer(*shape, seed=seed, dead=dead)
     lam, pattern = config["lam"], config["pattern"]
-    choice = {"sparsity": config.get("sparsity"), "nm": tuple(map(int, pattern.split(":"))) if ":" in pattern else None}
-    if config["solver"] == "sparsegpt":
-        choice["block_size"] = config.get("block_size", 128)
+    choice = {name: config[name] for name in ("sparsity", "block_size", "group_size") if name in config}
+    if ":" in pattern:
+        choice["nm"] = tuple(map(int, pattern.split(":")))
     solve = getattr(reference, config["solver"])
     pruned, keep = solve(weight.double(), gram.double(), gradients.double() if lam < 1 else None, lam, **choice)
     tensors = {"weight": weight, "gram": gram, "expected_weight": pruned.float(), "expected_keep": keep}
@@ -71,6 +72,23 @@ def main() -> None:
     case("sparsegpt-dead-input", (6, 24, 5), 31, dead=(3, 17), solver="sparsegpt", block_size=16, **half)
     case("sparsegpt-many-samples", (4, 12, 20), 32, solver="sparsegpt", **half)
     case("sparsegpt-wide", (3, 68, 4), 33, solver="sparsegpt", **half)
+    greedy()
+
+
+def greedy() -> None:
+    """The solvers that remove one weight, or one group of columns, at a time."""
+    shape, dead = (5, 24, 6), (3, 17)
+    for seed, lam in enumerate((0.0, 0.5, 1.0), start=40):
+        for solver, more in (("obc", {}), ("cap", {"block_size": 12})):
+            case(f"{solver}-0.7-lam{lam}", shape, seed, dead, solver=solver, lam=lam, **UNSTRUCTURED, **more)
+            case(f"{solver}-2of4-lam{lam}", shape, seed, dead, solver=solver, lam=lam, pattern="2:4", **more)
+        for group in (1, 4):
+            columns = {"pattern": "structured", "sparsity": 0.5, "group_size": group}
+            case(f"osscar-{group}-lam{lam}", shape, seed, dead, solver="osscar", lam=lam, **columns)
+    for seed, solver in enumerate(("obc", "cap"), start=50):
+        case(f"{solver}-many-samples", (4, 12, 20), seed, solver=solver, lam=0.5, **UNSTRUCTURED)
+    columns = {"pattern": "structured", "sparsity": 0.5, "group_size": 2}
+    case("osscar-many-samples", (4, 12, 20), 52, solver="osscar", lam=0.5, **columns)
 
 
 if __name__ == "__main__":

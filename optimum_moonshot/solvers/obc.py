@@ -1,0 +1,22 @@
+"""OBC (Frantar & Alistarh, arXiv 2208.11580, "ExactOBS") with row-specific Hessians.
+
+Every row is one quadratic, eliminated greedily; the layer's removals are ranked by the loss of each on its own.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..objective import Quadratic
+from .base import register_solver
+from .ranked import Ranked
+
+
+@register_solver("obc")
+@dataclass(frozen=True)
+class OBC(Ranked):
+    """Comparison group: the layer. `damping` p adds ``μ_k = p·mean(diag F_k)`` to the diagonal of F_k."""
+
+    damping: float = 0.01
+
+    objective: ClassVar[type] = Quadratic
+    cumulative: ClassVar[bool] = False

@@ -1,0 +1,277 @@
+"""OSSCAR (Meng et al., arXiv 2403.12983) with row-specific Hessians: whole input columns go, the same for all rows.
+
+Greedy: remove the group g of columns with the least ``Σ_k w_kgᵀ ([F_k⁻¹]_gg)⁻¹ w_kg`` and update all rows; at the end
+the survivors are the quadratic's minimiser, ``w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P``. With ``S₀ = aG + μI`` and J = S₀⁻¹,
+
+    F_k⁻¹ = J - b P_k M_k⁻¹ P_kᵀ        P_k = J A_k,   M_k = I + b A_kᵀ J A_k
+
+on what survives, so that no row needs a matrix of d_in². Removing g with ``u = J_:g L⁻ᵀ`` and ``q_k = L⁻¹ P_k,g:``,
+where ``L Lᵀ = J_gg``, takes u uᵀ off J, u q_k off P_k and b q_kᵀ q_k off M_k. The first two wait as U and Q_k, and
+follow in one product every `WAITING` columns.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..linalg import check_factored, escalate
+from ..objective import Quadratic, RowFisher
+from ..patterns import Structured
+from ..slices import slices
+from .base import PrunedWeight, finish, register_solver
+
+# Columns whose removal waits, and the share of dead ones that is worth a copy without them.
+WAITING = 64
+DEAD = 0.25
+# Largest condition number of an M_k, by its bound, that takes its row's state in float32.
+SINGLE_CONDITION = 256.0
+# The survivors solve their equations up to this share of the right-hand side.
+RESIDUAL = 1e-6
+
+
+@register_solver("osscar")
+@dataclass(frozen=True)
+class OSSCAR:
+    """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
+
+    damping: float = 0.01
+
+    objective: ClassVar[type] = Quadratic
+    patterns: ClassVar[tuple[type, ...]] = (Structured,)
+    grouped: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = True
+
+    def solve(self, objective: Quadratic, pattern: Structured) -> PrunedWeight:
+        """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
+
+        Raises:
+            FactorizationError: none up to 1 sufficed.
+        """
+        unit = objective.damping_unit
+        (weight, groups), damping = escalate(
+            self.damping, lambda damping: remove_columns(objective, pattern, damping * unit)
+        )
+        keep = pattern.columns(groups).expand_as(weight).clone()
+        return finish(objective, weight, keep, damping, self.damping)
+
+
+def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
+    """The pruned weight [d_out, d_in] and which groups of columns survive, bool [groups].
+
+    Raises:
+        FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
+    """
+    support = Support(objective, pattern.group, ridge)
+    for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
+        support.remove(support.cheapest())
+    return support.minimise(objective)
+
+
+class Support:
+    """F_k⁻¹ on the columns that survive, and the weights there.
+
+    Columns stay in place until a quarter is dead; `groups` says which ones are left. The state of the rows is in
+    float32, unless the condition of an M_k asks for more.
+    """
+
+    def __init__(self, objective: Quadratic, group: int, ridge: float):
+        self.scale, self.ridge, self.group = objective.scales.b, ridge, group
+        self.device = objective.weight.device
+        shared = objective.scales.a * objective.gram.double()
+        shared.diagonal().add_(ridge)
+        lower, info = torch.linalg.cholesky_ex(shared)
+        check_factored(info == 0, f"the quadratic of size {len(shared)}")
+        self.shared, self.inverse = shared, torch.cholesky_inverse(lower)  # S₀, and J as of the last flush
+        self.groups = torch.arange(len(shared) // group, device=self.device)
+        self.alive = torch.ones_like(self.groups, dtype=torch.bool)
+        self.removed = self.inverse.new_empty(len(shared), 0)  # U
+        self.weight = objective.weight.double()
+        if self.scale:
+            self._start_rows(objective)
+        blocks = torch.stack([self.inverse[some, some] for some in map(self._columns, range(len(self.groups)))])
+        self.blocks = blocks[None]  # [F_k⁻¹]_gg, [rows or 1, groups, group, group]
+        if self.scale:
+            self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
+            for rows in self._slices(self.spread.shape[2]):
+                low = (self.spread[rows] @ self.inner[rows]).unflatten(1, (-1, group))
+                self.blocks[rows] -= self.scale * (low @ self.spread[rows].unflatten(1, (-1, group)).mT)
+
+    def _start_rows(self, objective: Quadratic) -> None:
+        """P_k [rows, d_in, N] and M_k⁻¹ [rows, N, N]."""
+        samples = _rank(objective)
+        self.spread = torch.empty(*self.weight.shape, samples, device=self.device)
+        inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
+        for rows in self._slices(3 * samples):
+            factors = _factors(objective, rows, self.device)
+            spread = self.inverse @ factors
+            self.spread[rows] = spread
+            inner[rows] = self.scale * factors.mT @ spread
+        inner.diagonal(dim1=1, dim2=2).add_(1)
+        if inner.norm(dim=(1, 2)).amax() >= SINGLE_CONDITION:
+            self.spread = self.spread.double()
+            for rows in self._slices(3 * samples):
+                self.spread[rows] = self.inverse @ _factors(objective, rows, self.device)
+        lower, info = torch.linalg.cholesky_ex(inner)
+        check_factored(info == 0)
+        self.inner = torch.cholesky_inverse(lower).to(self.spread.dtype)
+        self.waiting = self.spread.new_empty(len(self.spread), 0, samples)  # Q_k
+
+    def _slices(self, numbers: int) -> list[slice]:
+        """Rows whose intermediates, of so many numbers per input, pass together."""
+        return slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
+
+    def _columns(self, group: int) -> slice:
+        return slice(group * self.group, (group + 1) * self.group)
+
+    def cheapest(self) -> int:
+        """The place of the group whose removal costs least, the first of equals."""
+        weight = self.weight.unflatten(1, (-1, self.group))
+        if self.group == 1:
+            scores = (weight.square() / self.blocks[..., 0]).sum((0, 2))
+        else:
+            scores = torch.zeros(len(self.groups), dtype=torch.float64, device=self.device)
+            for rows in self._slices(2 * self.group):
+                blocks = self.blocks[rows if len(self.blocks) > 1 else slice(None)].double()
+                half, _ = _half_solve(blocks, weight[rows][..., None])
+                scores += half.square().sum((0, 2, 3))
+        return int(scores.masked_fill(~self.alive, torch.inf).argmin())
+
+    def remove(self, group: int) -> None:
+        """Remove the group of columns at a place, from every row."""
+        some = self._columns(group)
+        column = self.inverse[:, some] - self.removed @ self.removed[some].T  # J_:g
+        half, lower = _half_solve(column[some], column.T)
+        update = half.T  # u
+        if not self.scale:
+            self._update(slice(None), column[None], some)
+        else:
+            self.waiting = torch.cat([self.waiting, self._take_off(column, lower, some)], 1)
+        self.removed = torch.cat([self.removed, update], 1)
+        self.alive[group] = False
+        self.weight[:, some] = 0
+        self.blocks[:, group] = torch.eye(self.group, dtype=self.blocks.dtype, device=self.device)
+        if self.removed.shape[1] >= WAITING:
+            self._flush()
+
+    def _take_off(self, column: Tensor, lower: Tensor, some: slice) -> Tensor:
+        """Bring M_k⁻¹, weights and blocks of all rows up to date, and return q_k, [rows, group, N]."""
+        kind = self.spread.dtype
+        column, lower, removed = column.to(kind), lower.to(kind), self.removed.to(kind)
+        taken = torch.empty(len(self.weight), self.group, self.spread.shape[2], dtype=kind, device=self.device)
+        for rows in self._slices(4 * self.group):
+            spread, waiting, inner = self.spread[rows], self.waiting[rows], self.inner[rows]
+            now = spread[:, some] - removed[some] @ waiting
+            q = torch.linalg.solve_triangular(lower.expand(len(now), -1, -1), now, upper=False)
+            solved = inner @ q.mT  # M⁻¹ qᵀ
+            reach = spread @ solved - removed @ (waiting @ solved)
+            self._update(rows, column - self.scale * reach @ lower.T, some)
+            rest = torch.eye(self.group, dtype=kind, device=self.device) - self.scale * q @ solved
+            half, _ = _half_solve(rest, solved.mT)
+            self.inner[rows] = torch.baddbmm(inner, half.mT, half, alpha=self.scale)
+            taken[rows] = q
+        return taken
+
+    def _update(self, rows: slice, columns: Tensor, some: slice) -> None:
+        """Weights and blocks of some rows after the removal of `some`, whose columns of F_k⁻¹ are [rows or 1, d, g]."""
+        half, lower = _half_solve(columns[:, some], columns.mT)
+        weight = self.weight[rows]
+        error = torch.linalg.solve_triangular(lower.to(weight.dtype), weight[:, some, None], upper=False)
+        self.weight[rows] = weight - (half.mT.to(weight.dtype) @ error)[:, :, 0]
+        by_group = half.mT.unflatten(1, (-1, self.group))
+        self.blocks[rows] -= by_group @ by_group.mT
+
+    def _flush(self) -> None:
+        """Bring J and P_k up to date, without the dead columns once they are worth a copy."""
+        self.inverse -= self.removed @ self.removed.T
+        if self.scale:
+            removed = self.removed.to(self.spread.dtype)
+            for row, waiting in zip(self.spread, self.waiting, strict=True):
+                row.addmm_(removed, waiting, alpha=-1)
+            self.waiting = self.waiting[:, :0]
+        self.removed = self.removed[:, :0]
+        if self.alive.sum() <= (1 - DEAD) * len(self.alive):
+            self._drop()
+
+    def _drop(self) -> None:
+        kept = self.alive.repeat_interleave(self.group).nonzero()[:, 0]
+        self.inverse = self.inverse[kept[:, None], kept]
+        self.removed, self.weight = self.removed[kept], self.weight[:, kept]
+        self.blocks = self.blocks[:, self.alive]
+        if self.scale:
+            self.spread = self.spread[:, kept]
+        self.groups, self.alive = self.groups[self.alive], self.alive[self.alive]
+
+    def minimise(self, objective: Quadratic) -> tuple[Tensor, Tensor]:
+        """The minimiser on what survives, [d_out, d_in] in float32, and the groups that do, bool [all groups].
+
+        The state is the inverse of F_SS up to rounding: three rounds of refinement, with residuals from the statistics
+        themselves in float64, make the solution exact.
+
+        Raises:
+            FactorizationError: it is not, so rounding has spoilt the state.
+        """
+        self._flush()
+        self._drop()
+        dense = objective.weight.double()
+        groups = torch.zeros(dense.shape[1] // self.group, dtype=torch.bool, device=self.device)
+        groups[self.groups] = True
+        kept = groups.repeat_interleave(self.group)
+        weight = torch.zeros_like(dense)
+        if groups.all() or not groups.any():
+            return dense.mul_(kept).float(), groups
+        for rows in self._slices(3 * _rank(objective) if self.scale else 3):
+            factors = _factors(objective, rows, self.device) if self.scale else None
+            multiply = lambda w, factors=factors: self._multiply(w, factors)  # noqa: E731
+            pull = multiply(dense[rows] * ~kept)[:, kept]
+            change = torch.zeros_like(weight[rows])
+            for _ in range(3):
+                change[:, kept] += self._solve(rows, pull - multiply(change)[:, kept])
+            left = (pull - multiply(change)[:, kept]).norm(dim=1)
+            check_factored(left <= RESIDUAL * pull.norm(dim=1), "what the row's state stands for")
+            weight[rows] = (dense[rows] + change) * kept
+        return weight.float(), groups
+
+    def _multiply(self, weight: Tensor, factors: Tensor | None) -> Tensor:
+        """F_k w_k of some rows, [r, d_in]."""
+        product = weight @ self.shared
+        if factors is not None:
+            product += self.scale * (factors @ (factors.mT @ weight[:, :, None]))[:, :, 0]
+        return product
+
+    def _solve(self, rows: slice, right: Tensor) -> Tensor:
+        """F_SS⁻¹ r of some rows, [r, survivors], up to the rounding errors of the state."""
+        solution = right @ self.inverse
+        if self.scale:
+            spread = self.spread[rows]
+            inside = self.inner[rows] @ (spread.mT @ right[:, :, None].to(spread.dtype))
+            solution -= self.scale * (spread @ inside)[:, :, 0].double()
+        return solution
+
+
+def _half_solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """L⁻¹ right, and L, for matrix = L Lᵀ."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    check_factored(info == 0)
+    return torch.linalg.solve_triangular(lower, right.to(lower.dtype), upper=False), lower
+
+
+def _rank(objective: Quadratic) -> int:
+    """Columns of a row's factors: N, or d_in where that is less."""
+    d_in = objective.weight.shape[1]
+    return d_in if isinstance(objective.gradients, RowFisher) else min(d_in, len(objective.gradients))
+
+
+def _factors(objective: Quadratic, rows: slice, device: torch.device) -> Tensor:
+    """Factors with ``factors factorsᵀ = A_k A_kᵀ``, at most d_in of them: [r, d_in, _rank] in float64."""
+    gradients = objective.gradients
+    if isinstance(gradients, RowFisher):
+        fisher = gradients.matrices[rows].to(device, torch.float64)
+    else:
+        factors = gradients[:, rows].to(device).permute(1, 2, 0).double()
+        if factors.shape[2] <= factors.shape[1]:
+            return factors
+        fisher = factors @ factors.mT
+    values, vectors = torch.linalg.eigh(fisher)
+    return vectors * values.clamp_(min=0).sqrt_()[:, None]
