@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .compact import Compaction, compact_model
     from .config import MoonshotConfig
     from .errors import MoonshotError
-    from .evaluation import perplexity
+    from .evaluation import accuracy, perplexity
     from .functional import prune_weight
     from .pruner import MoonshotPruner
     from .report import LayerReport, PruneReport
@@ -27,6 +27,7 @@ __all__ = [
     "MoonshotPruner",
     "PruneReport",
     "__version__",
+    "accuracy",
     "compact_model",
     "perplexity",
     "prune_weight",
@@ -40,6 +41,7 @@ _MODULES = {
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
     "PruneReport": "report",
+    "accuracy": "evaluation",
     "compact_model": "compact",
     "perplexity": "evaluation",
     "prune_weight": "functional",

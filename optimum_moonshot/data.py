@@ -11,7 +11,6 @@ Every random choice comes from `seed`; the global random state stays as it is.
 """
 
 import glob
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +24,9 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .errors import MoonshotError, check_whole, require
+from .batches import INPUT_RANKS, Batch, as_batch, digest
+from .errors import MoonshotError, check_whole, reason, require
 
-Batch = dict[str, Tensor]
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Load = Callable[[], Dataset | IterableDataset]
 
@@ -36,7 +35,6 @@ SHUFFLE_BUFFER = 10_000  # documents among which a streamed data set is shuffled
 TOKENIZED_TOGETHER = 64  # documents per call of the tokenizer
 FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 TEXT_COLUMNS = ("text", "sentence", "content")
-INPUT_RANKS = {"input_ids": 1, "pixel_values": 3}  # main model inputs, and the dimensions of one sample
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def load_calibration(
     Args:
         source: "c4", "wikitext2" or "ptb"; the path of a .txt, .json, .jsonl, .json.gz, .jsonl.gz or .parquet file; a
             list of strings; a `datasets.Dataset` or `IterableDataset`; or an iterable of model inputs, dictionaries of
-            tensors with a batch dimension.
+            tensors with a batch dimension, or pairs of inputs and labels.
         tokenizer: a Hugging Face tokenizer; may be None for model inputs.
         sequence_length: tokens of a window; None is the model's longest, at most 2048. Model inputs keep their length.
         batch_size: samples of a batch, at most. Batches of model inputs are split but never joined.
@@ -118,7 +116,7 @@ def load_calibration(
         samples, notes = choose(opened, tokenizer, num_samples, length, generator)
         batches = _collate(samples, batch_size, tokenizer)
     tokens = [batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch]
-    return CalibrationData(batches, num_samples, max(tokens, default=None), described, _digest(batches), tuple(notes))
+    return CalibrationData(batches, num_samples, max(tokens, default=None), described, digest(batches), tuple(notes))
 
 
 def read_text(source: Any) -> str:
@@ -178,6 +176,9 @@ class _Inputs:
     items: Iterable[Any]
     single: bool = False  # items are samples without a batch dimension
     notes: tuple[str, ...] = ()
+
+    def batches(self) -> Iterator[Batch]:
+        return (as_batch(item, f"item {i} of the data", self.single) for i, item in enumerate(self.items))
 
 
 def _open(source: Any) -> _Texts | _Inputs:
@@ -242,11 +243,10 @@ def _rows(load: Load, what: str, generator=None) -> Iterator[dict[str, Any]]:
 
 
 def _unreadable(what: str, error: Exception) -> MoonshotError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if what in CORPORA:
         mend = f"give the path of a local file ({', '.join(FORMATS)}) instead"
-        return MoonshotError(f'"{what}": {CORPORA[what].path} cannot be loaded from the Hub ({reason}); {mend}')
-    return MoonshotError(f'"{what}" cannot be read ({reason}): check what it holds, and the extension of a file')
+        return MoonshotError(f'"{what}": {CORPORA[what].path} cannot be loaded from the Hub ({reason(error)}); {mend}')
+    return MoonshotError(f'"{what}" cannot be read ({reason(error)}): check what it holds, and the extension of a file')
 
 
 def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:
@@ -342,8 +342,7 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
     # A DataLoader draws from the global state, even one that does not shuffle.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        for index, item in enumerate(inputs.items):
-            batch = _as_batch(item, f"item {index} of the data", inputs.single)
+        for index, batch in enumerate(inputs.batches()):
             tokens = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
             fits = not longest or tokens <= longest
             require(fits, f"item {index} has {tokens} tokens: cut it to the {longest} positions of the model")
@@ -358,36 +357,8 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
     raise MoonshotError(f"num_samples={num_samples}: the data has {taken} samples, {mend}")
 
 
-def _as_batch(item: Any, what: str, single: bool) -> Batch:
-    """A dictionary of tensors with a batch dimension, on the CPU."""
-    mend = "give dictionaries of model inputs, such as {'input_ids': tensor}"
-    require(isinstance(item, Mapping), f"{what} is a {type(item).__name__}: {mend}")
-    batch = {name: _as_tensor(value, f"{what}: {name}") for name, value in item.items() if value is not None}
-    require(len(batch) > 0, f"{what} is empty: {mend}")
-    main = next((name for name in INPUT_RANKS if name in batch), next(iter(batch)))
-    if single or batch[main].ndim <= INPUT_RANKS.get(main, 1):
-        batch = {name: tensor[None] for name, tensor in batch.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    same = len({shape[:1] for shape in shapes.values()}) == 1
-    require(same, f"{what} has the shapes {shapes}: dim 0 of every tensor must be the sample")
-    return batch
-
-
-def _as_tensor(value: Any, what: str) -> Tensor:
-    require(not isinstance(value, str | bool), f"{what}={value!r}: give a tensor or a list of numbers")
-    try:
-        tensor = torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
-    require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}: it is empty, leave it out")
-    require(not tensor.is_floating_point() or not tensor.isnan().any(), f"{what} holds NaN: give finite numbers")
-    return tensor
-
-
-def _digest(batches: list[Batch]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        for name, tensor in sorted(batch.items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def input_batches(source: Any) -> Iterator[Batch]:
+    """All batches of model inputs of a source, as they come; text is an error."""
+    opened = _open(source)
+    require(isinstance(opened, _Inputs), f"{describe(source)}: text, where model inputs are needed")
+    return opened.batches()

@@ -18,6 +18,11 @@ def check_whole(name: str, value: Any, least: int) -> None:
     require(ok, f"{name}={value!r}: give a whole number of at least {least}")
 
 
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
     """Turn a full disk or a forbidden folder into a `MoonshotError` that names the argument it came with."""

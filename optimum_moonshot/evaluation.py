@@ -1,7 +1,7 @@
-"""Perplexity by the protocol of the pruning literature, so that numbers compare with published ones.
+"""Perplexity and top-1 accuracy by the protocol of the pruning literature, so that numbers compare with published ones.
 
-The text is tokenised as one stream and cut into windows of the model's sequence length that do not overlap; perplexity
-is the exponentiated mean loss of every next-token prediction inside a window.
+For perplexity, text is tokenised as one stream and cut into windows of the model's sequence length that do not overlap;
+it is the exponentiated mean loss of every next-token prediction inside a window.
 """
 
 from contextlib import suppress
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from .data import describe, read_text, tokenize, window_length
+from .data import describe, input_batches, read_text, tokenize, window_length
 from .errors import check_whole, require
-from .passes import evaluation_mode, model_device, run_model
+from .images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
+from .losses import checked_labels
+from .passes import Batch, Forward, called_by, evaluation_mode, model_device, run_model, to_device
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
 SLICE_BYTES = 64 * 2**20
@@ -76,6 +78,75 @@ def perplexity(
             bar.update(len(batch))
     tokens = len(windows) * (length - 1)
     return Perplexity(float((total / tokens).exp()), describe(dataset), len(windows), length, tokens)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A top-1 accuracy, and what it was measured on."""
+
+    value: float  # share of the images whose class has the largest logit, 0 to 1
+    dataset: str
+    images: int
+
+
+def accuracy(
+    model: nn.Module,
+    dataset: Any,
+    processor: Any = None,
+    *,
+    batch_size: int = 32,
+    max_images: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = False,
+) -> Accuracy:
+    """How often an image classifier's first choice is right.
+
+    Args:
+        model: with logits [B, classes]; left as it was.
+        dataset: a folder with a sub-folder of images per class, a .parquet file, the name of a data set on the Hub or a
+            `datasets.Dataset` with images and labels (of several splits validation, else test), or an iterable of model
+            inputs with labels.
+        processor: the model's image processor; may be None for model inputs.
+        batch_size: images that pass through the model at a time; model inputs come as they are.
+        max_images: the first so many images at most; None is all.
+        forward: (model, inputs) → output, in place of a plain call.
+
+    Raises:
+        MoonshotError: data that cannot be read or has no labels, or a model that gives no class logits, or NaN.
+    """
+    check_whole("batch_size", batch_size, 1)
+    if max_images is not None:
+        check_whole("max_images", max_images, 1)
+    source = open_images(dataset, EVALUATION_SPLITS)
+    if source is None:
+        batches = input_batches(dataset)
+    else:
+        batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
+    right, seen = 0, 0
+    bar = tqdm(desc="accuracy", unit="image", disable=not progress)
+    with evaluation_mode(model), called_by(model, forward), torch.no_grad(), bar:
+        for batch in batches:
+            if max_images is not None:
+                batch = {name: tensor[: max_images - seen] for name, tensor in batch.items()}
+            hits = _hits(model, to_device(batch, model_device(model)))
+            right, seen = right + int(hits.sum()), seen + len(hits)
+            bar.update(len(hits))
+            if seen == max_images:
+                break
+    require(seen > 0, f"{describe(dataset)} has no images: give data that has some")
+    return Accuracy(right / seen, describe(dataset), seen)
+
+
+def _hits(model: nn.Module, batch: Batch) -> Tensor:
+    """Bool [B], True where the label has the largest logit."""
+    require("labels" in batch, "the data has no labels: give some to measure accuracy")
+    output = run_model(model, batch)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    name = type(model).__name__
+    fits = isinstance(logits, Tensor) and logits.ndim == 2
+    require(fits, f"{name} gives no logits [images, classes]: load it with its classifier")
+    require(not bool(logits.isnan().any()), f"{name} gives NaN logits: check its weights and its dtype")
+    return logits.argmax(-1) == checked_labels(batch["labels"].to(logits.device), logits)
 
 
 def max_positions(model: nn.Module) -> int | None:

@@ -76,7 +76,7 @@ def loss_gradient(
         isinstance(logits, Tensor),
         f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or set lam=1",
     )
-    labels = labels_of(model, batch).to(logits.device)
+    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
     scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
     gradient = torch.empty_like(logits, requires_grad=False)
     for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
@@ -90,6 +90,20 @@ def loss_gradient(
         (step,) = torch.autograd.grad(value, single)
         out.copy_(step * scale)
     return logits, gradient
+
+
+def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels as whole numbers, one for each row of logits; a clear error where they are none."""
+    own = "or pass a loss of your own"
+    require(not labels.is_floating_point(), f"labels of {labels.dtype}: give whole class numbers, {own}")
+    fits = labels.shape == logits.shape[:-1]
+    require(
+        fits, f"labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}: give one each, {own}"
+    )
+    labels, classes = labels.long(), logits.shape[-1]
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    require(not len(wrong), f"label {wrong[:1].tolist()}: the model has the classes 0 to {classes - 1}")
+    return labels
 
 
 MASKED_SHARE = 0.15

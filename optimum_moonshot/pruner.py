@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 
 from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
-from .passes import Batch
+from .images import takes_images
+from .passes import Batch, Forward, called_by
 from .report import PruneReport
 from .run import Run
 from .saving import save_model
@@ -35,19 +36,21 @@ class MoonshotPruner:
             is interrupted leaves it as it was.
         config: what to do.
         tokenizer: for calibration on text; saved with the model.
+        processor: the image processor, for calibration on images; saved with the model. For a plain module, a function
+            from an image to its tensor [C, H, W] will do.
     """
 
-    def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any = None):
+    def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any = None, processor: Any = None):
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.model, self.config, self.tokenizer, self.processor = model, config, tokenizer, processor
         self.report: PruneReport | None = None
 
     @classmethod
     def from_pretrained(
         cls, name_or_path: str | os.PathLike, config: MoonshotConfig, **model_kwargs: Any
     ) -> "MoonshotPruner":
-        """Load a model, as the class that its configuration names, and its tokenizer if it has one.
+        """Load a model, as the class that its configuration names, with its tokenizer and image processor if any.
 
         Args:
             name_or_path: a Hub repository or a local folder.
@@ -55,21 +58,20 @@ class MoonshotPruner:
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
         """
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
-        found = AutoConfig.from_pretrained(name_or_path, **shared)
-        architecture = (getattr(found, "architectures", None) or [""])[0]
-        loader = getattr(transformers, architecture, AutoModelForCausalLM)
+        loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
         model = loader.from_pretrained(name_or_path, **model_kwargs)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
         except (OSError, ValueError, KeyError):
             tokenizer = None  # image models have none; text calibration then says so
-        return cls(model, config, tokenizer)
+        return cls(model, config, tokenizer, load_processor(model, name_or_path, **shared))
 
     def prune(
         self,
         calibration: Any = None,
         *,
         loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
         progress: bool = True,
         resume_dir: str | os.PathLike | None = None,
     ) -> PruneReport:
@@ -77,9 +79,12 @@ class MoonshotPruner:
 
         Args:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
-                `datasets.Dataset`, or an iterable of model-input dicts. Magnitude pruning does without; given some, it
-                reports losses.
+                `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an
+                image model a folder with a sub-folder of images per class, Parquet, a Hub name or a `Dataset` with a
+                column of images. Magnitude pruning does without; given some, it reports losses.
             loss: (model output, inputs) → [B] losses, in place of the cross-entropy that the Fisher loss starts from.
+            forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
+                for a plain module whose parameters have other names).
             progress: show progress bars.
             resume_dir: a folder that keeps each layer's result until the run is complete. The same call after a kill
                 goes on from there.
@@ -91,8 +96,9 @@ class MoonshotPruner:
             MoonshotError: bad data, layers or statistics; each message says what to do.
         """
         require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: prune outside of it")
-        run = Run(self.model, self.config, self.tokenizer, loss, progress)
-        self.report = run.execute(calibration, resume_dir)
+        run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
+        with called_by(self.model, forward):
+            self.report = run.execute(calibration, resume_dir)
         return self.report
 
     def compact(self) -> Compaction:
@@ -112,7 +118,7 @@ class MoonshotPruner:
         return done
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write the pruned model, its tokenizer and the report; loads in plain `from_pretrained` anywhere.
+        """Write the pruned model, its tokenizer or image processor, and the report; loads in plain `from_pretrained`.
 
         The files appear in `directory` only when all are written.
 
@@ -120,4 +126,20 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, or the folder cannot be written.
         """
         require(self.report is not None, _NOT_PRUNED)
-        save_model(self.model, self.tokenizer, self.report, directory)
+        save_model(self.model, (self.tokenizer, self.processor), self.report, directory)
+
+
+def model_class(config: Any) -> type:
+    """The transformers class that a configuration names."""
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    return getattr(transformers, architecture, AutoModelForCausalLM)
+
+
+def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:
+    """The image processor that lies beside an image model; None for other models, or where there is none."""
+    if not takes_images(model):
+        return None
+    try:
+        return AutoImageProcessor.from_pretrained(name_or_path, **options)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None  # calibration on images then says so

@@ -87,7 +87,7 @@ class PruneReport:
     peak_memory: int  # bytes
     versions: dict[str, str]
     notes: list[str] = dataclasses.field(default_factory=list)
-    evaluations: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
 
@@ -97,9 +97,9 @@ class PruneReport:
         total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in self.layers) / total
 
-    def record_evaluation(self, name: str, dense: float, pruned: float) -> None:
-        """Note a measurement of the model before and after, such as a perplexity."""
-        self.evaluations[name] = {"dense": dense, "pruned": pruned}
+    def record_evaluation(self, name: str, dense: float, pruned: float, metric: str = "perplexity") -> None:
+        """Note a measurement of the model before and after on the data `name`: a perplexity, or an accuracy, 0 to 1."""
+        self.evaluations[name] = {"metric": metric, "dense": dense, "pruned": pruned}
 
     def table(self, width: int = 120) -> str:
         """For people: a row per layer, then what was skipped and the totals."""
@@ -145,7 +145,8 @@ class PruneReport:
             lines.append("; ".join([f"compacted: {before:,} → {after:,} parameters", *changes]))
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
-            lines.append(f"{name}: dense {values['dense']:.3f}, pruned {values['pruned']:.3f}")
+            shown = ".2%" if values.get("metric") == "accuracy" else ".3f"
+            lines.append(f"{name}: dense {values['dense']:{shown}}, pruned {values['pruned']:{shown}}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
 
 from .allocation import allocate
 from .config import MoonshotConfig
 from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
 from .evaluation import max_positions, vocabulary_size
+from .images import load_images, open_images, takes_images
 from .layers import PrunableLayer, Structure, find_structure
 from .linalg import all_finite
 from .losses import add_masked_labels, needs_masked_labels
@@ -41,12 +43,20 @@ PROBE_TOKENS = 16
 class Run:
     """One call of `MoonshotPruner.prune`."""
 
-    def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any, loss: Callable | None, progress: bool):
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MoonshotConfig,
+        tokenizer: Any,
+        loss: Callable | None,
+        progress: bool,
+        processor: Any = None,
+    ):
+        self.model, self.config, self.tokenizer, self.processor = model, config, tokenizer, processor
         self.loss, self.progress = loss, progress
         self.solver = self.config.make_solver()
-        vision = getattr(self.model, "main_input_name", "input_ids") == "pixel_values"
-        self.lam = self.config.resolve_lam("vision" if vision else "language")
+        self.vision = takes_images(model)
+        self.lam = self.config.resolve_lam("vision" if self.vision else "language")
         self.patterns: dict[str, Pattern] = {}
         self.notes: list[str] = []
         self.structure = self._structure()
@@ -134,9 +144,14 @@ class Run:
             )
             require(
                 not self.solver.calibrated,
-                f'calibration=None: solver={self.config.solver!r} needs data, such as "c4" or a path to a text file',
+                f'calibration=None: solver={self.config.solver!r} needs data, such as "c4", a text file, or a '
+                "folder of images for an image model",
             )
             return None
+        if self.vision and (source := open_images(calibration)) is not None:
+            labels = self._gradients and (self.loss is None or source.label is not None)
+            options = {name: getattr(self.config, name) for name in ("num_samples", "batch_size", "seed")}
+            return load_images(source, self.model, self.processor, labels=labels, **options)
         options = {
             name: getattr(self.config, name) for name in ("num_samples", "sequence_length", "batch_size", "seed")
         }
@@ -346,7 +361,7 @@ class Run:
             notes=self.notes,
             recovery=[self.results.blocks[b.name] for b in self.structure.blocks if b.name in self.results.blocks],
         )
-        if hasattr(self.model, "config"):
+        if isinstance(getattr(self.model, "config", None), PreTrainedConfig):
             self.model.config.moonshot = {
                 "config": report.config,
                 "lam": self.lam,

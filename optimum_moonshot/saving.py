@@ -3,9 +3,11 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from torch import nn
 
 from .errors import require, writing
@@ -20,8 +22,10 @@ _WEIGHT_FILES = (
 )
 
 
-def save_model(model: nn.Module, tokenizer: Any, report: PruneReport, directory: str | os.PathLike) -> None:
-    """Model, tokenizer and report in `directory`; the files appear there only when all of them are written.
+def save_model(model: nn.Module, processors: Iterable[Any], report: PruneReport, directory: str | os.PathLike) -> None:
+    """Model, tokenizer or processor, and report in `directory`; the files appear there only when all are written.
+
+    Of a plain module, the weights go to model.safetensors.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
@@ -31,9 +35,13 @@ def save_model(model: nn.Module, tokenizer: Any, report: PruneReport, directory:
     with writing("directory", directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
-            model.save_pretrained(staging)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(staging)
+            else:
+                safetensors.torch.save_model(model, str(Path(staging) / "model.safetensors"))
+            for processor in processors:
+                if hasattr(processor, "save_pretrained"):
+                    processor.save_pretrained(staging)
             report.save(staging)
             _move(Path(staging), directory)
 

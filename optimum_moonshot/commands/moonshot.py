@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: prune a model, or measure its perplexity, from the shell.
+"""`optimum-cli moonshot`: prune a model, or measure its perplexity or accuracy, from the shell.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """
@@ -7,9 +7,11 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
+IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -101,7 +104,7 @@ def _flag(name: str) -> str:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a causal language model: folder, or name on the Hub")
+    parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -115,7 +118,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="DATA",
-        help="c4 (the default; magnitude needs none), wikitext2, ptb, or a text, JSON or Parquet file",
+        help=f"c4 (the default; magnitude needs none), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
     )
     parser.add_argument(
         "--eval",
@@ -123,7 +126,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DATA",
-        help="measure perplexity on these before and after",
+        help="measure perplexity, or an image model's top-1 accuracy, on these before and after",
     )
     parser.add_argument(
         "--compact",
@@ -144,12 +147,12 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="DATA",
-        help="c4, wikitext2, ptb, or a text, JSON or Parquet file",
+        help=f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
     )
     parser.add_argument(
         "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
     )
-    parser.add_argument("--batch-size", type=int, default=4, help="windows at a time (4)")
+    parser.add_argument("--batch-size", type=int, default=4, help="windows or images at a time (4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -163,25 +166,23 @@ def prune(args: argparse.Namespace) -> None:
     output = _output_folder(args)
     calibration = _calibration(args, config)
     _check_data("--eval", args.eval)
-    from optimum_moonshot import MoonshotPruner, perplexity
+    from optimum_moonshot import MoonshotPruner
 
     pruner = _load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
     pruner.model.to(device)
-
-    def measure(dataset: str) -> float:
-        settings = {"sequence_length": config.sequence_length, "batch_size": min(config.batch_size, 4)}
-        return perplexity(pruner.model, pruner.tokenizer, dataset, **settings, progress=True).value
-
-    dense = {dataset: measure(dataset) for dataset in args.eval}
+    meter = _meter(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, min(config.batch_size, 4))
+    if meter.metric == "accuracy" and calibration == "c4":
+        raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
+    dense = {dataset: meter.measure(dataset) for dataset in args.eval}
     partial = output.with_name(output.name + ".partial")
     report = pruner.prune(calibration, progress=True, resume_dir=str(partial))
     lines = [f"sparsity    {report.sparsity:.4f}"]
     if args.compact:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
-        after = measure(dataset)
-        report.record_evaluation(_short_name(dataset), before, after)
-        lines.append(f"perplexity  {before:.3f} → {after:.3f} on {_short_name(dataset)}")
+        after = meter.measure(dataset)
+        report.record_evaluation(_short_name(dataset), before, after, meter.metric)
+        lines.append(f"{meter.metric:<12}{before:{meter.shown}} → {after:{meter.shown}} on {_short_name(dataset)}")
     pruner.save_pretrained(args.output)
     lines.append(f"saved       {args.output}")
     lines.append(f"seconds     {time.perf_counter() - start:.1f}")
@@ -199,28 +200,58 @@ def _compact(pruner) -> str:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: perplexity per dataset."""
+    """`moonshot eval`: perplexity, or an image model's top-1 accuracy, per dataset."""
     device = _device(args.device)
     for name in ("sequence_length", "batch_size"):
         value = getattr(args, name)
         _usage(value is None or value >= 1, f"{_flag(name)} {value}: give a whole number of at least 1")
     _check_data("--dataset", args.dataset)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from optimum_moonshot import perplexity
-
-    model = _load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
-    tokenizer = _load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args)
+    model, tokenizer, processor = _load_for_evaluation(args)
     model.to(device).eval()
-    settings = {"sequence_length": args.sequence_length, "batch_size": args.batch_size}
+    meter = _meter(model, tokenizer, processor, args.sequence_length, args.batch_size)
     values = {}
     for dataset in args.dataset:
-        values[dataset] = perplexity(model, tokenizer, dataset, **settings, progress=True).value
+        values[dataset] = meter.measure(dataset)
         if not args.json:
-            print(f"perplexity  {values[dataset]:.3f} on {dataset}", flush=True)
+            print(f"{meter.metric:<12}{values[dataset]:{meter.shown}} on {dataset}", flush=True)
     if args.json:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        print(json.dumps({"model": args.model, "perplexity": finite}))
+        print(json.dumps({"model": args.model, meter.metric: finite}))
+
+
+def _load_for_evaluation(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """A model, and its tokenizer or its image processor."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from optimum_moonshot.pruner import load_processor, model_class
+
+    config = _load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
+    cls = model_class(config)
+    if getattr(cls, "main_input_name", None) == "pixel_values":
+        model = _load(lambda **kwargs: cls.from_pretrained(args.model, **kwargs), args)
+        return model, None, load_processor(model, args.model, **_remote_code(args))
+    model = _load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
+    return model, _load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
+
+
+@dataclass(frozen=True)
+class Meter:
+    """What a model is measured by: higher accuracy or lower perplexity is better."""
+
+    metric: str
+    shown: str  # how to format it
+    measure: Callable[[str], float]
+
+
+def _meter(model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int) -> Meter:
+    from optimum_moonshot import accuracy, perplexity
+    from optimum_moonshot.images import takes_images
+
+    if takes_images(model):
+        options = {"batch_size": batch_size, "progress": True}
+        return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, **options).value)
+    options = {"sequence_length": sequence_length, "batch_size": batch_size, "progress": True}
+    return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options).value)
 
 
 def _config(args: argparse.Namespace):
@@ -282,26 +313,31 @@ def _calibration(args: argparse.Namespace, config) -> str | None:
 
 
 def _check_data(flag: str, sources: list[str]) -> None:
-    from optimum_moonshot.data import CORPORA
+    from optimum_moonshot.data import CORPORA, FORMATS
 
     for source in sources:
-        known = source in CORPORA or Path(source).expanduser().is_file()
-        _usage(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file")
+        # A name on the Hub has an owner; a file that is misspelt has a suffix.
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
+        known = source in CORPORA or Path(source).expanduser().exists() or hub
+        _usage(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
 
 
 def _load(load: Callable, args: argparse.Namespace):
-    kwargs: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     try:
-        return load(dtype=args.dtype, **kwargs)
+        return load(dtype=args.dtype, **_remote_code(args))
     except MoonshotError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, … for a wrong model
         raise MoonshotError(f"{args.model}: cannot be loaded ({_first_line(error)})") from error
 
 
+def _remote_code(args: argparse.Namespace) -> dict[str, Any]:
+    return {"trust_remote_code": True} if args.trust_remote_code else {}
+
+
 def _short_name(dataset: str) -> str:
-    """The report may be published: a file is known there by its name, not by its path."""
-    return Path(dataset).name if os.path.isfile(dataset) else dataset
+    """The report may be published: a file or folder is known there by its name, not by its path."""
+    return Path(dataset).resolve().name if os.path.exists(dataset) else dataset
 
 
 def _usage(condition: bool, message: str) -> None:
@@ -334,7 +370,7 @@ def _guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace)
 
 
 class PruneCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="prune", help="Prune a language model in one shot and save it.")
+    COMMAND = CommandInfo(name="prune", help="Prune a language or image model in one shot and save it.")
     parse_args = staticmethod(add_prune_options)
 
     def run(self):
@@ -342,7 +378,7 @@ class PruneCommand(BaseOptimumCLICommand):
 
 
 class EvalCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="eval", help="Measure a language model's perplexity.")
+    COMMAND = CommandInfo(name="eval", help="Measure a model's perplexity, or its accuracy on images.")
     parse_args = staticmethod(add_eval_options)
 
     def run(self):
@@ -350,7 +386,7 @@ class EvalCommand(BaseOptimumCLICommand):
 
 
 class MoonshotCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="moonshot", help="Prune language models in one shot.")
+    COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
     SUBCOMMANDS = tuple(
         CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
         for command in (PruneCommand, EvalCommand)
