@@ -60,7 +60,8 @@ class MoonshotConfig:
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
             without labels, until it does again what it did dense; None does not. Zeros stay zeros.
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
-        recover_lr: the learning rate that those steps begin with; it falls to 0 along a cosine.
+        recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
+            surviving weights; it falls to 0 along a cosine.
     """
 
     VERSION: ClassVar[int] = 1
@@ -89,7 +90,7 @@ class MoonshotConfig:
     offload_dir: str | None = None
     recover: str | None = None
     recover_steps: int = 150
-    recover_lr: float = 4e-3
+    recover_lr: float = 0.05
 
     def __post_init__(self):
         solver = solver_class(self.solver)

@@ -85,13 +85,21 @@ class Student:
         for layer, weight in weights:
             name = names[id(layer.parameter)]
             pruned = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()
-            self.tensors[name] = nn.Parameter(pruned, requires_grad=layer.name in tuned)
-            if layer.name in tuned:
+            trains = layer.name in tuned and bool(pruned.any())
+            self.tensors[name] = nn.Parameter(pruned, requires_grad=trains)
+            if trains:
                 self.trained[name] = layer, self.tensors[name], pruned != 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter, _ in self.trained.values()]
+
+    def groups(self, lr: float) -> list[dict]:
+        """For an optimizer: every layer's rate is `lr` times the root mean square of its surviving weights."""
+        return [
+            {"params": [parameter], "lr": lr * float(parameter.detach()[keep].square().mean().sqrt())}
+            for _, parameter, keep in self.trained.values()
+        ]
 
     def mask_gradients(self) -> None:
         """Weights at zero get no gradient, and Adam leaves them there exactly."""
@@ -242,7 +250,7 @@ class Recovery:
     def _tune(self, i: int, student: Student, task: Task) -> tuple[int, list[str]]:
         """Train, and end at the best of the states that were evaluated; returns the steps taken, and notes."""
         total, every = self.config.recover_steps, max(1, self.config.recover_steps // EVALUATIONS)
-        optimizer = torch.optim.Adam(student.parameters, lr=self.config.recover_lr, betas=BETAS)
+        optimizer = torch.optim.Adam(student.groups(self.config.recover_lr), betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
         order = self._order(i)
         best, kept, since = math.inf, student.snapshot(), 0

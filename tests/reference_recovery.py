@@ -46,6 +46,7 @@ def recover(dense, pruned, find_blocks, groups, order, steps, lr, betas=(0.9, 0.
     pruned = copy.deepcopy(pruned)
     for i, (_, parameters) in enumerate(find_blocks(pruned)):
         keeps = [parameter.detach() != 0 for parameter in parameters]
+        rates = [lr * p.detach()[keep].square().mean().sqrt() for p, keep in zip(parameters, keeps, strict=True)]
         first = [torch.zeros_like(parameter) for parameter in parameters]
         second = [torch.zeros_like(parameter) for parameter in parameters]
         wanted = order(i)
@@ -57,11 +58,13 @@ def recover(dense, pruned, find_blocks, groups, order, steps, lr, betas=(0.9, 0.
                 output = hidden_states(pruned, [block for block, _ in find_blocks(pruned)], batch)[1][i]
                 errors.append(relative_errors(output, target, batch.get("attention_mask")))
             gradients = torch.autograd.grad(torch.cat(errors).mean(), parameters)
-            rate = lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
+            cosine = (1 + math.cos(math.pi * (step - 1) / steps)) / 2
             with torch.no_grad():
-                for parameter, gradient, keep, m, v in zip(parameters, gradients, keeps, first, second, strict=True):
+                for parameter, rate, gradient, keep, m, v in zip(
+                    parameters, rates, gradients, keeps, first, second, strict=True
+                ):
                     m.copy_(betas[0] * m + (1 - betas[0]) * gradient)
                     v.copy_(betas[1] * v + (1 - betas[1]) * gradient**2)
                     change = m / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
-                    parameter -= rate * change * keep
+                    parameter -= rate * cosine * change * keep
     return pruned

@@ -68,7 +68,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         for row in range(2)
     ]
     dense, plain, recovered = make(name), make(name), make(name)
-    settings = dict(num_samples=18, recover_steps=3, recover_lr=3e-3)
+    settings = dict(num_samples=18, recover_steps=3, recover_lr=0.01)
     prune(plain, batches, recover=None, **settings)
     report = prune(recovered, batches, **settings)
     groups, heldout = divide([1] * 18)
@@ -80,7 +80,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
             yield from torch.randperm(len(groups), generator=generator).tolist()
 
     grouped = [[batches[index] for index in group] for group in groups]
-    truth = recover(dense, plain, blocks_of, grouped, order, steps=3, lr=3e-3)
+    truth = recover(dense, plain, blocks_of, grouped, order, steps=3, lr=0.01)
     assert all(block.loss_after < block.loss_before for block in report.recovery)
     for layer in find_structure(recovered).layers():
         expected = truth.get_submodule(layer.name).weight
@@ -109,7 +109,7 @@ def test_half_precision_models_train_in_float32(dtype, monkeypatch):
     monkeypatch.setattr(recovery_module.Task, "error", spy)
     model, plain = make("llama").to(dtype), make("llama").to(dtype)
     prune(plain, recover=None)
-    report = prune(model, recover_lr=1e-3)
+    report = prune(model, recover_lr=0.01)
     assert seen == {torch.float32} and model.dtype == dtype
     assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
     for layer in find_structure(model).layers():
@@ -135,7 +135,7 @@ def test_the_batch_size_does_not_change_the_result():
     for size in (4, 2, 1):
         models[size] = make("llama")
         batches = [{"input_ids": part} for part in samples.split(size)]
-        prune(models[size], batches, num_samples=32, batch_size=size, recover_lr=1e-3)
+        prune(models[size], batches, num_samples=32, batch_size=size, recover_lr=0.01)
     for size in (2, 1):
         for name, tensor in models[size].state_dict().items():
             assert torch.allclose(tensor, models[4].state_dict()[name], atol=2e-4), name
@@ -158,11 +158,11 @@ def test_the_ends_of_sparsity(sparsity):
     report = prune(model, **options)
     assert same(model, state(plain)) and report.sparsity == sparsity
     assert all(block.loss_after == block.loss_before for block in report.recovery)
-    assert all((block.loss_before == 0) == (sparsity == 0) for block in report.recovery)
+    assert [block.loss_before for block in report.recovery] == ([0.0] * 3 if sparsity == 0 else [])
 
 
 def test_training_stops_early_once_the_held_out_samples_gain_nothing():
-    report = prune(make("llama"), recover_steps=100, recover_lr=0.03)
+    report = prune(make("llama"), recover_steps=100, recover_lr=0.2)
     assert any(
         block.steps < 100 and f"stopped after {block.steps} of 100 steps" in block.notes for block in report.recovery
     )

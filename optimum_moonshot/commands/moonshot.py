@@ -87,7 +87,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "on the calibration data; zeros stay zeros. Default: none",
     },
     "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
-    "recover_lr": {"type": float, "help": "learning rate of those steps at the start (0.004)"},
+    "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
 }
 
 OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
