@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .errors import MoonshotError
     from .evaluation import accuracy, perplexity
     from .functional import prune_weight
+    from .integrations.trainer import MoonshotCallback
+    from .masks import keep_sparsity
     from .pruner import MoonshotPruner
     from .report import LayerReport, PruneReport
     from .solvers import register_solver
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Compaction",
     "LayerReport",
+    "MoonshotCallback",
     "MoonshotConfig",
     "MoonshotError",
     "MoonshotPruner",
@@ -29,6 +32,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "compact_model",
+    "keep_sparsity",
     "perplexity",
     "prune_weight",
     "register_solver",
@@ -37,12 +41,14 @@ __all__ = [
 _MODULES = {
     "Compaction": "compact",
     "LayerReport": "report",
+    "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
     "PruneReport": "report",
     "accuracy": "evaluation",
     "compact_model": "compact",
+    "keep_sparsity": "masks",
     "perplexity": "evaluation",
     "prune_weight": "functional",
     "register_solver": "solvers",

@@ -42,18 +42,6 @@ def assert_same(model, before):
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.fixture
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<mask>": 3, **{chr(32 + i): 4 + i for i in range(92)}}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
-    )
-
-
 @pytest.mark.parametrize("options", [dict(), dict(solver="wanda", pattern="unstructured", sparsity=0.5)], ids=str)
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
 def test_every_architecture(name, options, tmp_path, tokenizer):

@@ -1,0 +1,78 @@
+"""Logits distillation: a pruned model learns from the dense one beside its labels."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import require
+from ..losses import IGNORED, labels_of
+from ..passes import evaluation_mode, model_device, to_device
+
+# Inputs that belong to the student's loss alone.
+LOSS_INPUTS = ("labels", "num_items_in_batch")
+
+
+class Distillation:
+    """A forward hook on the student that mixes the teacher's loss into the model's own, in training mode only:
+
+        (1 - weight) · loss + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
+
+    (Hinton et al., arXiv 1503.02531), the divergence over the positions that have labels, divided as the model divides
+    its loss: by `num_items_in_batch` where the Trainer gives it, else by their number.
+
+    Args:
+        teacher: a model with the same vocabulary; it runs in evaluation mode, without gradients.
+        temperature: T > 0.
+        weight: in [0, 1], the teacher's share.
+    """
+
+    def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
+        require(isinstance(teacher, nn.Module), f"teacher is a {type(teacher).__name__}: give the dense model")
+        require(temperature > 0, f"temperature={temperature}: give a number above 0")
+        require(0 <= weight <= 1, f"teacher_weight={weight}: it lies between 0 and 1")
+        self.teacher, self.temperature, self.weight = teacher, temperature, weight
+        self._handle = None
+
+    def attach(self, student: nn.Module) -> None:
+        """Hook a student; the teacher moves to its device."""
+        require(self.teacher is not student, "teacher: it is the model that trains; give the dense model, a copy")
+        self.detach()
+        self.teacher.to(model_device(student))
+        self._handle = student.register_forward_hook(self._mix, with_kwargs=True)
+
+    def detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _mix(self, student: nn.Module, args: tuple, inputs: dict, output):
+        if not student.training:
+            return output
+        given = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs
+        require(
+            given,
+            "teacher: distillation adds to a loss that the student makes of labels and logits; here it gives none: use "
+            "transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label smoothing",
+        )
+        known = {name: value for name, value in inputs.items() if name not in LOSS_INPUTS}
+        with torch.no_grad(), evaluation_mode(self.teacher):
+            wanted = self.teacher(*to_device(args, model_device(self.teacher)), **known).logits
+        labels = labels_of(student, {"labels": inputs["labels"]}).to(output.logits.device)
+        divergence = self.divergence(output.logits, wanted.to(output.logits.device), labels)
+        items = inputs.get("num_items_in_batch")
+        count = (labels != IGNORED).sum() if items is None else items
+        output["loss"] = (1 - self.weight) * output.loss + self.weight * divergence / count
+        return output
+
+    def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        """T² · Σ KL over the labelled positions of logits [..., V]."""
+        require(
+            student.shape == teacher.shape,
+            f"teacher: its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}: "
+            "give the model that the student was pruned from",
+        )
+        rows = labels != IGNORED
+        student, teacher = (
+            functional.log_softmax(logits[rows].float() / self.temperature, -1) for logits in (student, teacher)
+        )
+        return self.temperature**2 * functional.kl_div(student, teacher, reduction="sum", log_target=True)

@@ -1,0 +1,209 @@
+"""Zeros that stay zero while the other weights train, with any optimizer, in plain PyTorch or under a trainer.
+
+Two hooks per weight do it. The gradient of a removed weight is 0, so that gradient clipping and the optimizer's state
+see the sparse model alone; and after every optimizer step the removed weights are set to 0 again, whatever momentum,
+weight decay or rounding made of them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from .errors import MoonshotError, require
+from .layers import MATRICES, PrunableLayer
+from .patterns import NM
+
+# A matrix with a smaller share of zeros was hardly pruned: padding rows of a head are no mask.
+LEAST_SPARSITY = 0.05
+
+
+@contextmanager
+def keep_sparsity(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    targets: tuple[str, ...] | None = None,
+    ignore: tuple[str, ...] = (),
+) -> Iterator["Masks"]:
+    """Keep the zeros of a pruned model at zero while it trains.
+
+    ```python
+    with keep_sparsity(model, optimizer):
+        for batch in loader:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ```
+
+    What is zero on entry stays zero. On a normal exit that is verified; on every exit the hooks come off.
+
+    Args:
+        model: with pruned layers; wrapped in `DistributedDataParallel`, compiled, or sharded by `fully_shard`, if it is
+            at all, before.
+        optimizer: one or several that train it.
+        targets, ignore: as in `find_pruned`.
+
+    Raises:
+        MoonshotError: no layer is pruned, or (on exit) something else wrote to a removed weight.
+    """
+    masks = Masks(find_pruned(model, targets, ignore))
+    masks.attach(optimizer)
+    try:
+        yield masks
+    finally:
+        masks.detach()
+    masks.check()
+
+
+def find_pruned(
+    model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()
+) -> list[PrunableLayer]:
+    """The layers of a model that hold zeros to keep.
+
+    Args:
+        targets: regular expressions searched for in module names; the zeros of those layers are kept, however few.
+            None is every Linear, Conv1D and Conv2d with 5% zeros or more that has something else too. PEFT's adapters
+            are no layers of the model.
+        ignore: regular expressions searched for in the names of modules that are left out.
+
+    Raises:
+        MoonshotError: there are none, or FSDP's first version has flattened the weights.
+    """
+    flattened = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
+    modules: dict[int, list[nn.Module]] = {}
+    names: dict[int, str] = {}
+    adapted = [name for name, module in model.named_modules() if "base_layer" in module._modules]
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
+            continue  # an adapter's own weights, as PEFT lays them beside the layer
+        weight = module._parameters.get("weight") if isinstance(module, MATRICES) else None
+        if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
+            continue
+        if targets is not None and not any(re.search(target, name) for target in targets):
+            continue
+        modules.setdefault(id(weight), []).append(module)
+        names.setdefault(id(weight), name)
+    layers = [PrunableLayer(name, tuple(modules[key]), False) for key, name in names.items()]
+    least, most = (LEAST_SPARSITY, 1.0) if targets is None else (0.0, 2.0)
+    pruned = [layer for layer in layers if least <= sparsity_of(layer.parameter) < most]
+    require(bool(pruned), "no layer of the model is pruned: prune it first, or name layers with targets=")
+    return pruned
+
+
+class Masks:
+    """The zeros of some layers.
+
+    Args:
+        layers: whose weights at zero, now, are to stay there.
+    """
+
+    def __init__(self, layers: list[PrunableLayer]):
+        self.layers = layers
+        self.removed: dict[str, Tensor] = {}  # True where a weight is gone, like this process's part of the parameter
+        self._handles: list = []
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """What is zero now stays zero from here on."""
+        self.removed = {layer.name: _local(layer.parameter) == 0 for layer in self.layers}
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the removed weights to zero."""
+        for layer in self.layers:
+            _local(layer.parameter).masked_fill_(self.removed[layer.name], 0)
+
+    def attach(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Keep the zeros through every step of these optimizers, until `detach`."""
+        optimizers = [optimizer] if hasattr(optimizer, "step") else list(optimizer)
+        self.detach()
+        for each in optimizers:
+            while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):  # accelerate wraps it
+                each = each.optimizer
+            usable = isinstance(each, torch.optim.Optimizer)
+            require(usable, f"optimizer is a {type(each).__name__}: give torch.optim.Optimizer objects")
+            self._handles.append(each.register_step_post_hook(lambda *_: self.apply()))
+        for layer in self.layers:
+            if layer.parameter.requires_grad:
+                self._handles.append(self._mask_gradient(layer))
+
+    def _mask_gradient(self, layer: PrunableLayer):
+        name, parameter = layer.name, layer.parameter
+        if isinstance(parameter, DTensor):  # fully_shard sets its gradients without autograd, but runs these hooks
+
+            def in_place(parameter: nn.Parameter) -> None:
+                _local(parameter.grad).masked_fill_(self.removed[name], 0)
+
+            return parameter.register_post_accumulate_grad_hook(in_place)
+        # Before DistributedDataParallel copies the gradient into a bucket.
+        return parameter.register_hook(lambda gradient: gradient.masked_fill(self.removed[name], 0))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def sparsity(self) -> float:
+        """Zeros among all weights of the layers."""
+        total = sum(layer.parameter.numel() for layer in self.layers)
+        return sum(sparsity_of(layer.parameter) * layer.parameter.numel() for layer in self.layers) / total
+
+    @torch.no_grad()
+    def check(self, pattern: NM | None = None) -> None:
+        """Verify that every removed weight is zero, and that every layer has the n:m pattern if one is given.
+
+        Raises:
+            MoonshotError: with the first layer where it is not so.
+        """
+        for layer in self.layers:
+            back = _total(layer.parameter, _local(layer.parameter)[self.removed[layer.name]] != 0)
+            if back:
+                raise MoonshotError(
+                    f"{layer.name}: {back} of its removed weights are not zero any more: something other than the "
+                    "optimizer wrote to them, such as a checkpoint from before the pruning"
+                )
+            if pattern is not None:
+                require(
+                    follows(layer.as_matrix(_whole(layer.parameter)), pattern),
+                    f"{layer.name}: its weight is not {pattern!s}, as the pruning was",
+                )
+
+
+def follows(matrix: Tensor, pattern: NM) -> bool:
+    """Whether at most n of every m consecutive inputs of a weight [d_out, d_in] are there."""
+    if not pattern.fits(tuple(matrix.shape)):
+        return False
+    return bool(((matrix != 0).reshape(-1, pattern.m).sum(1) <= pattern.n).all())
+
+
+@torch.no_grad()
+def sparsity_of(parameter: Tensor) -> float:
+    """The share of zeros, of all processes' parts together."""
+    return _total(parameter, _local(parameter) == 0) / parameter.numel()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, which shares its memory; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _total(parameter: Tensor, found: Tensor) -> int:
+    """How many are True, over all processes that share a parameter."""
+    count = found.sum()
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(count, group=parameter.device_mesh.get_group(dim))
+    return int(count)

@@ -1,0 +1,351 @@
+"""`MoonshotCallback` under the Trainer: zeros, schedules, the log, and runs that resume."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from models import make
+from test_masks import pruned, zeros
+from torch.nn import functional
+
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError
+from optimum_moonshot.integrations.distillation import Distillation
+from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
+from optimum_moonshot.masks import find_pruned
+
+CONFIG = MoonshotConfig(pattern="2:4", lam=0.9, num_samples=6, batch_size=2)
+HALF = MoonshotConfig(sparsity=0.6, lam=0.9, num_samples=6, batch_size=2)
+
+
+def samples(count=32, length=12):
+    ids = torch.randint(3, 96, (count, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(folder, model, *callbacks, data=None, cls=hf.Trainer, **changes):
+    settings = dict(
+        output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, weight_decay=0.1,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    arguments = hf.TrainingArguments(**{**settings, **changes})
+    return cls(model, arguments, train_dataset=data or samples(), callbacks=list(callbacks))
+
+
+def same(model, other):
+    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+        {"optim": "adafactor", "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_a_pruned_model_keeps_its_zeros(changes, tmp_path, capsys):
+    model = pruned()
+    before = zeros(model)
+    run = trainer(tmp_path, model, MoonshotCallback(), **changes)
+    run.train()
+    assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
+    assert all(entry["moonshot_sparsity"] == 0.5 for entry in run.state.log_history)
+    assert "sparsity 0.5000 over 21 layers: every removed weight is zero; every layer is 2:4" in capsys.readouterr().out
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    dense = pruned()
+    trainer(tmp_path, dense, **changes).train()
+    assert (dense.model.layers[0].mlp.up_proj.weight == 0).sum() == 0
+
+
+def test_bfloat16_weights(tmp_path):
+    model = pruned().bfloat16()
+    before = zeros(model)
+    trainer(tmp_path, model, MoonshotCallback()).train()
+    assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
+
+
+def test_torch_compile(tmp_path):
+    model = pruned()
+    before = zeros(model)
+    changes = dict(torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)
+    trainer(tmp_path, model, MoonshotCallback(teacher=make("llama")), **changes).train()
+    assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
+
+
+def test_pruning_at_a_step(tmp_path):
+    class Watch(hf.TrainerCallback):
+        seen = {}
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.seen[state.global_step] = (model.model.layers[1].mlp.up_proj.weight == 0).float().mean().item()
+
+    model = make("llama")
+    callback = MoonshotCallback(CONFIG, begin_step=3)
+    run = trainer(tmp_path, model, callback, Watch())
+    run.train()
+    assert Watch.seen == {step: 0.5 if step >= 3 else 0.0 for step in range(6)}
+    logged = {entry["step"]: entry for entry in run.state.log_history if "loss" in entry}
+    assert "moonshot_sparsity" not in logged[3] and logged[4]["moonshot_sparsity"] == 0.5
+    losses = [layer.loss for layer in callback.report.layers]
+    assert min(losses) < logged[6]["moonshot_loss"] < max(losses)
+    assert any(entry["step"] == 3 and "moonshot_loss" in entry for entry in run.state.log_history)
+    assert model.config.moonshot["sparsity"] == 0.5
+
+
+def test_the_cubic_schedule():
+    callback = MoonshotCallback(HALF, begin_step=2, end_step=10, every=3)
+    steps = [2, 5, 8, 10]
+    assert list(callback.schedule) == steps
+    for j, step in enumerate(steps, start=1):
+        assert callback.schedule[step] == pytest.approx(0.6 * (1 - (1 - j / 4) ** 3))
+    assert MoonshotCallback(HALF, begin_step=2, end_step=4, every=9).schedule.keys() == {2, 4}
+    assert MoonshotCallback(HALF, begin_step=2, end_step=2, every=1).schedule == {2: 0.6}
+
+
+def test_pruning_over_a_schedule(tmp_path):
+    run = trainer(tmp_path, make("llama"), MoonshotCallback(HALF, end_step=4, every=2))
+    run.train()
+    logged = [entry["moonshot_sparsity"] for entry in run.state.log_history if "loss" in entry]
+    wanted = [0.6 * (1 - (1 - (step // 2 + 1) / 3) ** 3) for step in range(6)]
+    assert logged == pytest.approx(wanted, abs=3e-3)
+    assert logged[-1] == pytest.approx(0.6, abs=2e-3)
+
+
+def test_pruning_does_not_move_the_random_state(tmp_path):
+    """Pruning to sparsity 0 changes nothing else: dropout, shuffling and the random numbers after it are the same."""
+
+    def run(*callbacks):
+        torch.manual_seed(3)
+        model = make("gpt2").train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        trainer(tmp_path, model, *callbacks, full_determinism=False).train()
+        return model, (torch.rand(1).item(), random.random(), np.random.rand())
+
+    plain, numbers = run()
+    touched, others = run(MoonshotCallback(MoonshotConfig(sparsity=0.0, num_samples=6, lam=0.9), begin_step=2))
+    assert numbers == others
+    assert same(plain, touched)
+
+
+def test_own_random_state_isolates_every_generator():
+    def draw():
+        return torch.rand(2).tolist(), random.random(), np.random.rand()
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with pytest.raises(KeyError), own_random_state(7):
+        first = draw()
+        raise KeyError
+    assert draw() == expected
+    with own_random_state(7):
+        assert draw() == first
+
+
+@pytest.mark.parametrize("first_save", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["keep", "step", "schedule", "teacher"])
+def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
+    def make_callback():
+        if kind == "step":
+            return MoonshotCallback(CONFIG, begin_step=3)
+        if kind == "schedule":
+            return MoonshotCallback(HALF, begin_step=1, end_step=5, every=2)
+        return MoonshotCallback(teacher=make("llama") if kind == "teacher" else None)
+
+    def model():
+        return pruned() if kind in ("keep", "teacher") else make("llama").train()
+
+    settings = dict(save_strategy="steps", save_steps=first_save, num_train_epochs=2, max_steps=-1)
+    settings["per_device_train_batch_size"] = 8  # 4 steps an epoch
+    whole = trainer(tmp_path, model(), make_callback(), **settings)
+    whole.train()
+    resumed = trainer(tmp_path, model(), make_callback(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{first_save}"))
+    assert same(whole.model, resumed.model)
+    ours = ("loss", "moonshot_sparsity", "moonshot_loss")
+    history = [
+        [{key: entry.get(key) for key in ours} for entry in run.state.log_history if "loss" in entry]
+        for run in (whole, resumed)
+    ]
+    assert history[0] == history[1] and len(history[0]) == 8
+    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert "moonshot_sparsity" in state["log_history"][-1]
+
+
+def test_a_weight_that_training_brings_to_zero_before_a_checkpoint_stays_there(tmp_path):
+    """As it does for a run that resumes there, which knows the zeros alone."""
+
+    class Zero(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                row = model.model.layers[0].mlp.up_proj.weight.data[0]
+                self.place = int(row.nonzero()[0])
+                row[self.place] = 0
+
+    for changes in ({"save_strategy": "steps", "save_steps": 3}, {}):
+        model, zero = pruned(), Zero()
+        trainer(tmp_path, model, MoonshotCallback(), zero, **changes).train()
+        assert (model.model.layers[0].mlp.up_proj.weight[0, zero.place] == 0) == bool(changes)
+
+
+def test_a_checkpoint_from_before_the_pruning_is_not_passed_off_as_pruned(tmp_path):
+    model = make("llama")
+    callback = MoonshotCallback(CONFIG, begin_step=2)
+
+    class Restore(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == args.max_steps:
+                model.load_state_dict(make("llama").state_dict())
+
+    with pytest.raises(MoonshotError, match="removed weights are not zero.*checkpoint from before the pruning"):
+        trainer(tmp_path, model, callback, Restore()).train()
+
+
+def test_what_cannot_work_is_said_at_the_start(tmp_path):
+    with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
+        trainer(tmp_path, make("llama"), MoonshotCallback()).train()
+    with pytest.raises(MoonshotError, match="before step 6 never comes: the training has 6 steps"):
+        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, begin_step=6)).train()
+    for wrong, message in [
+        (dict(config="2:4"), "config is a str"),
+        (dict(config=CONFIG, begin_step=-1), "begin_step=-1"),
+        (dict(config=HALF, begin_step=3, end_step=2, every=1), "end_step=2"),
+        (dict(config=HALF, end_step=2), "every=None"),
+        (dict(config=HALF, every=2), "every=2: it needs end_step"),
+        (dict(config=HALF, end_step=4, every=0), "every=0"),
+        (dict(config=CONFIG, end_step=4, every=2), "pattern='2:4' has one sparsity"),
+        (dict(teacher="dense"), "teacher is a str"),
+        (dict(teacher=make("llama"), temperature=0), "temperature=0"),
+        (dict(teacher=make("llama"), teacher_weight=1.5), "teacher_weight=1.5"),
+    ]:
+        with pytest.raises(MoonshotError, match=message):
+            MoonshotCallback(**wrong)
+    with pytest.raises(MoonshotError, match="num_samples=6: the data has 4 samples"):
+        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG), data=samples(4)).train()
+
+
+def test_training_that_ends_before_the_pruning_is_an_error(tmp_path):
+    class Stop(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    with pytest.raises(MoonshotError, match="ended at step 1, before the pruning at step 3"):
+        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, begin_step=3), Stop()).train()
+
+
+def test_calibration_samples_come_through_the_collator_at_random():
+    class Loader:
+        dataset = [{"x": i} for i in range(20)]
+
+        @staticmethod
+        def collate_fn(chunk):
+            return {"input_ids": torch.tensor([[each["x"]] * 3 for each in chunk])}
+
+    def drawn(seed):
+        return [int(row[0]) for batch in training_inputs(Loader, 6, seed) for row in batch["input_ids"]]
+
+    assert sorted(drawn(0)) == list(range(20)) and drawn(0) == drawn(0) != drawn(1)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([{"x": i} for i in range(20)])
+
+    Loader.dataset = Stream()
+    assert drawn(0) == list(range(20))
+
+
+def test_samples_without_a_label_are_left_out():
+    batch = {
+        "input_ids": torch.arange(9).view(3, 3),
+        "labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, 2, -100]]),
+    }
+    assert labelled(batch)["input_ids"].tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert labelled({"labels": batch["labels"][1:2]}) is None
+    assert labelled({"labels": torch.tensor([1, 2])})["labels"].tolist() == [1, 2]
+
+
+def test_distillation_is_the_formula():
+    student, teacher = pruned().train(), make("llama")
+    ids = torch.randint(3, 96, (2, 10))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    plain = student(input_ids=ids, labels=labels)
+    distillation = Distillation(teacher, temperature=3.0, weight=0.3)
+    distillation.attach(student)
+    mixed = student(input_ids=ids, labels=labels).loss
+    scaled = student(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(40)).loss
+    student.eval()
+    assert torch.equal(student(input_ids=ids, labels=labels).loss, plain.loss)
+    distillation.detach()
+    student.train()
+    assert torch.equal(student(input_ids=ids, labels=labels).loss, plain.loss)
+    wanted = teacher(input_ids=ids).logits
+    divergences = []
+    for sample in range(2):
+        for position in range(9):
+            if labels[sample, position + 1] != -100:
+                p = functional.softmax(wanted[sample, position] / 3.0, -1)
+                q = functional.softmax(plain.logits[sample, position] / 3.0, -1)
+                divergences.append((p * (p / q).log()).sum())
+    expected = 0.7 * plain.loss + 0.3 * 9 * torch.stack(divergences).mean()
+    assert mixed.item() == pytest.approx(expected.item(), rel=1e-5)
+    summed = 0.7 * plain.loss * len(divergences) / 40 + 0.3 * 9 * torch.stack(divergences).sum() / 40
+    assert scaled.item() == pytest.approx(summed.item(), rel=1e-5)
+
+
+def test_a_student_learns_from_its_teacher(tmp_path):
+    """On random labels the teacher alone (weight 1) draws the student to the dense model's logits."""
+    dense = make("llama")
+    inputs = {"input_ids": torch.stack([sample["input_ids"] for sample in samples()])}
+
+    def distance(model):
+        with torch.no_grad():
+            return (model.eval()(**inputs).logits - dense(**inputs).logits).square().mean().item()
+
+    model = pruned()
+    before = distance(model)
+    callback = MoonshotCallback(teacher=dense, teacher_weight=1.0)
+    trainer(tmp_path, model.train(), callback, max_steps=40, learning_rate=3e-3, weight_decay=0.0).train()
+    assert distance(model) < 0.5 * before
+    assert not model._forward_hooks and not dense.training
+
+
+def test_a_teacher_that_does_not_fit_says_so(tmp_path):
+    model = pruned()
+    with pytest.raises(MoonshotError, match="it is the model that trains"):
+        trainer(tmp_path, model, MoonshotCallback(teacher=model)).train()
+    other = make("gpt2")
+    other.resize_token_embeddings(100)
+    with pytest.raises(MoonshotError, match="its logits have shape"):
+        trainer(tmp_path, pruned(), MoonshotCallback(teacher=other)).train()
+    own = trainer(tmp_path, pruned(), MoonshotCallback(teacher=make("llama")), label_smoothing_factor=0.1)
+    with pytest.raises(MoonshotError, match="distillation adds to a loss that the student makes"):
+        own.train()
+
+
+def test_trl(tmp_path, tokenizer):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples()]
+    settings = dict(max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True)
+    arguments = trl.SFTConfig(output_dir=str(tmp_path), save_strategy="no", logging_steps=1, **settings)
+
+    def train(model, callback):
+        data = datasets.Dataset.from_list(rows)
+        run = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback])
+        run.train()
+        assert run.state.log_history[-1]["moonshot_sparsity"] == 0.5
+        assert all(layer.matrix.count_nonzero() * 2 == layer.matrix.numel() for layer in find_pruned(model))
+
+    train(pruned(), MoonshotCallback())
+    train(make("llama"), MoonshotCallback(CONFIG, begin_step=2))
+    with pytest.raises(MoonshotError, match="SFTTrainer forms no logits"):
+        train(pruned(), MoonshotCallback(teacher=make("llama")))
