@@ -1,0 +1,123 @@
+"""LoRA on a pruned model, whose merge keeps both the zeros and the function.
+
+A plain adapter adds B A to every weight: merged, a pruned matrix is dense again, and masked after the merge it computes
+something else. Here the adapter is masked from the start: with ``keep`` True where the pruned weight survives,
+
+    y = W x + keep ⊙ (scaling · B A) dropout(x)
+
+in training, in use and in the merge alike. An adapter file is an ordinary one of PEFT's, but means this model only with
+`sparse_lora`: publish merged models.
+"""
+
+from peft import PeftModel
+from peft.tuners.ia3 import IA3Layer
+from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import transpose
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import require
+from ..masks import find_pruned
+
+MEND = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
+# Ways to start an adapter that change the weight under it.
+MOVING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def sparse_lora(model: PeftModel) -> PeftModel:
+    """Mask the adapters on a PEFT model's pruned layers, in place.
+
+    ```python
+    model = sparse_lora(get_peft_model(pruned, LoraConfig(target_modules="all-linear")))
+    ...                                              # train
+    model.save_pretrained("adapter")                 # or, 2:4 as before:
+    model.merge_and_unload().save_pretrained("merged")
+
+    model = sparse_lora(PeftModel.from_pretrained(pruned, "adapter"))
+    ```
+
+    Call it again when adapters were added on further layers. IA3 only scales and keeps zeros as it is.
+
+    Args:
+        model: of `get_peft_model` or `PeftModel.from_pretrained`; no adapter may be merged.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MoonshotError: nothing is pruned under the adapters, one is merged, or one is of a kind whose merge fills zeros.
+            The model is as it was.
+    """
+    require(isinstance(model, PeftModel), f"model is a {type(model).__name__}: give what get_peft_model returns")
+    for config in model.peft_config.values():
+        start = str(getattr(config, "init_lora_weights", ""))
+        require(
+            not start.lower().startswith(MOVING),
+            f"init_lora_weights={start!r} moves a part of every weight into the adapter and fills the zeros: "
+            'use True, "gaussian", "orthogonal" or "eva"',
+        )
+    pruned = {id(layer.parameter) for layer in find_pruned(model)}
+    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    touched = [(name, module) for name, module in adapters if _weight(module) in pruned]
+    require(bool(touched), "no adapter lies on a pruned layer: nothing needs masking")
+    for name, module in touched:
+        _check(name, module)
+    for _, module in touched:
+        if type(module) is Linear:
+            module.__class__ = SparseLinear
+            weight = module.get_base_layer().weight
+            module.register_buffer("removed", weight.detach() == 0, persistent=False)
+    return model
+
+
+def _weight(module: BaseTunerLayer) -> int:
+    return id(getattr(module.get_base_layer(), "weight", None))
+
+
+def _check(name: str, module: BaseTunerLayer) -> None:
+    require(not module.merged, f"{name}: an adapter is merged into its weight; call unmerge_adapter() first")
+    if isinstance(module, IA3Layer):
+        return
+    known = type(module) in (Linear, SparseLinear)
+    kind = f"{type(module).__module__.split('.')[2]} {type(module).__name__}"
+    require(known, f"{name}: the zeros of a pruned layer cannot be kept under a PEFT {kind} adapter; {MEND}")
+    _check_variants(name, module)
+
+
+def _check_variants(name: str, module: Linear) -> None:
+    variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+    require(not variants, f"{name}: {', '.join(sorted(variants))} mixes the zeros of a pruned layer back in; {MEND}")
+
+
+class SparseLinear(Linear):
+    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D; `removed` is True where the weight is gone."""
+
+    removed: Tensor
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The change of the weight by one adapter, in the weight's layout."""
+        return super().get_delta_weight(adapter).masked_fill(self.removed, 0)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        if self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)
+        require(kwargs.pop("adapter_names", None) is None, "adapter_names: masked adapters serve one batch at a time")
+        kwargs = {name: value for name, value in kwargs.items() if name not in VARIANT_KWARG_KEYS}
+        result = self.base_layer(x, *args, **kwargs)
+        dtype = result.dtype
+        for adapter in self.active_adapters:
+            if adapter in self.lora_A:
+                result = result + self._delta(adapter, x)
+        return result.to(dtype)
+
+    def _delta(self, adapter: str, x: Tensor) -> Tensor:
+        weight = transpose(self.get_delta_weight(adapter), self.fan_in_fan_out)
+        x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
+        bias = self.lora_B[adapter].bias
+        return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
+
+    def update_layer(self, *args, **kwargs) -> None:
+        super().update_layer(*args, **kwargs)
+        _check_variants("a new adapter", self)
