@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .pruner import MoonshotPruner
     from .report import LayerReport, PruneReport
     from .solvers import register_solver
+    from .sweep_report import SweepReport
+    from .zeroshot import zero_shot
 
 __all__ = [
     "Compaction",
@@ -29,6 +31,7 @@ __all__ = [
     "MoonshotError",
     "MoonshotPruner",
     "PruneReport",
+    "SweepReport",
     "__version__",
     "accuracy",
     "compact_model",
@@ -36,6 +39,7 @@ __all__ = [
     "perplexity",
     "prune_weight",
     "register_solver",
+    "zero_shot",
 ]
 
 _MODULES = {
@@ -46,12 +50,14 @@ _MODULES = {
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
     "PruneReport": "report",
+    "SweepReport": "sweep_report",
     "accuracy": "evaluation",
     "compact_model": "compact",
     "keep_sparsity": "masks",
     "perplexity": "evaluation",
     "prune_weight": "functional",
     "register_solver": "solvers",
+    "zero_shot": "zeroshot",
 }
 
 

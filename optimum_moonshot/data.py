@@ -77,6 +77,10 @@ class CalibrationData:
     digest: str  # sha256 of keys, shapes, dtypes and bytes of all batches in order
     notes: tuple[str, ...]
 
+    def describe(self) -> dict[str, Any]:
+        """For reports, as JSON types."""
+        return {name: getattr(self, name) for name in ("source", "num_samples", "sequence_length", "digest")}
+
 
 def load_calibration(
     source: Any,

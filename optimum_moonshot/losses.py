@@ -71,25 +71,48 @@ def loss_gradient(
     if loss is not None:
         total = loss(output, batch)
         return total.sum(), torch.ones((), dtype=total.dtype, device=total.device)
+    logits = logits_of(model, output)
+    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+    scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
+    gradient = torch.empty_like(logits, requires_grad=False)
+    for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
+        single = sample.float().requires_grad_(True)
+        with torch.enable_grad():
+            value = _cross_entropy(single, label)
+        require(bool(torch.isfinite(value)), f"the calibration loss is {value.item()}: check the model's weights")
+        (step,) = torch.autograd.grad(value, single)
+        out.copy_(step * scale)
+    return logits, gradient
+
+
+@torch.no_grad()
+def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None) -> Tensor:
+    """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
+    if loss is not None:
+        return loss(output, batch).float()
+    logits = logits_of(model, output)
+    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+    return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over one sample's labelled positions."""
+    require(bool((labels != IGNORED).any()), "a calibration sample has no label: give samples of at least 2 tokens")
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
+
+
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """The logits in what a model returned.
+
+    Raises:
+        MoonshotError: there are none.
+    """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     require(
         isinstance(logits, Tensor),
         f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or set lam=1",
     )
-    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
-    scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
-    gradient = torch.empty_like(logits, requires_grad=False)
-    for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
-        require(bool((label != IGNORED).any()), "a calibration sample has no label: give samples of at least 2 tokens")
-        single = sample.float().requires_grad_(True)
-        with torch.enable_grad():
-            value = functional.cross_entropy(
-                single.reshape(-1, single.shape[-1]), label.reshape(-1), ignore_index=IGNORED
-            )
-        require(bool(torch.isfinite(value)), f"the calibration loss is {value.item()}: check the model's weights")
-        (step,) = torch.autograd.grad(value, single)
-        out.copy_(step * scale)
-    return logits, gradient
+    return logits
 
 
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`MoonshotPruner`, what a user calls: load → prune → save."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from .passes import Batch, Forward, called_by
 from .report import PruneReport
 from .run import Run
 from .saving import save_model
+from .sweep import Sweep, variants
+from .sweep_report import SweepEntry, SweepReport
 
+_INFERENCE_MODE = "torch.inference_mode() forbids gradients: prune outside of it"
 _NOT_PRUNED = "the model is not pruned yet: call pruner.prune(calibration) first"
 
 
@@ -45,6 +48,7 @@ class MoonshotPruner:
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = model, config, tokenizer, processor
         self.report: PruneReport | None = None
+        self._sweep: Sweep | None = None
 
     @classmethod
     def from_pretrained(
@@ -95,10 +99,64 @@ class MoonshotPruner:
         Raises:
             MoonshotError: bad data, layers or statistics; each message says what to do.
         """
-        require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: prune outside of it")
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        self._sweep = None  # its statistics are those of the dense model
         run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
         with called_by(self.model, forward):
             self.report = run.execute(calibration, resume_dir)
+        return self.report
+
+    def sweep(
+        self,
+        calibration: Any,
+        *,
+        lambdas: Sequence[float] | None = None,
+        sparsities: Sequence[float] | None = None,
+        patterns: Sequence[str] | None = None,
+        metric: str | Callable[[nn.Module], float] = "calibration",
+        maximize: bool = False,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+        work_dir: str | os.PathLike | None = None,
+    ) -> SweepReport:
+        """Prune in many ways on one calibration, and measure each; the model stays dense until `choose`.
+
+        The calibration passes run once, whatever the number of variants. Every variant equals `prune` with its λ,
+        sparsity and pattern.
+
+        Args:
+            calibration: as for `prune`.
+            lambdas: values of λ; None is 0, 0.1, 0.25, 0.5, 0.75, 0.9 and 1, as in the paper.
+            sparsities: in place of the configuration's; n:m patterns have their own.
+            patterns: in place of the configuration's.
+            metric: "calibration" is the perplexity (language models) or mean loss (others) on the calibration data, by
+                which the paper selects λ. Or a function of the model, in evaluation mode.
+            maximize: whether more of `metric` is better.
+            loss, forward, progress: as for `prune`.
+            work_dir: a folder for the variants' weights, which take the place of one model each in memory otherwise.
+                The same call after a kill goes on from there; `choose` empties it.
+
+        Raises:
+            MoonshotError: bad values, data, layers or statistics.
+        """
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        chosen = variants(self.config, lambdas, sparsities, patterns)
+        sweep = Sweep(self.model, chosen, self.tokenizer, loss, progress, self.processor)
+        with called_by(self.model, forward):
+            report = sweep.execute(calibration, metric, maximize, work_dir)
+        self._sweep = sweep
+        return report
+
+    def choose(self, entry: SweepEntry) -> PruneReport:
+        """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.
+
+        Raises:
+            MoonshotError: no sweep is left to choose from, or the entry is not of it.
+        """
+        require(self._sweep is not None, "no sweep to choose from: call pruner.sweep(calibration) first")
+        self.report = self._sweep.choose(entry)
+        self._sweep = None
         return self.report
 
     def compact(self) -> Compaction:

@@ -65,11 +65,9 @@ class Run:
 
     def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
         started = time.perf_counter()
-        self._check_model()
-        self.data = self._load(calibration)
-        self.storage = Storage(model_device(self.model), self.config.max_memory_bytes, self.config.offload_dir)
+        self._prepare(calibration)
         self.results = self._results(resume_dir)
-        self.notes += [*self.results.notes, *(self.data.notes if self.data else ())]
+        self.notes += self.results.notes
         recovery = self._recovery()
         bar = tqdm(total=len(self.layers), desc="pruning", unit="layer", disable=not self.progress)
         try:
@@ -89,6 +87,13 @@ class Run:
         self.results.commit(self.layers)
         self.results.discard()
         return self._finish(time.perf_counter() - started)
+
+    def _prepare(self, calibration: Any) -> None:
+        """Check the model and read the data."""
+        self._check_model()
+        self.data = self._load(calibration)
+        self.notes += self.data.notes if self.data else ()
+        self.storage = Storage(model_device(self.model), self.config.max_memory_bytes, self.config.offload_dir)
 
     def _structure(self) -> Structure:
         """What to prune and by which patterns, without the layers that theirs does not fit."""
@@ -180,12 +185,13 @@ class Run:
         digest = self.data.digest if self.data else ""
         return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers))
 
-    def _allocate(self) -> None:
-        """OWL's or AlphaPruning's patterns, by the dense model; OWL takes a forward pass of its own."""
+    def _allocate(self, squares: dict[str, Tensor] | None = None) -> None:
+        """OWL's or AlphaPruning's patterns, by the dense model; OWL takes a forward pass of its own for `squares`."""
         unfinished = any(layer not in self.results for layer in self.layers)
         if self.config.allocation not in ("owl", "alpha") or not unfinished:
             return
-        squares = self._input_squares() if self.config.allocation == "owl" else {}
+        if squares is None:
+            squares = self._input_squares() if self.config.allocation == "owl" else {}
         blocks = [block.layers for block in self.structure.blocks if block.layers]
         self.patterns, note = allocate(self.config, [*blocks, *((layer,) for layer in self.structure.outside)], squares)
         self.notes.append(note)
@@ -338,17 +344,9 @@ class Run:
         return report, weight
 
     def _finish(self, seconds: float) -> PruneReport:
-        data = self.data
         if self.storage.spilled:
             self.notes.append(f"{self.storage.spilled / 2**30:.2f} GiB of caches went to {self.config.offload_dir}")
-        calibration = None
-        if data is not None:
-            calibration = {
-                "source": data.source,
-                "num_samples": data.num_samples,
-                "sequence_length": data.sequence_length,
-                "digest": data.digest,
-            }
+        calibration = None if self.data is None else self.data.describe()
         layers = [self.results.reports[layer.name] for layer in self.layers]
         report = PruneReport(
             config=self.config.to_dict(),

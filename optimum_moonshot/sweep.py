@@ -1,0 +1,229 @@
+"""Many variants of a pruning on one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
+
+The statistics of a layer depend on none of them. Each layer is visited once and solved by every variant while its
+statistics are alive; the model stays dense, and takes each variant's weights only while the metric is measured.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .config import MoonshotConfig
+from .errors import MoonshotError, require
+from .layers import PrunableLayer
+from .losses import is_causal, sample_losses
+from .passes import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
+from .report import PruneReport, versions
+from .results import Results
+from .run import Run
+from .sweep_report import SweepEntry, SweepReport
+
+# Both ends, the single objectives, and what the paper's ablation tries between them.
+LAMBDAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def variants(
+    config: MoonshotConfig,
+    lambdas: Sequence[float] | None,
+    sparsities: Sequence[float] | None,
+    patterns: Sequence[str] | None,
+) -> list[MoonshotConfig]:
+    """`config` with every combination of what is given; None keeps the configuration's own, and `LAMBDAS`.
+
+    Raises:
+        MoonshotError: an empty or repeated list, a value out of range, or an option that a sweep cannot share.
+    """
+    require(not config.recompute, "recompute=True: statistics on pruned layers differ by variant; sweep without it")
+    require(config.recover is None, f"recover={config.recover!r}: sweep without it, and recover the chosen model")
+    lambdas = LAMBDAS if lambdas is None else lambdas
+    patterns = (config.pattern,) if patterns is None else patterns
+    own = (config.sparsity,) if sparsities is None else sparsities
+    for name, values in (("lambdas", lambdas), ("sparsities", own), ("patterns", patterns)):
+        listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        require(listed, f"{name}={values!r}: give a list")
+        require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
+    settings = [(p, s) for p in patterns for s in ((None,) if isinstance(p, str) and ":" in p else own)]
+    return [
+        dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
+        for (pattern, sparsity), lam in itertools.product(settings, lambdas)
+    ]
+
+
+class Sweep:
+    """One call of `MoonshotPruner.sweep`.
+
+    Args:
+        model: stays dense.
+        variants: configurations that differ in λ, sparsity and pattern alone.
+        tokenizer, loss, progress, processor: as for `Run`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variants: list[MoonshotConfig],
+        tokenizer: Any,
+        loss: Callable | None,
+        progress: bool,
+        processor: Any = None,
+    ):
+        options = (tokenizer, loss, progress, processor)
+        self.model, self.progress = model, progress
+        self.runs = [Run(model, variant, *options) for variant in variants]
+        # The run whose passes all share: the smallest λ needs every statistic that the others do.
+        self.lead = Run(model, min(variants, key=lambda variant: variant.lam), *options)
+        for run in self.runs:
+            others = {layer.name for layer in self.lead.layers} ^ {layer.name for layer in run.layers}
+            require(
+                not others,
+                f"patterns: {run.config.pattern!r} does not fit the same layers as {self.lead.config.pattern!r}: "
+                f"{', '.join(sorted(others)[:3])}; ignore these, or sweep the patterns one by one",
+            )
+        self.entries: list[SweepEntry] = []
+
+    def execute(
+        self, calibration: Any, metric: str | Callable[[nn.Module], float], maximize: bool, work_dir: Any
+    ) -> SweepReport:
+        """Calibrate, solve and measure."""
+        started = time.perf_counter()
+        require(
+            metric == "calibration" or callable(metric),
+            f'metric={metric!r}: give "calibration" or a function of the model',
+        )
+        lead = self.lead
+        lead._prepare(calibration)
+        require(lead.data is not None, "calibration=None: a sweep compares variants on calibration data; give some")
+        self._share(work_dir)
+        name, measure = self._metric(metric)
+        try:
+            with evaluation_mode(self.model), torch.no_grad():
+                dense = float(measure(self.model))
+            self._solve()
+        except torch.OutOfMemoryError as error:
+            raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
+        for run in tqdm(self.runs, desc="measuring", unit="variant", disable=not self.progress):
+            self.entries.append(self._measure(run, measure))
+        seconds = time.perf_counter() - started
+        spent = sum(entry.seconds for entry in self.entries)
+        config = {k: v for k, v in lead.config.to_dict().items() if k not in ("lam", "pattern", "sparsity")}
+        return SweepReport(
+            solver=lead.config.solver,
+            metric=name,
+            maximize=maximize,
+            dense=dense,
+            entries=self.entries,
+            config=config,
+            calibration=lead.data.describe(),
+            seconds={"calibration": seconds - spent, "variants": spent, "total": seconds},
+            versions=versions(),
+        )
+
+    def _share(self, work_dir: str | os.PathLike | None) -> None:
+        """Give every run the lead's data, and results of its own."""
+        lead = self.lead
+        for run in self.runs:
+            run.data, run.storage, run.notes = lead.data, lead.storage, list(lead.notes)
+            folder = None if work_dir is None else Path(work_dir) / _folder(run.config)
+            run.results = run._results(folder)
+        lead.results = _Together([run.results for run in self.runs])
+
+    def _solve(self) -> None:
+        bar = tqdm(total=len(self.lead.layers), desc="pruning", unit="layer", disable=not self.progress)
+        with frozen(self.model), bar:
+            squares = self.lead._input_squares() if self.lead.config.allocation == "owl" else {}
+            for run in self.runs:
+                run._allocate(squares)
+            for layer, statistics in self.lead._statistics():
+                bar.set_postfix_str(layer.name)
+                for run in self.runs:
+                    if layer not in run.results:
+                        run.results.put(*run._solve(layer, statistics))
+                bar.update(1)
+
+    def _metric(self, metric: str | Callable[[nn.Module], float]) -> tuple[str, Callable[[nn.Module], float]]:
+        """The metric's name, and how to measure it."""
+        if callable(metric):
+            return getattr(metric, "__name__", "metric").strip("<>").replace("_", " "), metric
+        causal = is_causal(self.model) and self.lead.loss is None
+
+        def calibration(model: nn.Module) -> float:
+            value = mean_loss(self.lead)
+            return math.exp(min(value, 700.0)) if causal else value
+
+        return "calibration perplexity" if causal else "calibration loss", calibration
+
+    def _measure(self, run: Run, measure: Callable[[nn.Module], float]) -> SweepEntry:
+        started = time.perf_counter()
+        with applied(run.results, run.layers), evaluation_mode(self.model), torch.no_grad():
+            value = float(measure(self.model))
+        losses = [run.results.reports[layer.name].loss for layer in run.layers]
+        known = [loss for loss in losses if loss is not None]
+        return SweepEntry(
+            pattern=run.config.pattern,
+            sparsity=run.config.sparsity if run.config.sparsity is not None else run.config.parsed_pattern.sparsity,
+            lam=run.config.lam,
+            metric=value,
+            loss=sum(known) / len(known) if known else math.nan,
+            seconds=time.perf_counter() - started + run.solving,
+        )
+
+    def choose(self, entry: SweepEntry) -> PruneReport:
+        """Write one variant into the model."""
+        require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
+        run = self.runs[self.entries.index(entry)]
+        run.results.commit(run.layers)
+        for each in self.runs:
+            each.results.discard()
+        return run._finish(entry.seconds)
+
+
+class _Together:
+    """What all variants have: a layer is done when each of them has its result."""
+
+    def __init__(self, results: list[Results]):
+        self.results = results
+
+    def __contains__(self, layer: PrunableLayer) -> bool:
+        return all(layer in results for results in self.results)
+
+
+@contextmanager
+def applied(results: Results, layers: list[PrunableLayer]) -> Iterator[None]:
+    """The model with the results' weights; dense again on exit."""
+    dense = {}
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                dense[layer.name] = layer.matrix.to("cpu", copy=True)
+                layer.assign(results.weight(layer).to(layer.parameter.device))
+        yield
+    finally:
+        with torch.no_grad():
+            for layer in layers:
+                if layer.name in dense:
+                    layer.assign(dense[layer.name].to(layer.parameter.device))
+
+
+def mean_loss(run: Run) -> float:
+    """The mean over the calibration samples of ℓ_n, of the model as it stands."""
+    total, count = 0.0, 0
+    for batch in run.data.batches:
+        batch = to_device(batch, model_device(run.model))
+        total += float(sample_losses(run.model, run_model(run.model, batch), batch, run.loss).sum())
+        count += batch_size(batch)
+    return total / count
+
+
+def _folder(config: MoonshotConfig) -> str:
+    sparsity = "" if config.sparsity is None else f"-{config.sparsity:g}"
+    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{config.lam:g}"

@@ -1,0 +1,239 @@
+"""What a sweep over λ, sparsities and patterns measured: a table, CSV, JSON, and two plots.
+
+Reports of several seeds are read together: every figure then is a mean with its standard error.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import require, writing
+
+REPORT_NAME = "sweep.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepEntry:
+    """One variant: pattern, sparsity and λ, with what was measured of it."""
+
+    pattern: str
+    sparsity: float
+    lam: float
+    metric: float
+    loss: float  # mean over the layers of L_λ(W), 0 dense to 1 empty
+    seconds: float  # of solving and measuring
+
+
+class Mean(NamedTuple):
+    """A mean over seeds with its standard error, 0 for one seed."""
+
+    value: float
+    error: float
+
+
+@dataclasses.dataclass
+class SweepReport:
+    """All variants of one sweep, in the order in which they were asked for."""
+
+    solver: str
+    metric: str  # what `SweepEntry.metric` is, such as "calibration perplexity"
+    maximize: bool  # whether more of it is better
+    dense: float  # the metric of the dense model
+    entries: list[SweepEntry]
+    config: dict[str, Any]  # what all variants share
+    calibration: dict[str, Any] | None
+    seconds: dict[str, float]  # calibration, variants, total
+    versions: dict[str, str]
+
+    def settings(self) -> list[tuple[str, float]]:
+        """Every (pattern, sparsity) once."""
+        return list(dict.fromkeys((entry.pattern, entry.sparsity) for entry in self.entries))
+
+    def best(self, pattern: str | None = None, sparsity: float | None = None) -> SweepEntry:
+        """The entry with the best metric of one pattern and sparsity; the larger λ where two are equal.
+
+        Args:
+            pattern: needed where several were swept.
+            sparsity: likewise.
+
+        Raises:
+            MoonshotError: no such entry, or several patterns or sparsities are left to choose between.
+        """
+        found = [
+            entry
+            for entry in self.entries
+            if (pattern is None or entry.pattern == pattern)
+            and (sparsity is None or math.isclose(entry.sparsity, sparsity))
+        ]
+        left = dict.fromkeys((entry.pattern, entry.sparsity) for entry in found)
+        require(bool(left), f"pattern={pattern!r}, sparsity={sparsity}: the sweep has {self.settings()}")
+        require(len(left) == 1, f"best of what? Give pattern= and sparsity= of one of {list(left)}")
+        known = [entry for entry in found if not math.isnan(entry.metric)]
+        require(bool(known), f"pattern={pattern!r}, sparsity={sparsity}: the metric is NaN for every λ")
+        return max(known, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
+
+    def table(self) -> str:
+        """For people: a row per λ, a column per pattern and sparsity, the best of each marked."""
+        return table([self])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; `from_dict` is its inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SweepReport:
+        return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> SweepReport:
+        """Read what `save` wrote, from the file or its folder."""
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
+        save_all([self], folder)
+        with writing("output", Path(folder)):
+            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+            (Path(folder) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def means(reports: Sequence[SweepReport]) -> dict[tuple[str, float, float], Mean]:
+    """(pattern, sparsity, λ) → the metric over the reports, which must be sweeps of the same variants.
+
+    Raises:
+        MoonshotError: none given, or they differ in more than the seed.
+    """
+    require(len(reports) > 0, "reports: none given")
+    keys = [(entry.pattern, entry.sparsity, entry.lam) for entry in reports[0].entries]
+    for report in reports[1:]:
+        same = (report.solver, report.metric) == (reports[0].solver, reports[0].metric)
+        same = same and [(entry.pattern, entry.sparsity, entry.lam) for entry in report.entries] == keys
+        require(same, "reports: they are not of the same solver, metric and variants")
+    values = zip(*([entry.metric for entry in report.entries] for report in reports), strict=True)
+    return dict(zip(keys, map(mean, values), strict=True))
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Mean and standard error."""
+    values = list(values)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Mean(statistics.fmean(values), error)
+
+
+def choice(reports: Sequence[SweepReport], pattern: str, sparsity: float) -> float:
+    """The λ with the best mean of one pattern and sparsity; the larger one where two are equal."""
+    found = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
+    return max(found, key=lambda lam: (found[lam] if reports[0].maximize else -found[lam], lam))
+
+
+def table(reports: Sequence[SweepReport]) -> str:
+    """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
+    found, first = means(reports), reports[0]
+    settings, lambdas = first.settings(), list(dict.fromkeys(entry.lam for entry in first.entries))
+    best = {setting: choice(reports, *setting) for setting in settings}
+    rows = [["λ", *(label(*setting) for setting in settings)]]
+    for lam in lambdas:
+        row = [f"{lam:g}"]
+        for setting in settings:
+            value = found[(*setting, lam)]
+            spread = f" ± {value.error:.2g}" if len(reports) > 1 else ""
+            row.append(f"{value.value:.4g}{spread}{'*' if best[setting] == lam else ' '}")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    dense = mean([report.dense for report in reports]).value
+    return "\n".join([f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ", *lines])
+
+
+def label(pattern: str, sparsity: float) -> str:
+    """How a table or a plot calls a pattern with its sparsity."""
+    names = {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}
+    return names.get(pattern, pattern)
+
+
+def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
+    """sweep.csv with every entry of every report, and the plots of their means."""
+    folder = Path(folder)
+    with writing("output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
+            fields = [field.name for field in dataclasses.fields(SweepEntry)]
+            writer = csv.DictWriter(file, ["solver", "seed", *fields])
+            writer.writeheader()
+            for report in reports:
+                for entry in report.entries:
+                    shared = {"solver": report.solver, "seed": report.config["seed"]}
+                    writer.writerow({**shared, **dataclasses.asdict(entry)})
+        plot_by_lambda(reports, folder / "metric_by_lambda.png")
+        if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:
+            plot_by_sparsity(reports, folder / "metric_by_sparsity.png")
+
+
+def plot_by_lambda(reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
+    """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked."""
+    figure, axes = _axes("λ (1: reconstruction alone, 0: Fisher alone)", reports[0].metric)
+    found = means(reports)
+    for pattern, sparsity in reports[0].settings():
+        points = sorted((lam, m) for (p, s, lam), m in found.items() if (p, s) == (pattern, sparsity))
+        line = _line(axes, points, label(pattern, sparsity))
+        ends = [(lam, m.value) for lam, m in points if lam in (0.0, 1.0)]
+        axes.scatter(*zip(*ends, strict=True), s=90, facecolors="none", edgecolors=line, zorder=3) if ends else None
+        best = choice(reports, pattern, sparsity)
+        axes.scatter([best], [dict(points)[best].value], marker="*", s=140, color=line, zorder=4)
+    axes.scatter([], [], s=90, facecolors="none", edgecolors="grey", label="one objective")
+    axes.scatter([], [], marker="*", s=140, color="grey", label="best λ")
+    _finish(figure, axes, reports, path)
+
+
+def plot_by_sparsity(reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
+    """The metric against unstructured sparsity: the best λ of each and λ = 1, the baseline, with standard errors."""
+    figure, axes = _axes("sparsity", reports[0].metric)
+    found = means(reports)
+    sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
+    best = {s: choice(reports, "unstructured", s) for s in sparsities}
+    baseline = [(s, found["unstructured", s, 1.0]) for s in sparsities if ("unstructured", s, 1.0) in found]
+    if baseline:
+        _line(axes, baseline, f"{reports[0].solver}, λ = 1")
+    _line(axes, [(s, found["unstructured", s, best[s]]) for s in sparsities], f"MOONSHOT-{reports[0].solver}, best λ")
+    for s in sparsities:
+        place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+        axes.annotate(f"λ={best[s]:g}", (s, found["unstructured", s, best[s]].value), **place)
+    axes.axhline(mean([report.dense for report in reports]).value, color="grey", linestyle=":", label="dense")
+    _finish(figure, axes, reports, path)
+
+
+def _axes(x: str, y: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # no pyplot: a caller's figures and backend stay as they are
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _line(axes: Any, points: list[tuple[float, Mean]], name: str) -> str:
+    """A line with error bars; returns its colour."""
+    xs, ys, errors = [x for x, _ in points], [m.value for _, m in points], [m.error for _, m in points]
+    return axes.errorbar(xs, ys, yerr=errors if any(errors) else None, marker="o", capsize=3, label=name)[0].get_color()
+
+
+def _finish(figure: Any, axes: Any, reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
+    values = [value.value for value in means(reports).values()]
+    if not reports[0].maximize and min(values) > 0 and max(values) > 8 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    seeds = f", mean ± standard error of {len(reports)} seeds" if len(reports) > 1 else ""
+    axes.set_title(f"{reports[0].solver}{seeds}", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,200 @@
+"""A sweep equals separate runs, measures what it says, and leaves the model dense until a variant is chosen."""
+
+import csv
+import math
+
+import pytest
+import torch
+from models import make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.sweep_report import SweepEntry, SweepReport, choice, means, save_all, table
+
+LAMBDAS = (0.5, 1.0)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def config(**changes):
+    return MoonshotConfig(**{"sparsity": 0.5, "num_samples": 6, "sequence_length": 12, "batch_size": 2, **changes})
+
+
+def sweep(model=None, changes=None, **arguments):
+    pruner = MoonshotPruner(model or make("llama"), config(**(changes or {})))
+    given = {"lambdas": LAMBDAS, "progress": False, **arguments}
+    return pruner, pruner.sweep(token_batches(), **given)
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
+def test_every_variant_equals_a_run_of_its_own(solver):
+    pruner, report = sweep(changes={"solver": solver}, sparsities=[0.5, 0.75], patterns=["unstructured", "2:4"])
+    assert len(report.entries) == 2 * (2 + 1)
+    for entry in report.entries:
+        alone = MoonshotPruner(
+            make("llama"), config(solver=solver, pattern=entry.pattern, sparsity=entry.sparsity, lam=entry.lam)
+        )
+        alone.prune(token_batches(), progress=False)
+        run = pruner._sweep.runs[report.entries.index(entry)]
+        for layer in run.layers:
+            expected = alone.model.get_submodule(layer.name).weight
+            torch.testing.assert_close(run.results.weight(layer), expected, rtol=1e-4, atol=1e-6)
+        losses = [layer.loss for layer in alone.report.layers]
+        assert entry.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+
+
+def test_calibration_perplexity_is_that_of_the_calibration_windows():
+    pruner, report = sweep()
+    assert report.metric == "calibration perplexity"
+    batches = token_batches()
+
+    def by_hand(model):
+        total = 0.0
+        for batch in batches:
+            for ids in batch["input_ids"]:
+                with torch.no_grad():
+                    total += model(input_ids=ids[None], labels=ids[None]).loss.item()
+        return math.exp(total / 6)
+
+    pruner.model.eval()
+    assert report.dense == pytest.approx(by_hand(pruner.model), rel=1e-5)
+    best = report.best()
+    pruner.choose(best)
+    assert best.metric == pytest.approx(by_hand(pruner.model), rel=1e-5)
+
+
+def test_the_model_stays_dense_until_one_is_chosen(tmp_path):
+    model = make("llama").train()
+    before = weights(model)
+    pruner, report = sweep(model)
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items()) and model.training
+    with pytest.raises(MoonshotError, match="not pruned yet"):
+        pruner.save_pretrained(tmp_path)
+    chosen = report.entries[0]
+    assert pruner.choose(chosen).config["lam"] == chosen.lam
+    assert pruner.report.sparsity == pytest.approx(0.5, abs=0.01)
+    pruner.save_pretrained(tmp_path / "out")
+    with pytest.raises(MoonshotError, match="sweep"):
+        pruner.choose(chosen)
+
+
+def test_a_function_can_be_the_metric():
+    seen = []
+
+    def zero_share(model):
+        assert not model.training and not torch.is_grad_enabled()
+        seen.append(float((model.model.layers[0].mlp.up_proj.weight == 0).float().mean()))
+        return seen[-1]
+
+    _, report = sweep(lambdas=[1.0], sparsities=[0.25, 0.75], metric=zero_share, maximize=True)
+    assert [entry.metric for entry in report.entries] == seen[1:] and report.dense == seen[0] == 0
+    assert seen[1:] == pytest.approx([0.25, 0.75], abs=0.01)
+    assert report.metric == "zero share"
+
+
+def test_a_killed_sweep_goes_on(tmp_path, monkeypatch):
+    from optimum_moonshot.solvers.sparsegpt import SparseGPT
+
+    _, expected = sweep()
+    real, countdown = SparseGPT.solve, [9]
+
+    def solve(self, *arguments):
+        countdown[0] -= 1
+        if countdown[0] < 0:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(SparseGPT, "solve", solve)
+    model = make("llama")
+    before = weights(model)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(model, work_dir=tmp_path / "work")
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    calls = []
+    monkeypatch.setattr(SparseGPT, "solve", lambda self, *arguments: calls.append(1) or real(self, *arguments))
+    pruner, report = sweep(model, work_dir=tmp_path / "work")
+    assert len(calls) == len(LAMBDAS) * len(pruner._sweep.lead.layers) - 9
+    assert [entry.metric for entry in report.entries] == pytest.approx([e.metric for e in expected.entries], rel=1e-6)
+    pruner.choose(report.best())
+    assert not any((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize("place", ["solve", "measure"])
+def test_a_failure_leaves_the_model_as_it_was(place, monkeypatch):
+    model = make("llama").train()
+    before = weights(model)
+
+    def fail(*_):
+        raise KeyError("boom")
+
+    if place == "solve":
+        monkeypatch.setattr("optimum_moonshot.solvers.sparsegpt.SparseGPT.solve", fail)
+    calls = iter([lambda model: 1.0, fail])
+    metric = "calibration" if place == "solve" else lambda model: next(calls)(model)
+    with pytest.raises(KeyError):
+        sweep(model, metric=metric)
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items()) and model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lambdas": []}, "lambdas"),
+        ({"lambdas": [0.5, 0.5]}, "twice"),
+        ({"lambdas": [1.5]}, "lam=1.5"),
+        ({"sparsities": 0.5}, "sparsities"),
+        ({"patterns": "2:4"}, "patterns"),
+        ({"patterns": ["2:4", "7:5"]}, "7:5"),
+        ({"metric": "accuracy"}, "metric"),
+        ({"changes": {"recover": "blockwise"}}, "recover"),
+        ({"changes": {"recompute": True}}, "recompute"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(MoonshotError, match=message):
+        sweep(**arguments)
+
+
+def test_a_sweep_needs_data():
+    with pytest.raises(MoonshotError, match="calibration"):
+        MoonshotPruner(make("llama"), config(solver="magnitude")).sweep(None, progress=False)
+
+
+def report(seed=0, maximize=False, lambdas=(0.0, 0.5, 1.0), sparsities=(0.5, 0.7)):
+    entries = [
+        SweepEntry("unstructured", s, lam, 10 * s + (lam - 0.5) ** 2 + 0.1 * seed, 0.1, 1.0)
+        for s in sparsities
+        for lam in lambdas
+    ]
+    return SweepReport("wanda", "perplexity", maximize, 4.0, entries, {"seed": seed}, None, {"total": 1.0}, {})
+
+
+def test_the_best_is_the_smallest_or_the_largest():
+    assert report().best(sparsity=0.7).lam == 0.5
+    assert report(maximize=True).best(sparsity=0.7).lam == 1.0  # 0 and 1 tie: the larger λ
+    with pytest.raises(MoonshotError, match="best of what"):
+        report().best()
+    with pytest.raises(MoonshotError, match="the sweep has"):
+        report().best(pattern="2:4")
+
+
+def test_seeds_give_means_and_standard_errors():
+    found = means([report(0), report(1), report(2)])["unstructured", 0.5, 0.5]
+    assert found.value == pytest.approx(5.1) and found.error == pytest.approx(0.1 / math.sqrt(3))
+    assert choice([report(0), report(1)], "unstructured", 0.5) == 0.5
+    assert "5.1 ± 0.058*" in table([report(0), report(1), report(2)])
+    with pytest.raises(MoonshotError, match="reports"):
+        means([report(), report(lambdas=(0.0, 1.0))])
+
+
+def test_reports_are_saved_and_read_again(tmp_path):
+    report().save(tmp_path)
+    assert SweepReport.load(tmp_path) == report()
+    with open(tmp_path / "sweep.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 and float(rows[0]["metric"]) == report().entries[0].metric and rows[0]["seed"] == "0"
+    save_all([report(0), report(1)], tmp_path / "both")
+    for name in ("metric_by_lambda.png", "metric_by_sparsity.png"):
+        assert (tmp_path / "both" / name).stat().st_size > 10_000
