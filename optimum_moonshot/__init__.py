@@ -1,12 +1,14 @@
 """One-shot pruning with two objectives at once (MOONSHOT, arXiv 2604.13287).
 
 Names are imported when they are first used, so that `optimum-cli`, which imports this package on every call, starts
-without torch.
+without torch. The import also makes `AutoModelForCausalLM.from_pretrained` read packed checkpoints and take a
+`MoonshotConfig` as `quantization_config`; see registration.py for how without importing transformers.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
+from .registration import register_soon
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
     from .evaluation import accuracy, perplexity
     from .functional import prune_weight
     from .integrations.trainer import MoonshotCallback
+    from .loading import load_pruned
     from .masks import keep_sparsity
     from .pruner import MoonshotPruner
     from .report import LayerReport, PruneReport
+    from .saving import convert
     from .solvers import register_solver
     from .sweep_report import SweepReport
     from .zeroshot import zero_shot
@@ -35,7 +39,9 @@ __all__ = [
     "__version__",
     "accuracy",
     "compact_model",
+    "convert",
     "keep_sparsity",
+    "load_pruned",
     "perplexity",
     "prune_weight",
     "register_solver",
@@ -53,7 +59,9 @@ _MODULES = {
     "SweepReport": "sweep_report",
     "accuracy": "evaluation",
     "compact_model": "compact",
+    "convert": "saving",
     "keep_sparsity": "masks",
+    "load_pruned": "loading",
     "perplexity": "evaluation",
     "prune_weight": "functional",
     "register_solver": "solvers",
@@ -71,3 +79,6 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted({*globals(), *__all__})
+
+
+register_soon()

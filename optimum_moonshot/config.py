@@ -62,9 +62,13 @@ class MoonshotConfig:
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
         recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
             surviving weights; it falls to 0 along a cosine.
+        calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
+            ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))`` prunes while loading. It
+            is no part of `to_dict`, nor of the equality of two configurations.
     """
 
     VERSION: ClassVar[int] = 1
+    quant_method: ClassVar[str] = "moonshot"  # under which transformers finds the quantizer of integrations
 
     solver: str = "sparsegpt"
     pattern: str = "unstructured"
@@ -91,6 +95,7 @@ class MoonshotConfig:
     recover: str | None = None
     recover_steps: int = 150
     recover_lr: float = 0.05
+    calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         solver = solver_class(self.solver)
@@ -193,9 +198,13 @@ class MoonshotConfig:
             return float(self.lam)
         return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
 
+    def __deepcopy__(self, memo: dict) -> "MoonshotConfig":
+        """Itself: nothing in it changes, and calibration data may be large, or an iterator that cannot be copied."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types, with the version of this format."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """As JSON types, with the version of this format; without `calibration`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         values["allocation"] = dict(self.allocation) if isinstance(self.allocation, dict) else self.allocation
         return {"version": self.VERSION, **values}

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
+from .checkpoint import model_class
 from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
@@ -64,11 +64,7 @@ class MoonshotPruner:
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
         loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
         model = loader.from_pretrained(name_or_path, **model_kwargs)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, **shared)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None  # image models have none; text calibration then says so
-        return cls(model, config, tokenizer, load_processor(model, name_or_path, **shared))
+        return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def prune(
         self,
@@ -85,7 +81,8 @@ class MoonshotPruner:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
                 `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an
                 image model a folder with a sub-folder of images per class, Parquet, a Hub name or a `Dataset` with a
-                column of images. Magnitude pruning does without; given some, it reports losses.
+                column of images. None is `config.calibration`. Magnitude pruning does without data; given some, it
+                reports losses.
             loss: (model output, inputs) → [B] losses, in place of the cross-entropy that the Fisher loss starts from.
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
                 for a plain module whose parameters have other names).
@@ -102,8 +99,9 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
+        data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report = run.execute(calibration, resume_dir)
+            self.report = run.execute(data, resume_dir)
         return self.report
 
     def sweep(
@@ -175,22 +173,32 @@ class MoonshotPruner:
         self.model.config.moonshot = {**record, "compaction": self.report.compaction}
         return done
 
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write the pruned model, its tokenizer or image processor, and the report; loads in plain `from_pretrained`.
+    def save_pretrained(self, directory: str | os.PathLike, format: str = "dense", **options: Any) -> None:
+        """Write the pruned model, its tokenizer or image processor, and the report.
 
-        The files appear in `directory` only when all are written.
+        The files appear in `directory` only when all are written; weights of another model there are removed.
+
+        Args:
+            directory: a folder, made if need be.
+            format: "dense" loads in plain `from_pretrained` anywhere. "packed" stores the values that survive and one
+                bit per weight (2:4 in 16 bits: 9/16 of the bytes); `from_pretrained` reads it after
+                ``import optimum_moonshot``.
+            options: of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:
-            MoonshotError: nothing was pruned yet, or the folder cannot be written.
+            MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
+                not n:m any more.
         """
         require(self.report is not None, _NOT_PRUNED)
-        save_model(self.model, (self.tokenizer, self.processor), self.report, directory)
+        save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
 
 
-def model_class(config: Any) -> type:
-    """The transformers class that a configuration names."""
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    return getattr(transformers, architecture, AutoModelForCausalLM)
+def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
+    """A model's tokenizer; None where there is none, as for image models: text calibration then says so."""
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, **options)
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:

@@ -1,58 +1,101 @@
-"""Write a pruned model as a plain dense checkpoint: all of it or nothing."""
+"""Write a pruned model as a checkpoint, dense or packed, with its report and model card: all of it or nothing."""
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from .errors import require, writing
-from .report import PruneReport
-
-# Weight files of an earlier save would be loaded in place of, or next to, the new ones.
-_WEIGHT_FILES = (
-    "model*.safetensors",
-    "model*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
+from .checkpoint import (
+    check_format,
+    checkpoint_format,
+    model_class,
+    pack_files,
+    pruned_layers,
+    unpack_files,
 )
+from .errors import MoonshotError, require
+from .report import PruneReport
+from .staging import is_weights, staged
 
 
-def save_model(model: nn.Module, processors: Iterable[Any], report: PruneReport, directory: str | os.PathLike) -> None:
+def save_model(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport,
+    directory: str | os.PathLike,
+    format: str = "dense",
+    **options: Any,
+) -> None:
     """Model, tokenizer or processor, and report in `directory`; the files appear there only when all are written.
 
     Of a plain module, the weights go to model.safetensors.
 
+    Args:
+        format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
+        options: of the model's `save_pretrained`, such as `max_shard_size`.
+
     Raises:
-        MoonshotError: the folder cannot be written, or the disk is full.
+        MoonshotError: the folder cannot be written, the disk is full, or a layer is not n:m any more.
     """
-    directory = Path(directory)
-    require(not directory.is_file(), f"directory={str(directory)!r} is a file: give a folder")
-    with writing("directory", directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
-            if hasattr(model, "save_pretrained"):
-                model.save_pretrained(staging)
-            else:
-                safetensors.torch.save_model(model, str(Path(staging) / "model.safetensors"))
-            for processor in processors:
-                if hasattr(processor, "save_pretrained"):
-                    processor.save_pretrained(staging)
-            report.save(staging)
-            _move(Path(staging), directory)
+    check_format(format)
+    plain = not hasattr(model, "save_pretrained")
+    require(not plain or format == "dense", f"format='packed': {type(model).__name__} is no PreTrainedModel; use 'dense'")
+    with staged("directory", directory) as staging:
+        if plain:
+            safetensors.torch.save_model(model, str(staging / "model.safetensors"))
+        else:
+            model.save_pretrained(staging, **options)
+        if format == "packed":
+            pack_files(staging, staging, pruned_layers(model))
+        for processor in processors:
+            if hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(staging)
+        report.save(staging)
 
 
-def _move(staging: Path, directory: Path) -> None:
-    for pattern in _WEIGHT_FILES:
-        for stale in directory.glob(pattern):
-            if not (staging / stale.name).exists():
-                stale.unlink()
-    for path in sorted(staging.iterdir()):
-        target = directory / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(path, target)
+def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
+    """Write a pruned checkpoint in the other format; everything else in its folder is copied.
+
+    Args:
+        source: folder of a checkpoint that this package pruned.
+        output: folder of the new one; may be the same.
+        format: "dense" or "packed".
+        loading: for the configuration, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+    """
+    check_format(format)
+    folder = Path(source)
+    require(checkpoint_format(folder) != format, f"{source} is a {format} checkpoint already")
+    layers = _skeleton_layers(folder, loading) if format == "packed" else None
+    inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
+    entries = [path for path in folder.iterdir() if path.resolve() not in inside]
+    with staged("output", output) as staging:
+        for path in entries:
+            if path.is_dir() and not path.name.startswith("."):
+                shutil.copytree(path, staging / path.name)
+            elif path.is_file() and not is_weights(path):
+                shutil.copy2(path, staging)
+        if layers is None:
+            unpack_files(folder, staging)
+        else:
+            pack_files(folder, staging, layers)
+
+
+def _skeleton_layers(folder: Path, loading: dict[str, Any]):
+    """What is pruned in a checkpoint, from its model without weights."""
+    try:
+        config = AutoConfig.from_pretrained(folder, **loading)
+    except (OSError, ValueError, KeyError) as error:
+        raise MoonshotError(f"{folder}: its model is unknown to transformers ({error})") from error
+    cls = model_class(config)
+    with torch.device("meta"):
+        model = cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)
+    return pruned_layers(model)

@@ -18,7 +18,7 @@ from optimum_moonshot.solvers import solver_class, solver_names
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "demo_model"
-WITHOUT_OPTION: set[str] = set()  # fields of MoonshotConfig that only Python code can set
+WITHOUT_OPTION = {"calibration"}  # fields of MoonshotConfig that only Python code can set
 
 
 def parse(*argv):
@@ -141,7 +141,7 @@ def test_output_folder_is_not_overwritten_unasked(capsys, tmp_path):
 
 def test_model_is_not_pruned_into_its_own_folder(capsys):
     status, lines = failure(capsys, "prune", DEMO, "--pattern", "2:4", "--output", DEMO, "--overwrite")
-    assert status == 2 and len(lines) == 1 and "the model to prune" in lines[0]
+    assert status == 2 and len(lines) == 1 and "the model's own folder" in lines[0]
 
 
 @pytest.mark.parametrize("argv", [["prune", "--pattern", "2:4", "--output", "out"], ["eval", "--dataset", "ptb"]])
@@ -251,3 +251,26 @@ def test_structured_pruning_and_compaction_end_to_end(capsys, tmp_path):
     assert "not compacted: nothing to compact" in capsys.readouterr().out
     report = json.loads((tmp_path / "same" / "moonshot_report.json").read_text(encoding="utf-8"))
     assert any("not compacted" in note for note in report["notes"])
+
+
+def test_prune_packed_and_convert(capsys, tmp_path):
+    packed, dense = tmp_path / "packed", tmp_path / "packed-dense"
+    options = ["--solver", "magnitude", "--pattern", "2:4", "--format", "packed", "--device", "cpu"]
+    main([str(part) for part in ("prune", DEMO, "--output", packed, *options)])
+    capsys.readouterr()
+    main(["convert", str(packed), "--format", "dense"])
+    printed = capsys.readouterr().out
+    assert f"saved       {dense}" in printed and "weights" in printed
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (packed, dense)]
+    assert sizes[0] < 0.8 * sizes[1]
+    main(["convert", str(dense), "--format", "packed", "--output", str(tmp_path / "again")])
+    assert not list(tmp_path.glob("*/.saving*"))
+    status, lines = failure(capsys, "convert", dense, "--format", "dense", "--output", tmp_path / "new")
+    assert status == 1 and "is a dense checkpoint already" in lines[-1]
+    for arguments, words in [
+        ([tmp_path / "nothing", "--format", "dense"], "not a folder"),
+        ([dense, "--format", "packed", "--output", packed], "--overwrite"),
+        ([dense, "--format", "packed", "--output", dense, "--overwrite"], "the model's own folder"),
+    ]:
+        status, lines = failure(capsys, "convert", *arguments)
+        assert status == 2 and words in lines[-1]

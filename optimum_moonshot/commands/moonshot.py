@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: prune a model, or measure its perplexity or accuracy, from the shell.
+"""`optimum-cli moonshot`: prune a model, measure its perplexity or accuracy, or convert it, from the shell.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """
@@ -92,7 +92,9 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
 
 OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
 IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
+FORMAT_HELP = "dense loads anywhere; packed stores the weights that survive and one bit for each"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("dense", "packed")
 
 
 class UsageError(MoonshotError):
@@ -115,6 +117,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
     parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
+    parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
     parser.add_argument(
         "--calibration",
         metavar="DATA",
@@ -156,6 +159,15 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moonshot convert`."""
+    parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint")
+    parser.add_argument("--format", choices=FORMATS, required=True, help=FORMAT_HELP)
+    parser.add_argument("--output", metavar="DIR", help="where the new checkpoint goes; default: DIR-FORMAT")
+    parser.add_argument("--overwrite", action="store_true", help="write to the output although it holds files")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
 def prune(args: argparse.Namespace) -> None:
     """`moonshot prune`: load, measure, prune, measure, save, report."""
     start = time.perf_counter()
@@ -183,7 +195,7 @@ def prune(args: argparse.Namespace) -> None:
         after = meter.measure(dataset)
         report.record_evaluation(_short_name(dataset), before, after, meter.metric)
         lines.append(f"{meter.metric:<12}{before:{meter.shown}} → {after:{meter.shown}} on {_short_name(dataset)}")
-    pruner.save_pretrained(args.output)
+    pruner.save_pretrained(args.output, format=args.format)
     lines.append(f"saved       {args.output}")
     lines.append(f"seconds     {time.perf_counter() - start:.1f}")
     print(report.table(), "", *lines, sep="\n")
@@ -254,6 +266,23 @@ def _meter(model: Any, tokenizer: Any, processor: Any, sequence_length: int | No
     return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options).value)
 
 
+def convert(args: argparse.Namespace) -> None:
+    """`moonshot convert`: the same weights in the other format."""
+    _usage(Path(args.model).is_dir(), f"{args.model}: not a folder")
+    args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
+    _output_folder(args)
+    from optimum_moonshot import convert as convert_checkpoint
+
+    convert_checkpoint(args.model, args.output, args.format, **_remote_code(args))
+    before, after = _weight_bytes(args.model), _weight_bytes(args.output)
+    print(f"weights     {before / 2**20:.1f} → {after / 2**20:.1f} MiB")
+    print(f"saved       {args.output}")
+
+
+def _weight_bytes(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
 def _config(args: argparse.Namespace):
     from optimum_moonshot import MoonshotConfig
 
@@ -299,7 +328,7 @@ def _output_folder(args: argparse.Namespace) -> Path:
     filled = output.is_dir() and any(output.iterdir())
     _usage(not filled or args.overwrite, f"--output {args.output}: it is not empty; --overwrite writes there anyway")
     same = Path(args.model).is_dir() and Path(args.model).resolve() == output
-    _usage(not same, f"--output {args.output}: it holds the model to prune; choose another folder")
+    _usage(not same, f"--output {args.output}: it is the model's own folder; choose another")
     return output
 
 
@@ -385,9 +414,17 @@ class EvalCommand(BaseOptimumCLICommand):
         _guard(evaluate, self.args)
 
 
+class ConvertCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="convert", help="Pack the checkpoint of a pruned model, or unpack it.")
+    parse_args = staticmethod(add_convert_options)
+
+    def run(self):
+        _guard(convert, self.args)
+
+
 class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
     SUBCOMMANDS = tuple(
         CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, EvalCommand)
+        for command in (PruneCommand, EvalCommand, ConvertCommand)
     )
