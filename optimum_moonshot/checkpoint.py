@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from .config import MoonshotConfig
 from .errors import MoonshotError, require
 from .layers import find_structure
 from .packing import check_packed, pack, packed_bytes, unpack
-from .patterns import NM, parse_pattern
+from .patterns import NM, Unstructured, parse_pattern
 
 FORMATS = ("dense", "packed")
 VERSION = 1
@@ -88,18 +89,21 @@ def pruned_layers(model: nn.Module) -> Layers:
     """
     run = getattr(model.config, "moonshot", None)
     require(isinstance(run, dict) and "config" in run, "config.json has no entry moonshot: the model is not pruned")
-    settings = run["config"]
-    structure = find_structure(model, settings.get("targets"), tuple(settings.get("ignore") or ()))
+    settings = MoonshotConfig.from_dict(run["config"])
+    layers = list(find_structure(model, settings.targets, settings.ignore).layers())
+    patterns = settings.layer_patterns(layer.name for layer in layers)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    pattern = parsed(settings["pattern"])
     found = {}
-    for layer in structure.layers():
-        if pattern is None or pattern.fits(layer.shape):
+    for layer in layers:
+        pattern = patterns[layer.name]
+        if pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
             transposed = isinstance(layer.modules[0], Conv1D)
-            entry = PackedLayer(shape, transposed, str(pattern or "unstructured"), dtype)
+            entry = PackedLayer(
+                shape, transposed, str(pattern) if isinstance(pattern, NM) else Unstructured.kind, dtype
+            )
             found |= dict.fromkeys(names[id(layer.parameter)], entry)
     return found
 

@@ -48,7 +48,8 @@ def usual(solver, **more):
 
 
 def test_every_field_has_bad_values():
-    assert set(BAD) == {field.name for field in dataclasses.fields(MoonshotConfig)}
+    fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
+    assert set(BAD) == fields - {"calibration"}  # any data; load_calibration refuses what is none
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
