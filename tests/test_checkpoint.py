@@ -389,3 +389,14 @@ def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(
 def test_a_repository_that_does_not_exist(monkeypatch):
     with pytest.raises(MoonshotError, match="no folder, and no repository"):
         load_pruned("nobody/nothing", local_files_only=True)
+
+
+def test_convolutions_are_packed_too(tmp_path):
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
+    model = hf.ResNetForImageClassification(config).eval()
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", pattern="1:4"))
+    pruner.prune(progress=False)
+    pruner.save_pretrained(tmp_path, format="packed")
+    assert any(name.endswith("convolution.weight_packed") for name in tensors(tmp_path))
+    for runtime in ("dense", "packed"):  # convolutions run dense
+        assert_same(model, load_pruned(tmp_path, runtime=runtime))
