@@ -97,13 +97,11 @@ def pruned_layers(model: nn.Module) -> Layers:
         names.setdefault(id(parameter), []).append(name)
     found = {}
     for layer in layers:
-        pattern = patterns[layer.name]
-        if pattern.fits(layer.shape):
+        pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
+        if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
             transposed = isinstance(layer.modules[0], Conv1D)
-            entry = PackedLayer(
-                shape, transposed, str(pattern) if isinstance(pattern, NM) else Unstructured.kind, dtype
-            )
+            entry = PackedLayer(shape, transposed, str(pattern or Unstructured.kind), dtype)
             found |= dict.fromkeys(names[id(layer.parameter)], entry)
     return found
 

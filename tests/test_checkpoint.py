@@ -371,7 +371,7 @@ def test_a_dense_checkpoint_that_lost_its_zeros_is_refused(tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path)
     rewrite(tmp_path / "model.safetensors", lambda found, _: found["model.layers.2.mlp.up_proj.weight"].add_(1))
-    with pytest.raises(MoonshotError, match=r"^model\.layers\.2\.mlp\.up_proj: it has \d+ zeros, its report 192"):
+    with pytest.raises(MoonshotError, match=r"^model\.layers\.2\.mlp\.up_proj: it has \d+ zeros, its report says 192"):
         load_pruned(tmp_path)
 
 
@@ -400,3 +400,24 @@ def test_convolutions_are_packed_too(tmp_path):
     assert any(name.endswith("convolution.weight_packed") for name in tensors(tmp_path))
     for runtime in ("dense", "packed"):  # convolutions run dense
         assert_same(model, load_pruned(tmp_path, runtime=runtime))
+
+
+def test_a_compacted_model_is_loaded_and_what_is_left_of_its_zeros_packed(tmp_path):
+    pruner = pruned(pattern="structured", sparsity=0.5)
+    assert pruner.report.sparsity > 0
+    pruner.save_pretrained(tmp_path / "zeros", format="packed")
+    assert_same(pruner.model, load_pruned(tmp_path / "zeros"))
+    pruner.compact()
+    pruner.save_pretrained(tmp_path / "small")
+    assert_same(pruner.model, load_pruned(tmp_path / "small"))
+
+
+def test_every_layer_is_packed_by_its_own_pattern(tmp_path):
+    allocation = {"q_proj": "1:4", "mlp": "2:4", "[kvo]_proj": 0.6}
+    pruner = pruned(pattern="unstructured", allocation=allocation)
+    pruner.save_pretrained(tmp_path, format="packed")
+    assert_same(pruner.model, load_pruned(tmp_path))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        layers = json.loads(file.metadata()["moonshot"])["layers"]
+    patterns = {name.split(".")[-2]: layer["pattern"] for name, layer in layers.items()}
+    assert patterns["q_proj"] == "1:4" and patterns["up_proj"] == "2:4" and patterns["k_proj"] == "unstructured"
