@@ -45,7 +45,9 @@ def save_model(
     """
     check_format(format)
     plain = not hasattr(model, "save_pretrained")
-    require(not plain or format == "dense", f"format='packed': {type(model).__name__} is no PreTrainedModel; use 'dense'")
+    require(
+        not plain or format == "dense", f"format='packed': {type(model).__name__} is no PreTrainedModel; use 'dense'"
+    )
     with staged("directory", directory) as staging:
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))

@@ -46,7 +46,7 @@ class MoonshotQuantizer(HfQuantizer):
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.runtime = getattr(quantization_config, "runtime", "dense")
-        self.tokenizer = None
+        self.processors: tuple[Any, Any] = (None, None)
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(self.quantization_config, MoonshotConfig):
@@ -80,7 +80,7 @@ class MoonshotQuantizer(HfQuantizer):
             self._prune(model)
 
     def _prepare_pruning(self, model: nn.Module) -> None:
-        from ..pruner import load_tokenizer
+        from ..pruner import load_processor, load_tokenizer
 
         run = getattr(model.config, "moonshot", None)
         require(run is None, f"quantization_config: {model.name_or_path} is pruned already; load it without one")
@@ -89,13 +89,13 @@ class MoonshotQuantizer(HfQuantizer):
             config.calibration is not None or not config.make_solver().calibrated,
             f"calibration=None: solver={config.solver!r} needs data, such as MoonshotConfig(…, calibration='c4')",
         )
-        self.tokenizer = load_tokenizer(model.name_or_path)
+        self.processors = load_tokenizer(model.name_or_path), load_processor(model, model.name_or_path)
 
     def _prune(self, model: nn.Module) -> None:
         from ..pruner import MoonshotPruner
 
         with torch.enable_grad():
-            model.moonshot_report = MoonshotPruner(model, self.quantization_config, self.tokenizer).prune()
+            model.moonshot_report = MoonshotPruner(model, self.quantization_config, *self.processors).prune()
 
     def get_load_operations(self) -> dict[str, type]:
         from .conversion import Unpack  # transformers' loader is imported after its quantizers
