@@ -1,7 +1,8 @@
 """`MoonshotPruner`, what a user calls: load → prune → save."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .sweep import Sweep, variants
 from .sweep_report import SweepEntry, SweepReport
 
 _INFERENCE_MODE = "torch.inference_mode() forbids gradients: prune outside of it"
+_NO_SWEEP = "no sweep to choose from: call pruner.sweep(calibration) first"
 _NOT_PRUNED = "the model is not pruned yet: call pruner.prune(calibration) first"
 
 
@@ -146,13 +148,24 @@ class MoonshotPruner:
         self._sweep = sweep
         return report
 
+    @contextmanager
+    def applied(self, entry: SweepEntry) -> Iterator[nn.Module]:
+        """The model with the weights of one of the last sweep's variants, to measure more of it; dense again on exit.
+
+        Raises:
+            MoonshotError: as `choose`.
+        """
+        require(self._sweep is not None, _NO_SWEEP)
+        with self._sweep.applied(entry):
+            yield self.model
+
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.
 
         Raises:
             MoonshotError: no sweep is left to choose from, or the entry is not of it.
         """
-        require(self._sweep is not None, "no sweep to choose from: call pruner.sweep(calibration) first")
+        require(self._sweep is not None, _NO_SWEEP)
         self.report = self._sweep.choose(entry)
         self._sweep = None
         return self.report

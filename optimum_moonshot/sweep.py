@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +177,18 @@ class Sweep:
             seconds=time.perf_counter() - started + run.solving,
         )
 
+    def _run(self, entry: SweepEntry) -> Run:
+        require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
+        return self.runs[self.entries.index(entry)]
+
+    def applied(self, entry: SweepEntry) -> AbstractContextManager:
+        """Meanwhile the model has a variant's weights."""
+        run = self._run(entry)
+        return applied(run.results, run.layers)
+
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one variant into the model."""
-        require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
-        run = self.runs[self.entries.index(entry)]
+        run = self._run(entry)
         run.results.commit(run.layers)
         for each in self.runs:
             each.results.discard()

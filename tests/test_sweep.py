@@ -1,6 +1,7 @@
 """A sweep equals separate runs, measures what it says, and leaves the model dense until a variant is chosen."""
 
 import csv
+import dataclasses
 import math
 
 import pytest
@@ -77,6 +78,17 @@ def test_the_model_stays_dense_until_one_is_chosen(tmp_path):
     pruner.save_pretrained(tmp_path / "out")
     with pytest.raises(MoonshotError, match="sweep"):
         pruner.choose(chosen)
+
+
+def test_variants_can_be_applied_for_a_while():
+    pruner, report = sweep()
+    before = weights(pruner.model)
+    for entry in report.entries:
+        with pruner.applied(entry) as model:
+            assert (model.model.layers[0].mlp.up_proj.weight == 0).float().mean() == pytest.approx(0.5, abs=0.01)
+        assert all(torch.equal(value, before[name]) for name, value in weights(pruner.model).items())
+    with pytest.raises(MoonshotError, match="not of this sweep"), pruner.applied(dataclasses.replace(entry, lam=0.3)):
+        pass
 
 
 def test_a_function_can_be_the_metric():
