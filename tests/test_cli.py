@@ -13,6 +13,7 @@ import pytest
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
+from optimum_moonshot.commands import common
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.solvers import solver_class, solver_names
 
@@ -40,21 +41,23 @@ def failure(capsys, *argv):
 
 def test_every_field_has_an_option():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
-    assert set(cli.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
+    assert set(common.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
 
 
 def test_help_names_every_solver():
     ours = [name for name in solver_names() if solver_class(name).__module__.startswith("optimum_moonshot.")]
-    assert all(name in cli.CONFIG_OPTIONS["solver"]["help"] for name in ours)
+    assert all(name in common.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
 @pytest.mark.parametrize("name", ["group_size", "damping", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
-    assert f"({getattr(MoonshotConfig(solver='magnitude', pattern='2:4'), name)})" in cli.CONFIG_OPTIONS[name]["help"]
+    assert (
+        f"({getattr(MoonshotConfig(solver='magnitude', pattern='2:4'), name)})" in common.CONFIG_OPTIONS[name]["help"]
+    )
 
 
 def test_only_given_options_reach_the_config():
-    assert cli._config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
+    assert common.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
     given = {
         "solver": "wanda",
         "pattern": "structured",
@@ -81,24 +84,26 @@ def test_only_given_options_reach_the_config():
         "recover_steps": 20,
         "recover_lr": 0.002,
     }
-    assert set(given) == set(cli.CONFIG_OPTIONS)
+    assert set(given) == set(common.CONFIG_OPTIONS)
     argv = []
     for name, value in given.items():
         values = value if isinstance(value, tuple) else [] if value is True else [value]
-        argv += [cli._flag(name), *map(str, values)]
-    assert cli._config(parse(*argv)) == MoonshotConfig(**given)
+        argv += [common.flag(name), *map(str, values)]
+    assert common.make_config(parse(*argv)) == MoonshotConfig(**given)
 
 
 def test_an_allocation_may_be_a_file(tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(json.dumps({"mlp": 0.7, "attn": "2:4"}))
-    assert cli._config(parse("--allocation", str(path))) == MoonshotConfig(allocation={"mlp": 0.7, "attn": "2:4"})
+    assert common.make_config(parse("--allocation", str(path))) == MoonshotConfig(
+        allocation={"mlp": 0.7, "attn": "2:4"}
+    )
     for content, words in (("[1]", "object of layers"), ("{", "Expecting"), ('{"mlp": 2}', "allocation['mlp']=2")):
         path.write_text(content)
         with pytest.raises(cli.UsageError, match=re.escape(words)):
-            cli._config(parse("--allocation", str(path)))
+            common.make_config(parse("--allocation", str(path)))
     with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha nor"):
-        cli._config(parse("--allocation", "nowhere"))
+        common.make_config(parse("--allocation", "nowhere"))
 
 
 def test_options_with_several_values_repeat():
@@ -173,12 +178,12 @@ def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
         raise error
 
     with pytest.raises(SystemExit) as caught:
-        cli._guard(work, None)
+        common.guard(work, None)
     assert caught.value.code == status
     assert capsys.readouterr().err == message
     monkeypatch.setenv("MOONSHOT_DEBUG", "1")
     with pytest.raises(type(error)):
-        cli._guard(work, None)
+        common.guard(work, None)
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():
@@ -186,7 +191,7 @@ def test_a_mistake_of_ours_keeps_its_traceback():
         raise TypeError("a bug")
 
     with pytest.raises(TypeError):
-        cli._guard(work, None)
+        common.guard(work, None)
 
 
 def test_registration_imports_no_torch():
@@ -274,3 +279,32 @@ def test_prune_packed_and_convert(capsys, tmp_path):
     ]:
         status, lines = failure(capsys, "convert", *arguments)
         assert status == 2 and words in lines[-1]
+
+
+def test_sweep_writes_table_plots_and_the_best_model(capsys, tmp_path):
+    output = tmp_path / "out"
+    given = ["--solver", "wanda", "--sparsities", "0.5", "--lambdas", "0.5", "1", "--seeds", "0", "1", "--save"]
+    given += ["--num-samples", "4", "--sequence-length", "16", "--calibration", DEMO / "calibration.txt"]
+    main([str(part) for part in ("sweep", DEMO, "--output", output, "--device", "cpu", *given)])
+    printed = capsys.readouterr().out
+    assert "calibration perplexity" in printed and "saved       " in printed
+    names = {path.name for path in output.iterdir()}
+    assert names == {"seed-0", "seed-1", "sweep.csv", "metric_by_lambda.png", "model"}
+    record = json.loads((output / "model" / "config.json").read_text(encoding="utf-8"))["moonshot"]
+    assert f"λ = {record['lam']:g}, seed 1" in printed and record["config"]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--sparsities"),
+        (["--sparsities", "0.5", "0.7", "--save"], "--save"),
+        (["--sparsities", "0.5", "--lambdas", "1.5"], "lam=1.5"),
+        (["--sparsities", "0.5", "--recover", "blockwise"], "recover"),
+        (["--sparsities", "0.5", "--metric", "nowhere"], "--metric nowhere"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_found_before_loading(capsys, tmp_path, argv, words):
+    status, lines = failure(capsys, "sweep", "no/such/model", "--output", tmp_path / "out", *argv)
+    assert status == 2 and len(lines) == 1 and words in lines[0]
+    assert not list(tmp_path.iterdir())

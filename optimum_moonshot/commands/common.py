@@ -1,0 +1,248 @@
+"""What the subcommands of `optimum-cli moonshot` share: the options of a method, loading, measuring, errors."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MoonshotError
+
+# One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
+CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
+    "solver": {
+        "metavar": "NAME",
+        "help": "sparsegpt (the default), obc (removes one weight at a time), cap (the same, in blocks), osscar "
+        "(removes one column at a time, for --pattern structured): these update the surviving weights; "
+        "wanda or magnitude (only choose)",
+    },
+    "pattern": {
+        "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
+        'or "structured": whole input columns go'
+    },
+    "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
+    "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
+    "allocation": {
+        "metavar": "HOW",
+        "help": '"uniform" (the default), "owl" or "alpha" (AlphaPruning): how unstructured sparsity is divided '
+        "between the layers; or a JSON file of layer names or regular expressions, each with a sparsity or n:m",
+    },
+    "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
+    "owl_lambda": {"type": float, "metavar": "LAMBDA", "help": "OWL: densities spread over twice this (0.08)"},
+    "alpha_tau": {"type": float, "metavar": "TAU", "help": "AlphaPruning: sparsities in proportion to 1 ± TAU (0.1)"},
+    "recompute": {
+        "action": "store_true",
+        "help": 'the paper\'s "++": the statistics of each block on the pruned blocks before it (costs more passes)',
+    },
+    "lam": {
+        "type": float,
+        "metavar": "LAMBDA",
+        "help": "weight of the reconstruction term, 0 to 1; the rest goes to the Fisher loss, and 1 needs no "
+        "backward pass. Default: 0.9 for language models, 0.5 for vision",
+    },
+    "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
+    "damping": {"type": float, "help": "share of the mean diagonal added to a Hessian before it is factored (0.01)"},
+    "block_size": {
+        "type": int,
+        "help": "columns that SparseGPT prunes together (128), or inputs of CAP's blocks (192)",
+    },
+    "targets": {
+        "nargs": "+",
+        "action": "extend",
+        "metavar": "REGEX",
+        "help": "prune the modules whose names match; default: every Linear and Conv2d of the repeated layers",
+    },
+    "ignore": {"nargs": "+", "action": "extend", "metavar": "REGEX", "help": "modules that stay dense"},
+    "num_samples": {"type": int, "help": "calibration samples (128)"},
+    "sequence_length": {
+        "type": int,
+        "help": "tokens per sample, also for --eval; default: the model's longest, at most 2048",
+    },
+    "batch_size": {
+        "type": int,
+        "help": "samples at a time (8); memory and speed depend on it, the result does not",
+    },
+    "seed": {"type": int, "help": "of the choice of calibration samples (0)"},
+    "max_memory": {
+        "metavar": "SIZE",
+        "help": 'what statistics and caches may take on the device, such as "8GiB"; default: 60%% of what is free',
+    },
+    "offload_dir": {"metavar": "DIR", "help": "folder for caches that exceed the host's memory too"},
+    "recover": {
+        "nargs": "?",
+        "const": "blockwise",
+        "metavar": "HOW",
+        "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
+        "on the calibration data; zeros stay zeros. Default: none",
+    },
+    "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
+    "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
+}
+
+OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
+IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
+FORMAT_HELP = "dense loads anywhere; packed stores the weights that survive and one bit for each"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("dense", "packed")
+
+
+class UsageError(MoonshotError):
+    """A mistake in the command line, found before anything was loaded."""
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """One option per field of MoonshotConfig, but those that the command has in another form."""
+    group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
+    for name, options in CONFIG_OPTIONS.items():
+        if name not in without:
+            group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
+
+
+@dataclass(frozen=True)
+class Meter:
+    """What a model is measured by: higher accuracy or lower perplexity is better."""
+
+    metric: str
+    shown: str  # how to format it
+    measure: Callable[[str], float]
+
+
+def make_meter(model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int) -> Meter:
+    from optimum_moonshot import accuracy, perplexity
+    from optimum_moonshot.images import takes_images
+
+    if takes_images(model):
+        options = {"batch_size": batch_size, "progress": True}
+        return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, **options).value)
+    options = {"sequence_length": sequence_length, "batch_size": batch_size, "progress": True}
+    return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options).value)
+
+
+def make_config(args: argparse.Namespace):
+    from optimum_moonshot import MoonshotConfig
+
+    given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
+    given |= {"allocation": read_allocation(given["allocation"])} if "allocation" in given else {}
+    try:
+        return MoonshotConfig(**given)
+    except MoonshotError as error:
+        raise UsageError(str(error)) from None
+
+
+def read_allocation(given: str) -> str | dict:
+    """One of the methods, or what a JSON file says."""
+    from optimum_moonshot.allocation import METHODS
+
+    if given in METHODS:
+        return given
+    usage = f"--allocation {given}: neither one of {', '.join(METHODS)} nor a JSON file with an object of layers"
+    try:
+        rules = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{usage} ({_line(error)})") from None
+    expect(isinstance(rules, dict), usage)
+    return rules
+
+
+def find_device(name: str | None):
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UsageError(f"--device {name}: not a device of this machine") from None
+    return device
+
+
+def output_folder(args: argparse.Namespace) -> Path:
+    output = Path(args.output).resolve()
+    expect(not output.exists() or output.is_dir(), f"--output {args.output}: not a folder")
+    filled = output.is_dir() and any(output.iterdir())
+    expect(not filled or args.overwrite, f"--output {args.output}: it is not empty; --overwrite writes there anyway")
+    same = Path(args.model).is_dir() and Path(args.model).resolve() == output
+    expect(not same, f"--output {args.output}: it is the model's own folder; choose another")
+    return output
+
+
+def calibration_source(args: argparse.Namespace, config) -> str | None:
+    from optimum_moonshot.solvers import solver_class
+
+    if args.calibration is None:
+        return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
+    check_data("--calibration", [args.calibration])
+    return args.calibration
+
+
+def check_data(flag: str, sources: list[str]) -> None:
+    from optimum_moonshot.data import CORPORA, FORMATS
+
+    for source in sources:
+        # A name on the Hub has an owner; a file that is misspelt has a suffix.
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
+        known = source in CORPORA or Path(source).expanduser().exists() or hub
+        expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
+
+
+def load(loader: Callable, args: argparse.Namespace):
+    try:
+        return loader(dtype=args.dtype, **remote_code(args))
+    except MoonshotError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, … for a wrong model
+        raise MoonshotError(f"{args.model}: cannot be loaded ({_first_line(error)})") from error
+
+
+def remote_code(args: argparse.Namespace) -> dict[str, Any]:
+    return {"trust_remote_code": True} if args.trust_remote_code else {}
+
+
+def short_name(dataset: str) -> str:
+    """The report may be published: a file or folder is known there by its name, not by its path."""
+    return Path(dataset).resolve().name if os.path.exists(dataset) else dataset
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1."""
+    try:
+        work(args)
+        return
+    except (MoonshotError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("MOONSHOT_DEBUG") == "1":
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            status, message = 130, "interrupted"
+        else:
+            status, message = 2 if isinstance(error, UsageError) else 1, _line(error)
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,130 @@
+"""`optimum-cli moonshot sweep`: many λ, sparsities and patterns on one calibration, and the best of them."""
+
+import argparse
+import time
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from .common import (
+    FORMAT_HELP,
+    FORMATS,
+    IMAGES_HELP,
+    UsageError,
+    add_method_options,
+    add_model_options,
+    calibration_source,
+    check_data,
+    expect,
+    find_device,
+    guard,
+    load,
+    make_config,
+    make_meter,
+    output_folder,
+    short_name,
+)
+
+SWEPT = ("lam", "sparsity", "pattern", "seed")  # options of a single pruning that have plural forms here
+
+
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moonshot sweep`."""
+    add_model_options(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="for table, plots and, with --save, the model")
+    parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
+    parser.add_argument("--lambdas", nargs="+", type=float, metavar="LAMBDA", help="default: 0 .1 .25 .5 .75 .9 1")
+    parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="shares of the weights to remove")
+    parser.add_argument("--patterns", nargs="+", default=["unstructured"], help='default: "unstructured"; or 2:4, …')
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="calibration samples, one sweep each (0)")
+    parser.add_argument(
+        "--calibration",
+        metavar="DATA",
+        help=f"c4 (the default), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
+    )
+    parser.add_argument(
+        "--metric",
+        default="calibration",
+        metavar="DATA",
+        help="what to select by: perplexity or loss on the calibration data (the default), or perplexity or accuracy "
+        "on other data",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
+    add_method_options(parser, without=SWEPT)
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
+    started = time.perf_counter()
+    needed = any(":" not in pattern for pattern in args.patterns)
+    expect(not needed or args.sparsities, f"--patterns {' '.join(args.patterns)}: give --sparsities too")
+    several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
+    expect(not (args.save and several), "--save: give one pattern and one sparsity, of which the best λ is saved")
+    configs = [_config(args, seed) for seed in args.seeds]
+    device = find_device(args.device)
+    output = output_folder(args)
+    calibration = calibration_source(args, configs[0]) or "c4"
+    if args.metric != "calibration":
+        check_data("--metric", [args.metric])
+    from optimum_moonshot import MoonshotPruner
+    from optimum_moonshot.sweep_report import choice, save_all, table
+
+    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
+    pruner.model.to(device)
+    reports = []
+    for config in configs:
+        pruner.config = config
+        reports.append(pruner.sweep(calibration, **_what(args), **_metric(args, pruner, config)))
+        reports[-1].save(output / f"seed-{config.seed}" if len(configs) > 1 else output)
+    save_all(reports, output)
+    print(table(reports), "", sep="\n")
+    if args.save:
+        lam = choice(reports, *reports[-1].settings()[0])
+        pruner.choose(next(entry for entry in reports[-1].entries if entry.lam == lam))
+        pruner.save_pretrained(output / "model", format=args.format)
+        print(f"saved       {output / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
+    print(f"written     {output}\nseconds     {time.perf_counter() - started:.1f}")
+
+
+def _config(args: argparse.Namespace, seed: int) -> Any:
+    """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
+    from optimum_moonshot.errors import MoonshotError
+    from optimum_moonshot.sweep import variants
+
+    args.seed, args.pattern = seed, args.patterns[0]
+    if ":" not in args.pattern:
+        args.sparsity = args.sparsities[0]
+    config = make_config(args)
+    try:
+        variants(config, *_what(args).values())
+    except MoonshotError as error:
+        raise UsageError(str(error)) from None
+    return config
+
+
+def _what(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("lambdas", "sparsities", "patterns")}
+
+
+def _metric(args: argparse.Namespace, pruner: Any, config: Any) -> dict[str, Any]:
+    if args.metric == "calibration":
+        return {}
+    options = (config.sequence_length, min(config.batch_size, 4))
+    meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, *options)
+
+    def measure(model: Any) -> float:
+        return meter.measure(args.metric)
+
+    measure.__name__ = f"{meter.metric} on {short_name(args.metric)}"
+    return {"metric": measure, "maximize": meter.metric == "accuracy"}
+
+
+class SweepCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="sweep", help="Find the best λ, at several sparsities, on one calibration.")
+    parse_args = staticmethod(add_sweep_options)
+
+    def run(self):
+        guard(sweep, self.args)
