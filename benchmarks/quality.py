@@ -36,26 +36,27 @@ def methods(lambdas: list[float]):
     yield "sparsegpt λ=0.9 attention", {"solver": "sparsegpt", "lam": 0.9, "fisher": "attention"}
 
 
-def prune_all(model, tokenizer, calibration: Path, seed: int, options, lambdas):
-    """{(method, pattern): {layer: pruned weight}}, from one calibration."""
-    config = MoonshotConfig(
-        sparsity=0.5, lam=0.5, seed=seed, num_samples=options.samples, sequence_length=options.tokens
-    )
+def choices(layer, lambdas: list[float]):
+    """((method, pattern), configuration) of everything compared on one layer."""
+    for pattern, choice in PATTERNS.items():
+        for name, method in methods(lambdas):
+            method = {**method}
+            if method.get("fisher") == "attention" and not layer.attention:
+                method["lam"] = 1.0
+            yield (name, pattern), MoonshotConfig(**choice, **method)
+
+
+def prune_all(model, tokenizer, calibration: Path, config: MoonshotConfig, choose):
+    """{(method, pattern): {layer: pruned weight}}, from one calibration.
+
+    `config` says what is calibrated; ``choose(run, layer)`` yields (method, pattern) with their configuration.
+    """
     weights = {}
 
     def solve(run, layer, layer_statistics):
-        for pattern, choice in PATTERNS.items():
-            for name, method in methods(lambdas):
-                method = {**method}
-                if method.get("fisher") == "attention" and not layer.attention:
-                    method["lam"] = 1.0
-                pruned = prune_weight(
-                    layer.matrix,
-                    layer_statistics.inputs,
-                    layer_statistics.gradients,
-                    config=MoonshotConfig(**choice, **method),
-                )
-                weights.setdefault((name, pattern), {})[layer.name] = pruned.weight
+        for key, choice in choose(run, layer):
+            pruned = prune_weight(layer.matrix, layer_statistics.inputs, layer_statistics.gradients, config=choice)
+            weights.setdefault(key, {})[layer.name] = pruned.weight
         return original(run, layer, layer_statistics)
 
     original = Run._solve
@@ -67,30 +68,53 @@ def prune_all(model, tokenizer, calibration: Path, seed: int, options, lambdas):
     return weights
 
 
-def main() -> None:
-    arguments = parser(__doc__)
+def set_weights(model, layers: dict[str, torch.Tensor]) -> None:
+    """Write pruned matrices into a model."""
+    for layer, weight in layers.items():
+        model.get_submodule(layer).weight.data.copy_(weight)
+
+
+def demo_parser(description: str, name: str):
+    """The options of a benchmark on the shipped model; results go to results/`name`.json."""
+    arguments = parser(description)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=128)
     arguments.add_argument("--tokens", type=int, default=256)
+    arguments.add_argument("--name", default=name)
+    return arguments
+
+
+def load_demo():
+    """The shipped model in float32, and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(DEMO)
+
+
+def measure(model, tokenizer, options) -> float:
+    """Held-out perplexity."""
+    return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=options.tokens).value
+
+
+def main() -> None:
+    arguments = demo_parser(__doc__, "quality")
     arguments.add_argument("--lambdas", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75, 0.9])
-    arguments.add_argument("--name", default="quality")
     options = arguments.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    heldout = str(DEMO / "heldout.txt")
-    dense = perplexity(model, tokenizer, heldout, sequence_length=options.tokens).value
+    model, tokenizer = load_demo()
+    dense = measure(model, tokenizer, options)
     found: dict[str, dict[str, list[float]]] = {}
     for seed in range(options.seeds):
-        weights = prune_all(model, tokenizer, DEMO / "calibration.txt", seed, options, options.lambdas)
+        config = MoonshotConfig(
+            sparsity=0.5, lam=0.5, seed=seed, num_samples=options.samples, sequence_length=options.tokens
+        )
+        weights = prune_all(
+            model, tokenizer, DEMO / "calibration.txt", config, lambda _, layer: choices(layer, options.lambdas)
+        )
         pruned = copy.deepcopy(model)
         for (name, pattern), layers in weights.items():
-            for layer, weight in layers.items():
-                pruned.get_submodule(layer).weight.data.copy_(weight)
-            value = perplexity(pruned, tokenizer, heldout, sequence_length=options.tokens).value
-            found.setdefault(name, {}).setdefault(pattern, []).append(value)
+            set_weights(pruned, layers)
+            found.setdefault(name, {}).setdefault(pattern, []).append(measure(pruned, tokenizer, options))
         print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
     write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense)
+    show(found, dense, PATTERNS)
 
 
 def mean_error(values: list[float]) -> str:
@@ -98,10 +122,10 @@ def mean_error(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {error:.1f}"
 
 
-def show(found: dict[str, dict[str, list[float]]], dense: float) -> None:
-    table = Table("method", *PATTERNS, title=f"held-out perplexity, dense {dense:.1f}")
+def show(found: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
+    table = Table("method", *columns, title=f"held-out perplexity, dense {dense:.1f}")
     for name, row in found.items():
-        table.add_row(name, *(mean_error(row[pattern]) for pattern in PATTERNS))
+        table.add_row(name, *(mean_error(row[column]) for column in columns))
     Console(width=100).print(table)
 
 

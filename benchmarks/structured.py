@@ -1,0 +1,141 @@
+"""Structured pruning of the shipped model with OSSCAR: perplexity, and what the compacted model saves.
+
+Quality: neurons and heads of every decoder layer, by the solvers that take structured patterns. Every seed draws its
+own calibration windows; all methods and shares see the same statistics, which do not depend on any of them. With
+--heads, query heads go one by one, as in the paper: such a model does not get smaller under grouped-query attention.
+
+With --speed: bytes on disk, tokens per second of a forward pass over 8 × 256 tokens and of greedy generation with a
+cache (one sequence, 64 tokens), float32, dense and compacted in turn. The shipped model is small and spends most of its
+time elsewhere than in its matrices; --hidden adds a random Mistral of that width.
+"""
+
+import copy
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import write
+from quality import DEMO, demo_parser, load_demo, measure, prune_all, set_weights, show
+from transformers import MistralConfig, MistralForCausalLM
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+
+SHARES = (0.1, 0.2, 0.5)
+
+
+def choices(run, layer, lambdas: list[float], heads: int | None):
+    """((method, share), configuration) of everything compared on one layer."""
+    group = run.patterns[layer.name].group
+    group = heads if heads and group > 1 else group
+    for share in SHARES:
+        for solver in ("magnitude", "wanda", "osscar"):
+            for lam in (1.0, *lambdas) if solver != "magnitude" else (None,):
+                name = solver if lam is None else f"{solver} λ={lam:g}"
+                choice = dict(pattern="structured", sparsity=share, group_size=group, solver=solver, lam=lam)
+                yield (name, f"{share:g}"), MoonshotConfig(**choice)
+
+
+def quality(options) -> None:
+    model, tokenizer = load_demo()
+    dense = measure(model, tokenizer, options)
+    heads = model.config.head_dim if options.heads else None
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in range(options.seeds):
+        config = MoonshotConfig(
+            solver="osscar", pattern="structured", sparsity=0.1, lam=0.9, seed=seed, num_samples=options.samples,
+            sequence_length=options.tokens,
+        )  # fmt: skip
+        choose = lambda run, layer: choices(run, layer, options.lambdas, heads)  # noqa: E731
+        weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
+        for (name, share), layers in weights.items():
+            pruned = copy.deepcopy(model)
+            set_weights(pruned, layers)
+            found.setdefault(name, {}).setdefault(share, []).append(measure(pruned, tokenizer, options))
+        print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
+    write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
+    show(found, dense, [f"{share:g}" for share in SHARES])
+
+
+def compacted(model, share: float):
+    """The model without so many of its neurons and heads. Which ones go makes no difference to size and speed."""
+    config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=share)
+    pruner = MoonshotPruner(copy.deepcopy(model), config)
+    pruner.prune(progress=False)
+    done = pruner.compact()
+    return pruner.model, done
+
+
+def bytes_on_disk(model) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
+@torch.no_grad()
+def forward_rate(model, ids) -> float:
+    """Tokens per second."""
+    started = time.perf_counter()
+    model(input_ids=ids, use_cache=False)
+    return ids.numel() / (time.perf_counter() - started)
+
+
+@torch.no_grad()
+def generation_rate(model, ids, tokens: int = 64) -> float:
+    """New tokens per second."""
+    started = time.perf_counter()
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return tokens / (time.perf_counter() - started)
+
+
+def rates(models: dict[str, torch.nn.Module], repeats: int) -> dict[str, dict[str, float]]:
+    """Medians; every round visits all models, the first warms up."""
+    ids = torch.randint(3, 1000, (8, 256), generator=torch.Generator().manual_seed(0))
+    found = {name: {"forward": [], "generation": []} for name in models}
+    for _ in range(repeats + 1):
+        for name, model in models.items():
+            found[name]["forward"].append(forward_rate(model, ids))
+            found[name]["generation"].append(generation_rate(model, ids[:1, :64]))
+    return {name: {kind: statistics.median(values[1:]) for kind, values in row.items()} for name, row in found.items()}
+
+
+def speed(options) -> None:
+    sources = {"demo": load_demo()[0]}
+    if options.hidden:
+        torch.manual_seed(0)
+        config = MistralConfig(
+            vocab_size=2048, hidden_size=options.hidden, intermediate_size=int(2.75 * options.hidden),
+            num_hidden_layers=8, num_attention_heads=options.hidden // 64, num_key_value_heads=options.hidden // 128,
+            max_position_embeddings=512,
+        )  # fmt: skip
+        sources["random"] = MistralForCausalLM(config).eval()
+    results = {}
+    for source, dense in sources.items():
+        small = {f"{share:g}": compacted(dense, share) for share in SHARES}
+        models = {"dense": dense, **{share: model for share, (model, _) in small.items()}}
+        rows = rates(models, options.repeats)
+        for name, model in models.items():
+            rows[name] |= {"parameters": model.num_parameters(), "bytes": bytes_on_disk(model)}
+            if name in small:
+                rows[name] |= {"config": small[name][1].config, "zeros": small[name][1].zeros}
+            cells = {key: rows[name][key] for key in ("forward", "generation", "parameters", "bytes")}
+            ratios = {key: round(value / rows["dense"][key], 3) for key, value in cells.items()}
+            print(f"{source} {name}: {cells}; relative to dense: {ratios}; {rows[name].get('zeros', '')}")
+        results[source] = rows
+    write(options.name + "_speed", {"options": vars(options), "models": results})
+
+
+def main() -> None:
+    arguments = demo_parser(__doc__, "structured")
+    arguments.add_argument("--lambdas", type=float, nargs="+", default=[0.9, 0.5])
+    arguments.add_argument("--heads", action="store_true", help="single query heads")
+    arguments.add_argument("--speed", action="store_true", help="measure size and speed instead of quality")
+    arguments.add_argument("--hidden", type=int, default=1024, help="of the random model; 0 for none")
+    arguments.add_argument("--repeats", type=int, default=7)
+    options = arguments.parse_args()
+    (speed if options.speed else quality)(options)
+
+
+if __name__ == "__main__":
+    main()
