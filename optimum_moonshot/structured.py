@@ -64,8 +64,9 @@ def find_column_groups(model: nn.Module, inputs: Batch | None = None) -> tuple[d
         The groups, and for each layer that neither has nor makes such columns the reason.
 
     Raises:
-        MoonshotError: the model does not run on the probe.
+        MoonshotError: the model does not run on the probe, or ``torch.inference_mode()`` forbids it.
     """
+    require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: leave it to find neurons")
     blocks = [
         dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _is_linear(layer)))
         for block in find_structure(model).blocks

@@ -274,3 +274,14 @@ def test_prune_compact_save_and_load(tmp_path):
     again = MoonshotPruner(loaded, MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
     again.prune(progress=False)
     assert again.compact().config["intermediate_size"] == (12, 6)
+
+
+def test_a_recovered_model_compacts():
+    config = MoonshotConfig(
+        solver="wanda", pattern="structured", sparsity=0.5, num_samples=8, recover="blockwise", recover_steps=4
+    )
+    pruner = MoonshotPruner(make("llama"), config)
+    pruner.prune(token_batches(samples=8), progress=False)
+    expected = logits(pruner.model, inputs_of(pruner.model))
+    assert pruner.compact().config == {"intermediate_size": (24, 12), **GROUPED_HEADS}
+    assert torch.allclose(logits(pruner.model, inputs_of(pruner.model)), expected, atol=1e-5)

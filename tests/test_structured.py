@@ -171,6 +171,10 @@ def test_the_model_is_left_as_it_was():
     state = torch.get_rng_state()
     find_column_groups(model)
     assert torch.equal(torch.get_rng_state(), state)
+    with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
+        find_column_groups(model)
+    with torch.no_grad():
+        assert find_column_groups(model)[0]
     with pytest.raises(MoonshotError, match="LlamaForCausalLM does not run on a probe of"):
         find_column_groups(model, {"nonsense": torch.zeros(1)})
     assert model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
