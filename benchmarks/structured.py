@@ -22,7 +22,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
-SHARES = (0.1, 0.2, 0.5)
+SHARES, SPEED_SHARES = (0.1, 0.2), (0.1, 0.2, 0.5)
 
 
 def choices(run, layer, lambdas: list[float], heads: int | None):
@@ -112,7 +112,7 @@ def speed(options) -> None:
         sources["random"] = MistralForCausalLM(config).eval()
     results = {}
     for source, dense in sources.items():
-        small = {f"{share:g}": compacted(dense, share) for share in SHARES}
+        small = {f"{share:g}": compacted(dense, share) for share in SPEED_SHARES}
         models = {"dense": dense, **{share: model for share, (model, _) in small.items()}}
         rows = rates(models, options.repeats)
         for name, model in models.items():
@@ -128,7 +128,7 @@ def speed(options) -> None:
 
 def main() -> None:
     arguments = demo_parser(__doc__, "structured")
-    arguments.add_argument("--lambdas", type=float, nargs="+", default=[0.9, 0.5])
+    arguments.add_argument("--lambdas", type=float, nargs="+", default=[0.9])
     arguments.add_argument("--heads", action="store_true", help="single query heads")
     arguments.add_argument("--speed", action="store_true", help="measure size and speed instead of quality")
     arguments.add_argument("--hidden", type=int, default=1024, help="of the random model; 0 for none")
