@@ -13,10 +13,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "demo_model"
 
 
-def pruned_perplexity(**choice) -> float:
+def pruned_perplexity(compact: bool = False, **choice) -> float:
     config = MoonshotConfig(**choice, num_samples=32, sequence_length=128)
     pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype=torch.float32)
     pruner.prune(str(DEMO / "calibration.txt"), progress=False)
+    if compact:
+        assert pruner.compact().config == {"intermediate_size": (704, 563)}
     text = (DEMO / "heldout.txt").read_text()[:40_000]
     return perplexity(pruner.model, pruner.tokenizer, [text], sequence_length=128).value
 
@@ -29,6 +31,12 @@ def test_the_better_the_method_the_lower_the_perplexity():
     single = pruned_perplexity(solver="sparsegpt", sparsity=0.8, lam=1.0)
     both = pruned_perplexity(solver="sparsegpt", sparsity=0.8, lam=0.5)
     assert dense < both < single < both_wanda < wanda < magnitude
+
+
+def test_osscar_removes_the_neurons_that_matter_least():
+    structured = dict(pattern="structured", sparsity=0.2, lam=1.0)
+    magnitude, wanda = (pruned_perplexity(solver=solver, **structured) for solver in ("magnitude", "wanda"))
+    assert pruned_perplexity(solver="osscar", compact=True, **structured) < wanda < magnitude
 
 
 def test_recovery_takes_most_of_the_damage_away():
