@@ -1,8 +1,7 @@
 """Structured pruning of the shipped model with OSSCAR: perplexity, and what the compacted model saves.
 
 Quality: neurons and heads of every decoder layer, by the solvers that take structured patterns. Every seed draws its
-own calibration windows; all methods and shares see the same statistics, which do not depend on any of them. With
---heads, query heads go one by one, as in the paper: such a model does not get smaller under grouped-query attention.
+own calibration windows; all methods and shares see the same statistics, which do not depend on any of them.
 
 With --speed: bytes on disk, tokens per second of a forward pass over 8 × 256 tokens and of greedy generation with a
 cache (one sequence, 64 tokens), float32, dense and compacted in turn. The shipped model is small and spends most of its
@@ -23,39 +22,54 @@ from transformers import MistralConfig, MistralForCausalLM
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
 SHARES, SPEED_SHARES = (0.1, 0.2), (0.1, 0.2, 0.5)
+# Single query heads, as in the paper: under grouped-query attention such a model cannot get smaller.
+SINGLE = "0.2, single heads"
+COLUMNS = [*(f"{share:g}" for share in SHARES), SINGLE]
 
 
-def choices(run, layer, lambdas: list[float], heads: int | None):
-    """((method, share), configuration) of everything compared on one layer."""
+def choices(run, layer, lambdas: list[float]):
+    """((method, column), configuration) of everything compared on one layer."""
     group = run.patterns[layer.name].group
-    group = heads if heads and group > 1 else group
-    for share in SHARES:
+    asked = [(f"{share:g}", share, group) for share in SHARES]
+    if group > 1:
+        asked.append((SINGLE, 0.2, run.model.config.head_dim))
+    for column, share, size in asked:
         for solver in ("magnitude", "wanda", "osscar"):
             for lam in (1.0, *lambdas) if solver != "magnitude" else (None,):
                 name = solver if lam is None else f"{solver} λ={lam:g}"
-                choice = dict(pattern="structured", sparsity=share, group_size=group, solver=solver, lam=lam)
-                yield (name, f"{share:g}"), MoonshotConfig(**choice)
+                choice = dict(pattern="structured", sparsity=share, group_size=size, solver=solver, lam=lam)
+                yield (name, column), MoonshotConfig(**choice)
+
+
+def one_seed(model, tokenizer, seed: int, options) -> dict[str, dict[str, float]]:
+    """{method: {column: perplexity}}"""
+    config = MoonshotConfig(
+        solver="osscar", pattern="structured", sparsity=0.1, lam=0.9, seed=seed, num_samples=options.samples,
+        sequence_length=options.tokens,
+    )  # fmt: skip
+    choose = lambda run, layer: choices(run, layer, options.lambdas)  # noqa: E731
+    weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
+    found: dict[str, dict[str, float]] = {}
+    for name, column in sorted(weights):
+        pruned = copy.deepcopy(model)
+        if column == SINGLE:  # the neurons are those of the same share
+            set_weights(pruned, weights[name, "0.2"])
+        set_weights(pruned, weights[name, column])
+        found.setdefault(name, {})[column] = measure(pruned, tokenizer, options)
+    print(f"seed {seed}: {found}")
+    return found
 
 
 def quality(options) -> None:
     model, tokenizer = load_demo()
     dense = measure(model, tokenizer, options)
-    heads = model.config.head_dim if options.heads else None
-    found: dict[str, dict[str, list[float]]] = {}
-    for seed in range(options.seeds):
-        config = MoonshotConfig(
-            solver="osscar", pattern="structured", sparsity=0.1, lam=0.9, seed=seed, num_samples=options.samples,
-            sequence_length=options.tokens,
-        )  # fmt: skip
-        choose = lambda run, layer: choices(run, layer, options.lambdas, heads)  # noqa: E731
-        weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
-        for (name, share), layers in weights.items():
-            pruned = copy.deepcopy(model)
-            set_weights(pruned, layers)
-            found.setdefault(name, {}).setdefault(share, []).append(measure(pruned, tokenizer, options))
-        print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
+    report(options, dense, [one_seed(model, tokenizer, seed, options) for seed in range(options.seeds)])
+
+
+def report(options, dense: float, seeds: list[dict[str, dict[str, float]]]) -> None:
+    found = {name: {column: [seed[name][column] for seed in seeds] for column in COLUMNS} for name in seeds[0]}
     write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense, [f"{share:g}" for share in SHARES])
+    show(found, dense, COLUMNS)
 
 
 def compacted(model, share: float):
@@ -129,10 +143,9 @@ def speed(options) -> None:
 def main() -> None:
     arguments = demo_parser(__doc__, "structured")
     arguments.add_argument("--lambdas", type=float, nargs="+", default=[0.9])
-    arguments.add_argument("--heads", action="store_true", help="single query heads")
     arguments.add_argument("--speed", action="store_true", help="measure size and speed instead of quality")
-    arguments.add_argument("--hidden", type=int, default=1024, help="of the random model; 0 for none")
-    arguments.add_argument("--repeats", type=int, default=7)
+    arguments.add_argument("--hidden", type=int, default=512, help="of the random model; 0 for none")
+    arguments.add_argument("--repeats", type=int, default=5)
     options = arguments.parse_args()
     (speed if options.speed else quality)(options)
 
