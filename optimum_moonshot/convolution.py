@@ -58,6 +58,12 @@ def strip_of(delta: Tensor, rows: slice, groups: int) -> Tensor:
     return delta[:, :, rows].flatten(2).unflatten(1, (groups, -1)).mT
 
 
+def joined(patches: Tensor) -> Tensor:
+    """The patches of all images [B, groups, T, d] one after another, [groups, B·T, d]."""
+    # In memory they lie as [B, groups, d, T]: so the copy moves runs of T.
+    return patches.mT.permute(1, 2, 0, 3).flatten(2).mT
+
+
 def batched(images: Tensor) -> Tensor:
     """[B, C, H, W], also of a single image [C, H, W]."""
     return images if images.ndim == 4 else images[None]

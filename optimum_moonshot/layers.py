@@ -165,7 +165,8 @@ def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLaye
 
 def _ends(model: nn.Module) -> dict[str, str]:
     """The first and the last layer in the order of their definition, with the reason why they stay dense."""
-    names = [name for name, module in model.named_modules() if _matrices(module)]
+    weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
+    names = [name for name, weight in weights if isinstance(weight, Tensor) and _is_matrix(weight)]
     ends = {"first": names[:1], "last": names[-1:]}
     return {
         name: f"the {place} layer of a model without repeated layers stays dense unless targets names it"
@@ -176,7 +177,12 @@ def _ends(model: nn.Module) -> dict[str, str]:
 
 def _matrices(module: nn.Module) -> list[list[int]]:
     """The shapes of a module's own weight matrices and kernels."""
-    return [list(parameter.shape) for parameter in module.parameters(recurse=False) if parameter.ndim >= 2]
+    return [list(parameter.shape) for parameter in module.parameters(recurse=False) if _is_matrix(parameter)]
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Also a kernel; not a vector with dimensions of 1 around it."""
+    return weight.ndim >= 2 and sum(size > 1 for size in weight.shape) != 1
 
 
 def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .convolution import batched, geometry, strip_of, strips
+from .convolution import batched, geometry, joined, strip_of, strips
 from .errors import MoonshotError, require
 from .layers import PrunableLayer
 from .linalg import all_finite
@@ -87,7 +87,7 @@ class Call:
             yield kept.reshape(-1, kept.shape[-1])
             return
         for strip in strips(self.module, batched(self.inputs)):
-            patches = strip.patches.transpose(0, 1).flatten(1, 2)
+            patches = joined(strip.patches)
             yield patches if self.layer.groups > 1 else patches[0]
 
 
@@ -263,7 +263,7 @@ class Collector(AbstractContextManager):
         """A convolution's patches or gradients [images, groups, T, d] as [B·groups, T, d]."""
         if tensor.shape[0] != self.count:
             self._check_samples(name, tensor, flattened=False)
-            tensor = tensor.transpose(0, 1).flatten(1, 2)[None]
+            tensor = joined(tensor)[None]
         return tensor.flatten(0, 1)
 
     def _check_samples(self, name: str, tensor: Tensor, flattened: bool) -> None:

@@ -1,5 +1,8 @@
 """Image models and plain modules: what of them is pruned, how exactly, and what is refused."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import reference
 import torch
@@ -7,11 +10,12 @@ import transformers as hf
 from models import PLAIN, VISION, image_batches, make
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convolution
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, convolution
 from optimum_moonshot.allocation import outlier_share
 from optimum_moonshot.convolution import geometry, strips
 from optimum_moonshot.layers import find_structure
 
+ROOT = Path(__file__).parents[1]
 SAMPLES = 6
 GEOMETRIES = {
     "1x1": dict(kernel_size=1),
@@ -159,6 +163,9 @@ def test_first_and_last_layer_of_a_plain_module_stay_dense_unless_named():
     with pytest.raises(MoonshotError, match="nothing to prune: 0: the first layer .* 2: the last layer .* targets"):
         prune(short)
     assert prune(short, targets=["0"]).report.sparsity == 0.5
+    tokens = make("convnet")  # parameters of the model itself are no layer
+    tokens.position = nn.Parameter(torch.zeros(1, 5, 4))
+    assert "first layer" in find_structure(tokens).skipped["stem"]
     words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     assert [layer.name for layer in find_structure(words).layers()] == ["1"]
 
@@ -242,3 +249,16 @@ def test_outliers_of_grouped_rows_are_those_of_their_own_inputs():
     weight, squares = torch.randn(6, 10), torch.rand(3, 10)
     parts = list(weight.split(2))
     assert outlier_share([weight], [squares], 2.0) == outlier_share(parts, list(squares), 2.0)
+
+
+@pytest.mark.skipif(not (ROOT / "../shared/models").exists(), reason="no trained model beside the repository")
+def test_a_trained_resnet_keeps_its_accuracy(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    from vision_models import batches, cifar10, resnet20
+
+    model, test = resnet20(), batches(*cifar10("test"), 256)
+    assert accuracy(model, test).value == 932 / 1017
+    images, labels = cifar10("train")
+    report = prune(model, batches(images[:24], labels[:24], 24), solver="obc", num_samples=24, lam=1.0).report
+    assert len(report.layers) == 18 and set(report.skipped) == {"conv1", "linear"}
+    assert accuracy(model, test).value > 0.9
