@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from .errors import MoonshotError, require
 from .objective import of_rows
@@ -35,7 +36,10 @@ SLICE_BYTES = 64 * 2**20
 
 
 def allocate(
-    config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], input_squares: dict[str, Tensor]
+    config: MoonshotConfig,
+    blocks: Sequence[Sequence[PrunableLayer]],
+    input_squares: dict[str, Tensor],
+    progress: bool = False,
 ) -> tuple[dict[str, Pattern], str]:
     """OWL's or AlphaPruning's pattern of every layer, and a note for the report.
 
@@ -43,6 +47,7 @@ def allocate(
         config: ``allocation="owl"`` or ``"alpha"``, the total sparsity and the method's parameters.
         blocks: the layers that get the same sparsity.
         input_squares: layer → Σ x² of its inputs in the dense model, [d_in]; OWL alone uses them.
+        progress: show a bar: AlphaPruning takes the singular values of every matrix.
 
     Raises:
         MoonshotError: AlphaPruning on a block whose spectra have no tail.
@@ -59,7 +64,8 @@ def allocate(
         sparsities = owl_sparsities(scores, by_block, config.sparsity, config.owl_lambda)
         note = "OWL, after one more forward pass"
     else:
-        scores = [_mean_exponent(block) for block in blocks]
+        bar = tqdm(blocks, desc="singular values", unit="block", leave=False, disable=not progress)
+        scores = [_mean_exponent(block) for block in bar]
         sparsities = alpha_sparsities(scores, by_block, config.sparsity, config.alpha_tau)
         note = "AlphaPruning"
     named = {layer.name: sparsity for block, sparsity in zip(blocks, sparsities, strict=True) for layer in block}

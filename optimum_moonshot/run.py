@@ -193,7 +193,8 @@ class Run:
         if squares is None:
             squares = self._input_squares() if self.config.allocation == "owl" else {}
         blocks = [block.layers for block in self.structure.blocks if block.layers]
-        self.patterns, note = allocate(self.config, [*blocks, *((layer,) for layer in self.structure.outside)], squares)
+        blocks += [(layer,) for layer in self.structure.outside]
+        self.patterns, note = allocate(self.config, blocks, squares, self.progress)
         self.notes.append(note)
 
     def _input_squares(self) -> dict[str, Tensor]:
