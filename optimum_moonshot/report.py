@@ -125,7 +125,7 @@ class PruneReport:
                 f"{layer.seconds:.2f}",
                 "; ".join(layer.notes),
             )
-        console = Console(width=width, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+        console = Console(width=width + 8 * allocated, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
         console.print(table)
         console.file.close()
         return console.export_text().rstrip() + "\n" + "\n".join(self._summary())

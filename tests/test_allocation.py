@@ -320,7 +320,9 @@ def test_an_allocation_by_name():
     model = make("llama")
     rules = {"model.layers.1.mlp.up_proj": 0.25, r"layers\.1\.": 0.75, "mlp": "1:4", "q_proj": 0}
     report = prune(model, pattern="unstructured", sparsity=0.5, allocation=rules).report
+    table = report.table()
     for layer in report.layers:
+        assert f"{layer.name} " in table  # the further column leaves names room for one line
         weight = model.get_submodule(layer.name).weight
         if "layers.1." in layer.name:
             expected = 0.25 if "mlp.up_proj" in layer.name else 0.75
