@@ -165,7 +165,7 @@ class Run:
             labelled = add_masked_labels(data.batches, self.tokenizer, self.config.seed)
             data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
         vocabulary = vocabulary_size(self.model)
-        if self._gradients and data.sequence_length:
+        if (self._gradients or self.config.allocation == "owl") and data.sequence_length:
             per_sample = 2 * data.sequence_length * vocabulary * self.model_dtype.itemsize
             data = dataclasses.replace(data, batches=split(data.batches, max(1, LOGITS_BYTES // per_sample)))
         return data
@@ -199,19 +199,20 @@ class Run:
 
     def _input_squares(self) -> dict[str, Tensor]:
         """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model."""
-        squares: dict[str, Tensor] = {}
-        for visit in self._visits(gradients=False):
-            with Collector(list(visit.layers), True, set(), self.data.num_samples, self.storage) as collector:
-                visit.run(collector, True)
-            squares |= {layer.name: collector.take(layer).inputs for layer in visit.layers}
-        return squares
+        samples = self.data.num_samples
+        with (
+            tqdm(self.data.batches, desc="outliers", unit="batch", disable=not self.progress) as batches,
+            Collector(self.layers, True, set(), samples, self.storage, share=False) as collector,
+        ):
+            WholePasses(self.model, batches, False, self.loss).run(collector, True)
+        return {layer.name: collector.take(layer).inputs for layer in self.layers}
 
     def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
         """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time."""
         if self.data is None:
             yield from ((layer, None) for layer in self.layers if layer not in self.results)
             return
-        for visit in self._visits(self._gradients, self.config.recompute):
+        for visit in self._visits():
             groups = self._groups([layer for layer in visit.layers if layer not in self.results])
             if not groups:
                 visit.run(None, True)
@@ -252,18 +253,18 @@ class Run:
                 blocks.set_postfix_str(block.name)
         self.recovering = time.perf_counter() - started
 
-    def _visits(self, gradients: bool, recompute: bool = False) -> Iterator[Visit]:
-        batches, blocks = self.data.batches, self.structure.blocks
+    def _visits(self) -> Iterator[Visit]:
+        batches, blocks, gradients = self.data.batches, self.structure.blocks, self._gradients
         inside = tuple(layer for block in blocks for layer in block.layers)
         outside = self.structure.outside
         if not any(layer not in self.results for layer in self.layers):
             return
         probe = to_device(shorten(batches[0]), model_device(self.model))
-        if recompute:
+        if self.config.recompute:
             weight, progress = self.results.weight, self.progress
             passes = RecomputedPasses(self.model, self.structure, batches, self.loss, self.storage, weight, progress)
             yield from passes.visits(probe, gradients)
-            self._note(passes.cost)
+            self.notes.append(passes.cost)
             return
         whole = WholePasses(self.model, batches, gradients, self.loss)
         if inside and is_chain(self.model, blocks, probe, gradients, self.loss):
@@ -274,14 +275,10 @@ class Run:
             yield first
             yield from visits
         elif inside:
-            self._note("the layers are no chain: each visit ran the whole model")
+            self.notes.append("the layers are no chain: each visit ran the whole model")
             yield from whole.visits(inside + outside)
             return
         yield from whole.visits(outside)
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
     def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers whose gradients fit in half of what is left together: the other half is for whitening them."""

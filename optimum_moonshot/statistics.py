@@ -42,6 +42,11 @@ class InputStatistics:
         else:
             self.value.baddbmm_(inputs.mT, inputs)
 
+    def add_call(self, call: "Call") -> None:
+        """Add what a call of a layer read."""
+        for rows in call.matrices():
+            self.add(rows)
+
 
 @dataclass
 class LayerStatistics:
@@ -100,12 +105,20 @@ class Collector(AbstractContextManager):
         with_gradients: names of the layers whose gradients are wanted; the caller runs backward passes.
         samples: N, calibration samples in all.
         storage: where the accumulators live.
+        share: layers that read the same tensor have one accumulator; a batch's inputs then live until its end.
     """
 
     def __init__(
-        self, layers: list[PrunableLayer], diagonal: bool, with_gradients: set[str], samples: int, storage: Storage
+        self,
+        layers: list[PrunableLayer],
+        diagonal: bool,
+        with_gradients: set[str],
+        samples: int,
+        storage: Storage,
+        share: bool = True,
     ):
         self.layers, self.diagonal, self.samples, self.storage = layers, diagonal, samples, storage
+        self.share = share
         self.inputs: dict[str, InputStatistics] = {}
         self.by_tensor: dict[int, InputStatistics] = {}
         self.added: set[tuple[int, int]] = set()
@@ -186,6 +199,11 @@ class Collector(AbstractContextManager):
     def _add_inputs(self, call: "Call") -> None:
         """Add to the layer's G, once per tensor: layers that read the same tensor alike share one G."""
         name, inputs = call.layer.name, call.inputs
+        if not self.share:
+            if name not in self.inputs:
+                self.inputs[name] = self._input_buffer(call.layer, inputs.device)
+            self.inputs[name].add_call(call)
+            return
         key = hash((inputs.data_ptr(), inputs.shape, inputs.stride(), call.read_as))
         if name not in self.inputs:
             self.inputs[name] = self.by_tensor.get(key) or self._input_buffer(call.layer, inputs.device)
@@ -195,8 +213,7 @@ class Collector(AbstractContextManager):
         if (id(mine), key) not in self.added:
             self.added.add((id(mine), key))
             self.held.append(inputs)  # while it lives, its address names it
-            for rows in call.matrices():
-                mine.add(rows)
+            mine.add_call(call)
 
     def _input_buffer(self, layer: PrunableLayer, device: torch.device) -> InputStatistics:
         size = layer.shape[1]

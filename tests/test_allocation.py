@@ -2,6 +2,7 @@
 
 import json
 import random
+import weakref
 
 import pytest
 import reference_allocation as reference
@@ -25,7 +26,9 @@ from optimum_moonshot.allocation import (
 )
 from optimum_moonshot.functional import build_objective, prune_weight
 from optimum_moonshot.layers import find_structure
+from optimum_moonshot.passes import frozen
 from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.run import Run
 from optimum_moonshot.solvers import solver_class, solver_names
 
 GOLDEN = ROOT / "../shared/golden/allocation.safetensors"
@@ -410,3 +413,19 @@ def test_a_configuration_keeps_its_own_copy():
     assert one.allocation == {"mlp": 0.5} and one.to_dict()["allocation"] is not one.allocation
     assert hash(one) == hash(MoonshotConfig(sparsity=0.5, allocation={"mlp": 0.5}))
     assert MoonshotConfig.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_owl_takes_one_forward_pass_and_keeps_no_activation_longer_than_its_layer():
+    model = spiky()
+    calls, kept = [], []
+    down = model.model.layers[0].mlp.down_proj
+    down.register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
+    model.model.layers[2].mlp.register_forward_pre_hook(lambda _, args: calls.append(kept[-1]() is None))
+    run = Run(model, config(pattern="unstructured", sparsity=0.5, allocation="owl", lam=1), None, None, False)
+    run._prepare(token_batches())
+    with frozen(model):
+        squares = run._input_squares()
+    assert len(calls) == 3 and all(calls)
+    norms = dense_norms(model, [{**b, "attention_mask": torch.ones_like(b["input_ids"])} for b in token_batches()])
+    for name, norm in norms.items():
+        torch.testing.assert_close(squares[name].sqrt(), norm, rtol=1e-4, atol=1e-6)
