@@ -105,20 +105,21 @@ class Masks:
 
     def __init__(self, layers: list[PrunableLayer]):
         self.layers = layers
-        self.removed: dict[str, Tensor] = {}  # True where a weight is gone, like this process's part of the parameter
+        self.keep: dict[str, Tensor] = {}  # True where a weight survives, like this process's part of the parameter
         self._handles: list = []
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """What is zero now stays zero from here on."""
-        self.removed = {layer.name: _local(layer.parameter) == 0 for layer in self.layers}
+        self.keep = {layer.name: _local(layer.parameter) != 0 for layer in self.layers}
 
     @torch.no_grad()
     def apply(self) -> None:
         """Set the removed weights to zero."""
         for layer in self.layers:
-            _local(layer.parameter).masked_fill_(self.removed[layer.name], 0)
+            # Adding 0 makes +0 of -0. (masked_fill_ is three times slower on a CPU.)
+            _local(layer.parameter).mul_(self.keep[layer.name]).add_(0.0)
 
     def attach(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
         """Keep the zeros through every step of these optimizers, until `detach`."""
@@ -127,23 +128,19 @@ class Masks:
         for each in optimizers:
             while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):  # accelerate wraps it
                 each = each.optimizer
-            usable = isinstance(each, torch.optim.Optimizer)
+            # DeepSpeed's own optimizers hide behind a wrapper without hooks.
+            usable = isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_post_hooks")
             require(usable, f"optimizer is a {type(each).__name__}: give torch.optim.Optimizer objects")
             self._handles.append(each.register_step_post_hook(lambda *_: self.apply()))
         for layer in self.layers:
             if layer.parameter.requires_grad:
-                self._handles.append(self._mask_gradient(layer))
+                # fully_shard runs this hook on its own, DistributedDataParallel's own hook follows it.
+                hook = lambda parameter, name=layer.name: self._mask_gradient(parameter, name)  # noqa: E731
+                self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
 
-    def _mask_gradient(self, layer: PrunableLayer):
-        name, parameter = layer.name, layer.parameter
-        if isinstance(parameter, DTensor):  # fully_shard sets its gradients without autograd, but runs these hooks
-
-            def in_place(parameter: nn.Parameter) -> None:
-                _local(parameter.grad).masked_fill_(self.removed[name], 0)
-
-            return parameter.register_post_accumulate_grad_hook(in_place)
-        # Before DistributedDataParallel copies the gradient into a bucket.
-        return parameter.register_hook(lambda gradient: gradient.masked_fill(self.removed[name], 0))
+    @torch.no_grad()
+    def _mask_gradient(self, parameter: nn.Parameter, name: str) -> None:
+        _local(parameter.grad).mul_(self.keep[name])
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -164,7 +161,7 @@ class Masks:
             MoonshotError: with the first layer where it is not so.
         """
         for layer in self.layers:
-            back = _total(layer.parameter, _local(layer.parameter)[self.removed[layer.name]] != 0)
+            back = _total(layer.parameter, _local(layer.parameter)[~self.keep[layer.name]] != 0)
             if back:
                 raise MoonshotError(
                     f"{layer.name}: {back} of its removed weights are not zero any more: something other than the "

@@ -70,7 +70,7 @@ def test_zeros_stay_zero_under_every_optimizer(name, dtype):
         assert torch.equal(layer.matrix == 0, before[layer.name]), layer.name
         assert follows(layer.matrix, NM(2, 4))
         assert not torch.equal(layer.parameter, dense[f"{layer.name}.weight"])
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert not optimizer._optimizer_step_post_hooks
 
 
@@ -135,7 +135,7 @@ def test_a_failure_inside_takes_the_hooks_off_and_keeps_its_message():
     with pytest.raises(KeyError, match="mine"), keep_sparsity(model, optimizer):
         raise KeyError("mine")
     assert not optimizer._optimizer_step_post_hooks
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_writing_past_the_optimizer_is_found():

@@ -96,7 +96,7 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     adapted.save_pretrained(tmp_path)
     loaded = sparse_lora(peft.PeftModel.from_pretrained(dense, tmp_path))
     assert torch.equal(logits(loaded), logits(adapted))
-    assert not any("removed" in name for name in peft.get_peft_model_state_dict(adapted))
+    assert not any("keep" in name for name in peft.get_peft_model_state_dict(adapted))
 
 
 def test_several_adapters():

@@ -278,6 +278,30 @@ def test_every_sample_trains_or_is_held_out(samples):
         assert STEP_SAMPLES <= sum(sizes[index] for index in group) < 2 * STEP_SAMPLES
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": True},
+        {"pattern": "unstructured", "sparsity": 0.5, "allocation": "owl", "lam": 0.9},
+        {"pattern": "structured", "sparsity": 0.25, "solver": "wanda"},
+    ],
+    ids=str,
+)
+def test_with_every_other_choice_of_the_run(changes):
+    plain, model = make("llama"), make("llama")
+    changes = {**changes, "num_samples": 64, "recover_lr": 0.01}
+    prune(plain, token_batches(64), recover=None, **changes)
+    pruner = MoonshotPruner(model, config(**changes))
+    report = pruner.prune(token_batches(64), progress=False)
+    assert len(report.recovery) == 3 and not same(model, state(plain))
+    for layer in report.layers:
+        weights = (each.get_submodule(layer.name).weight for each in (model, plain))
+        assert torch.equal(*(weight == 0 for weight in weights)), layer.name
+    if changes.get("pattern") == "structured":
+        before, after = pruner.compact().parameters
+        assert after < before
+
+
 def test_encoders_with_padding():
     for name in set(ENCODERS) - {"albert"}:
         report = prune(make(name), token_batches(SAMPLES, padded=True))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_a_pruned_model_keeps_its_zeros(changes, tmp_path, capsys):
     assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
     assert all(entry["moonshot_sparsity"] == 0.5 for entry in run.state.log_history)
     assert "sparsity 0.5000 over 21 layers: every removed weight is zero; every layer is 2:4" in capsys.readouterr().out
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     dense = pruned()
     trainer(tmp_path, dense, **changes).train()
     assert (dense.model.layers[0].mlp.up_proj.weight == 0).sum() == 0
@@ -96,6 +97,16 @@ def test_pruning_at_a_step(tmp_path):
     assert min(losses) < logged[6]["moonshot_loss"] < max(losses)
     assert any(entry["step"] == 3 and "moonshot_loss" in entry for entry in run.state.log_history)
     assert model.config.moonshot["sparsity"] == 0.5
+
+
+@pytest.mark.parametrize("recover", [None, "blockwise"])
+def test_pruning_under_mixed_precision_goes_block_by_block(recover, tmp_path):
+    callback = MoonshotCallback(replace(CONFIG, recover=recover, recover_steps=5), begin_step=2)
+    run = trainer(tmp_path, make("llama"), callback, bf16=True)
+    run.train()
+    assert not any("no chain" in note for note in callback.report.notes)
+    assert len(callback.report.recovery) == (3 if recover else 0)
+    assert "_original_forward" in vars(run.model) and run.model.forward != run.model._original_forward
 
 
 def test_the_cubic_schedule():

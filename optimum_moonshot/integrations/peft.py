@@ -68,7 +68,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
         if type(module) is Linear:
             module.__class__ = SparseLinear
             weight = module.get_base_layer().weight
-            module.register_buffer("removed", weight.detach() == 0, persistent=False)
+            module.register_buffer("keep", weight.detach() != 0, persistent=False)
     return model
 
 
@@ -92,13 +92,13 @@ def _check_variants(name: str, module: Linear) -> None:
 
 
 class SparseLinear(Linear):
-    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D; `removed` is True where the weight is gone."""
+    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D; `keep` is True where the weight survives."""
 
-    removed: Tensor
+    keep: Tensor
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """The change of the weight by one adapter, in the weight's layout."""
-        return super().get_delta_weight(adapter).masked_fill(self.removed, 0)
+        return super().get_delta_weight(adapter) * self.keep
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         if self.disable_adapters or self.merged:

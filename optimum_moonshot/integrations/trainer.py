@@ -121,7 +121,7 @@ class MoonshotCallback(TrainerCallback):
         config = self.config if sparsity == self.config.sparsity else replace(self.config, sparsity=sparsity)
         calibration = self.calibration
         seed = (config.seed + state.global_step) % 2**32
-        with own_random_state(seed):
+        with own_random_state(seed), without_autocast(model):
             if calibration is None:
                 calibration = training_inputs(train_dataloader, config.batch_size, seed)
             pruner = MoonshotPruner(model, config, processing_class)
@@ -222,6 +222,20 @@ def own_random_state(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+@contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """The model's own forward in place of accelerate's mixed-precision one: a block that runs alone has none either."""
+    wrapped, original = (model.__dict__.get(name) for name in ("forward", "_original_forward"))
+    swapped = wrapped is not None and original is not None
+    try:
+        if swapped:
+            model.forward = original
+        yield
+    finally:
+        if swapped:
+            model.forward = wrapped
+
+
 def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
     """Random samples of a data loader's data set through its collator; the loader itself is not touched."""
     dataset, examples = dataloader.dataset, None
@@ -244,7 +258,7 @@ def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
     rows = (labels[:, 1:] != IGNORED).any(1)
     if bool(rows.all()):
         return batch
-    return {name: tensor[rows] for name, tensor in batch.items()} if bool(rows.any()) else None
+    return {name: value[rows] for name, value in batch.items()} if bool(rows.any()) else None
 
 
 @torch.no_grad()
