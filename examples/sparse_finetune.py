@@ -1,0 +1,81 @@
+"""Prune the small model in this folder, then train its surviving weights with `transformers.Trainer`.
+
+Usage: python examples/sparse_finetune.py [OUTPUT]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, perplexity
+
+DEMO = Path(__file__).parent / "demo_model"
+LENGTH = 256
+
+
+def windows(tokenizer, text: str, length: int) -> list[dict]:
+    """A text as training samples of `length` tokens, which are their own labels."""
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // length * length].view(-1, length)]
+
+
+def main(
+    output: str = "outputs/sparse_finetune",
+    model: str | Path = DEMO,
+    sparsity: float = 0.7,
+    steps: int = 200,
+    num_samples: int = 128,
+    length: int = LENGTH,
+) -> dict[str, tuple[float, float]]:
+    """Prune, train and save to `output`; returns {stage: (perplexity, sparsity)}."""
+    config = MoonshotConfig(sparsity=sparsity, num_samples=num_samples, sequence_length=length)
+    pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
+    found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
+    report = pruner.prune(str(DEMO / "calibration.txt"))
+    found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
+
+    data = windows(pruner.tokenizer, (DEMO / "calibration.txt").read_text(encoding="utf-8"), length)
+    callback = MoonshotCallback()  # keeps the zeros, checks them at the end and says so
+    Trainer(pruner.model, training(output, steps), train_dataset=data, callbacks=[callback]).train()
+    pruner.save_pretrained(output)
+
+    # From here on nothing needs this package: the checkpoint is an ordinary one, with zeros in it.
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    found["recovered"] = (heldout_perplexity(loaded, tokenizer, length), callback.masks.sparsity())
+    show(found)
+    return found
+
+
+def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingArguments:
+    """A short run: four windows a step."""
+    return TrainingArguments(
+        output_dir=output,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, steps // 10),
+        save_strategy="no",
+        report_to=[],
+    )
+
+
+def heldout_perplexity(model, tokenizer, length: int) -> float:
+    """On text that the small model has never seen."""
+    return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=length).value
+
+
+def show(found: dict[str, tuple[float, float]]) -> None:
+    """Print a table of perplexities and sparsities."""
+    table = Table("model", "perplexity", "sparsity")
+    for name, (value, sparsity) in found.items():
+        table.add_row(name, f"{value:.2f}", f"{sparsity:.4f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
