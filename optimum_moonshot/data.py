@@ -78,8 +78,10 @@ class CalibrationData:
     notes: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """For reports, as JSON types."""
-        return {name: getattr(self, name) for name in ("source", "num_samples", "sequence_length", "digest")}
+        """For reports, as JSON types. They may be published: a file is known there by its name, not by its path."""
+        source = os.path.basename(self.source) if os.path.exists(self.source) else self.source
+        known = {name: getattr(self, name) for name in ("num_samples", "sequence_length", "digest")}
+        return {"source": source, **known}
 
 
 def load_calibration(

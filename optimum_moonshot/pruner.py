@@ -1,6 +1,7 @@
 """`MoonshotPruner`, what a user calls: load → prune → save."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from .checkpoint import model_class
 from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
+from .hub import open_repository, upload
 from .images import takes_images
 from .passes import Batch, Forward, called_by
 from .report import PruneReport
@@ -187,7 +189,7 @@ class MoonshotPruner:
         return done
 
     def save_pretrained(self, directory: str | os.PathLike, format: str = "dense", **options: Any) -> None:
-        """Write the pruned model, its tokenizer or image processor, and the report.
+        """Write the pruned model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
 
@@ -204,6 +206,44 @@ class MoonshotPruner:
         """
         require(self.report is not None, _NOT_PRUNED)
         save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        format: str = "dense",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        exist_ok: bool = False,
+        commit_message: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Publish what `save_pretrained` writes on the Hub, in one commit.
+
+        The files are written to a temporary folder first (`TMPDIR` says where).
+
+        Args:
+            repo_id: "user/name", or a name of your own.
+            format: "dense" or "packed", as for `save_pretrained`.
+            private: whether a new repository is; None is the account's default.
+            token: None is the one of `hf auth login`.
+            exist_ok: add a commit to a repository that holds files already; it replaces the weights there.
+            commit_message: None has a default.
+            options: of the model's `save_pretrained`, such as `max_shard_size`.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            MoonshotError: nothing was pruned yet, the token is refused, the repository holds files, or the connection
+                broke; nothing is published then.
+        """
+        require(self.report is not None, _NOT_PRUNED)
+        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
+        with tempfile.TemporaryDirectory() as folder:
+            processors = (self.tokenizer, self.processor)
+            save_model(self.model, processors, self.report, folder, format, name=full, **options)
+            return upload(folder, full, token=token, commit_message=commit_message)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:

@@ -343,11 +343,11 @@ class Run:
 
     def _finish(self, seconds: float) -> PruneReport:
         if self.storage.spilled:
-            self.notes.append(f"{self.storage.spilled / 2**30:.2f} GiB of caches went to {self.config.offload_dir}")
+            self.notes.append(f"{self.storage.spilled / 2**30:.2f} GiB of caches went to disk")
         calibration = None if self.data is None else self.data.describe()
         layers = [self.results.reports[layer.name] for layer in self.layers]
         report = PruneReport(
-            config=self.config.to_dict(),
+            config={**self.config.to_dict(), "offload_dir": None},  # nobody's folders in what may be published
             layers=layers,
             skipped=self.structure.skipped,
             calibration=calibration,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .card import Facts, write_card
 from .checkpoint import (
     check_format,
     checkpoint_format,
@@ -20,7 +21,7 @@ from .checkpoint import (
     unpack_files,
 )
 from .errors import MoonshotError, require
-from .report import PruneReport
+from .report import REPORT_NAME, PruneReport
 from .staging import is_weights, staged
 
 
@@ -30,14 +31,16 @@ def save_model(
     report: PruneReport,
     directory: str | os.PathLike,
     format: str = "dense",
+    name: str | None = None,
     **options: Any,
 ) -> None:
-    """Model, tokenizer or processor, and report in `directory`; the files appear there only when all are written.
+    """Model, tokenizer or processor, report and card in `directory`; the files appear there only when all are written.
 
-    Of a plain module, the weights go to model.safetensors.
+    Of a plain module, the weights go to model.safetensors, and there is no card.
 
     Args:
         format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
+        name: of the model in its card; None is the folder's.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
@@ -59,10 +62,12 @@ def save_model(
             if hasattr(processor, "save_pretrained"):
                 processor.save_pretrained(staging)
         report.save(staging)
+        if not plain:
+            write_card(staging, report, Facts.gather(model, report, name or Path(directory).resolve().name, format))
 
 
 def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
-    """Write a pruned checkpoint in the other format; everything else in its folder is copied.
+    """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
 
     Args:
         source: folder of a checkpoint that this package pruned.
@@ -89,6 +94,9 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
             unpack_files(folder, staging)
         else:
             pack_files(folder, staging, layers)
+        facts = Facts.read(staging, Path(output).resolve().name, format)
+        if facts is not None and (staging / REPORT_NAME).is_file():
+            write_card(staging, PruneReport.load(staging), facts)
 
 
 def _skeleton_layers(folder: Path, loading: dict[str, Any]):

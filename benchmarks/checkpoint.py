@@ -1,0 +1,203 @@
+"""Packed against dense checkpoints of a 200M-parameter Llama, 2:4 in bfloat16: bytes, saving, loading, peak memory.
+
+A dense file is mapped, not read: `from_pretrained` returns before most of it was touched. So a load is timed until
+every weight was read once, from a warm page cache and from a cold one (pages of the files dropped). Memory is what one
+load and that reading add to the resident size of a fresh process at its peak; mapped pages of a file, which the system
+may take back at any time, are counted, and also told apart. `--device cuda` instead times one forward pass of every
+layer shape of Llama-3.2-1B and 3B, dense against torch's 2:4 tensors.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from common import parser, write
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
+from optimum_moonshot.checkpoint import PackedLayer
+from optimum_moonshot.patterns import NM
+from optimum_moonshot.semi_structured import milliseconds, unsupported
+
+SHAPES = {  # d_out, d_in of q/o, k/v, gate/up and down
+    "Llama-3.2-1B": [(2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)],
+    "Llama-3.2-3B": [(3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)],
+}
+TOKENS = (1, 16, 256, 4096)
+LOADERS = {
+    "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
+    "load_pruned": lambda folder: load_pruned(folder, dtype="auto"),
+    "load_pruned, kept packed": lambda folder: load_pruned(folder, runtime="packed", dtype="auto"),
+}
+
+
+def build() -> MoonshotPruner:
+    """207 million random weights, 136 million of them in layers that are pruned to 2:4 by magnitude."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=11, num_attention_heads=16,
+        num_key_value_heads=16,
+    )  # fmt: skip
+    pruner = MoonshotPruner(LlamaForCausalLM(config).bfloat16(), MoonshotConfig(solver="magnitude", pattern="2:4"))
+    pruner.prune(progress=False)
+    return pruner
+
+
+def memory(field: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    raise KeyError(field)
+
+
+class Peak:
+    """The most resident memory in the block beyond what there was before: all of it, and without mapped files."""
+
+    def __enter__(self):
+        self.before = {field: memory(field) for field in ("VmRSS", "RssAnon")}
+        self.most = dict(self.before)
+        self.running = True
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while self.running:
+            self.most = {field: max(value, memory(field)) for field, value in self.most.items()}
+            time.sleep(0.002)
+
+    def __exit__(self, *exception):
+        self.running = False
+        self.thread.join()
+        self.added = {field: self.most[field] - self.before[field] for field in self.most}
+
+
+def drop_pages(folder: Path) -> None:
+    """Make the next read of the weights come from the disk."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load(loader: str, folder: Path) -> tuple[float, float]:
+    """Seconds until the loader returned, and until every weight was read once."""
+    started = time.perf_counter()
+    model = LOADERS[loader](folder)
+    returned = time.perf_counter() - started
+    for tensor in model.state_dict().values():
+        tensor.clone()
+    return returned, time.perf_counter() - started
+
+
+def measure(loader: str, folder: Path, repeats: int) -> dict:
+    """In a process of its own, whose first load is the one that memory is measured of."""
+    with Peak() as peak:
+        load(loader, folder)
+    warm = [load(loader, folder) for _ in range(repeats)]
+    cold = []
+    for _ in range(repeats):
+        drop_pages(folder)
+        cold.append(load(loader, folder)[1])
+    return {
+        "seconds_returned": statistics.median(returned for returned, _ in warm),
+        "seconds": statistics.median(read for _, read in warm),
+        "seconds_cold": statistics.median(cold),
+        "peak_bytes": peak.added["VmRSS"],
+        "peak_bytes_without_mapped_files": peak.added["RssAnon"],
+    }
+
+
+def save(pruner: MoonshotPruner, folder: Path, format: str, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        shutil.rmtree(folder, ignore_errors=True)
+        started = time.perf_counter()
+        pruner.save_pretrained(folder, format=format)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def checkpoints(options) -> dict:
+    """All figures of both formats; ratios are packed to dense."""
+    results = {"options": vars(options), "save": {}, "bytes": {}, "load": {}}
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        folders = {format: Path(root) / format for format in ("dense", "packed")}
+        pruner = build()
+        results["model_bytes"] = sum(parameter.nbytes for parameter in pruner.model.parameters())
+        for format, folder in folders.items():
+            results["save"][format] = save(pruner, folder, format, options.repeats)
+            results["bytes"][format] = (folder / "model.safetensors").stat().st_size
+        del pruner
+        for format, folder in folders.items():
+            for loader in LOADERS:
+                if format == "dense" and loader.endswith("packed"):
+                    continue
+                arguments = ["--measure", loader, "--folder", str(folder), "--repeats", str(options.repeats)]
+                done = subprocess.run(
+                    [sys.executable, __file__, *arguments], capture_output=True, text=True, check=True
+                )
+                results["load"][f"{format}, {loader}"] = json.loads(done.stdout.splitlines()[-1])
+    dense, packed = (results["load"][f"{format}, from_pretrained"] for format in folders)
+    results["ratios"] = {
+        "bytes": results["bytes"]["packed"] / results["bytes"]["dense"],
+        "save": results["save"]["packed"] / results["save"]["dense"],
+        **{name: packed[name] / dense[name] for name in ("seconds", "seconds_cold")},
+        "peak_to_model": packed["peak_bytes"] / results["model_bytes"],
+        "peak_to_model_without_mapped_files": packed["peak_bytes_without_mapped_files"] / results["model_bytes"],
+    }
+    return results
+
+
+def latencies(device: str) -> dict:
+    """Milliseconds of one forward pass by shape and tokens; None where torch has no 2:4 product, with the reason."""
+    results = {}
+    for name, shapes in SHAPES.items():
+        for d_out, d_in in shapes:
+            linear = torch.nn.Linear(d_in, d_out, bias=False, device=device, dtype=torch.bfloat16)
+            with torch.no_grad():
+                linear.weight.mul_(NM(2, 4).keep(linear.weight.abs().float()))
+            reason = unsupported(linear, PackedLayer((d_out, d_in), False, "2:4", "bfloat16"))
+            sparse = None if reason else torch.sparse.to_sparse_semi_structured(linear.weight.detach())
+            for tokens in TOKENS:
+                inputs = torch.randn(tokens, d_in, device=device, dtype=torch.bfloat16)
+                entry = {"dense_ms": milliseconds(inputs, linear.weight), "not_2:4_because": reason}
+                entry["semi_structured_ms"] = None if reason else milliseconds(inputs, sparse)
+                results[f"{name} {d_out}×{d_in}, {tokens} tokens"] = entry
+                print(f"{name} {d_out}×{d_in}, {tokens} tokens: {entry}")
+    return results
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", default="cpu", help="cuda: latencies of 2:4 tensors instead of checkpoints")
+    arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--folder", help="where the checkpoints are written for a while")
+    arguments.add_argument("--measure", choices=LOADERS, help="one loader on --folder; the benchmark calls itself so")
+    options = arguments.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, Path(options.folder), options.repeats)))
+    elif options.device == "cpu":
+        results = checkpoints(options)
+        results["options"].pop("folder")
+        print(json.dumps(results, indent=2))
+        write("checkpoint", results)
+    else:
+        if not torch.cuda.is_available():
+            sys.exit(f"--device {options.device}: torch finds no GPU on this machine; 2:4 products need an NVIDIA one")
+        write("checkpoint_cuda", latencies(options.device))
+
+
+if __name__ == "__main__":
+    main()

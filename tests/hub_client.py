@@ -1,0 +1,96 @@
+"""What a user does with the Hub, run by test_hub.py in a process of its own, since the address is read on import.
+
+Usage: python hub_client.py FOLDER; prints what happened as JSON.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+import transformers as hf
+from hub_server import TOKEN
+from huggingface_hub import ModelCard
+from models import make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
+
+BASE_CARD = """---
+license: llama3.2
+license_link: LICENSE.txt
+language: [en, de]
+tags: [facebook, llama]
+pipeline_tag: text-generation
+---
+# The dense one
+
+It has a {{ curly }} template in its text.
+"""
+
+
+def error(call):
+    try:
+        return f"no error: {call()}"
+    except MoonshotError as found:
+        return str(found)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def same(model, other):
+    states = model.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(torch.equal(t, states[1][n]) for n, t in states[0].items())
+
+
+def publish_base(folder):
+    """A dense model with a card, on the Hub as a user would have put it there."""
+    from huggingface_hub import HfApi
+
+    make("llama").to(torch.bfloat16).save_pretrained(folder)
+    (folder / "README.md").write_text(BASE_CARD)
+    HfApi(token=TOKEN).create_repo("org/base")
+    HfApi(token=TOKEN).upload_folder(repo_id="org/base", folder_path=folder)
+
+
+def main(folder):
+    publish_base(folder / "base")
+    config = MoonshotConfig(pattern="2:4", num_samples=6, sequence_length=12)
+    pruner = MoonshotPruner.from_pretrained("org/base", config, dtype="auto")
+    report = pruner.prune(token_batches(), progress=False)
+    report.record_evaluation("wikitext2", 9.5, 12.25)
+    report.record_evaluation("arc_easy", 0.7, 0.65, "accuracy")
+    pruner.save_pretrained(folder / "saved", format="packed")
+    before = files(folder / "saved")
+
+    def push(repo, **options):
+        return pruner.push_to_hub(repo, **{"token": TOKEN, "format": "packed", **options})
+
+    done = {
+        "refused": error(lambda: push("me/refused", token="hf_wrong")),
+        "url": push("me/small", private=True),
+        "exists": error(lambda: push("me/small")),
+        "cut": error(lambda: push("me/cut")),
+        "cut again": error(lambda: push("me/cut")),
+        "bad name": error(lambda: push("a//b")),
+    }
+    done["local files intact"] = files(folder / "saved") == before
+    loaded = hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto")
+    done["same weights"] = same(pruner.model, loaded) and same(pruner.model, load_pruned("me/small"))
+    done["card"] = ModelCard.load("me/small").data.to_dict()
+    done["results"] = [vars(result) for result in ModelCard.load("me/small").data.eval_results]
+    done["text"] = ModelCard.load("me/small").text
+    weights = before["model.safetensors"]
+    done["tensor bytes"] = len(weights) - 8 - int.from_bytes(weights[:8], "little")
+    # The same repository again, dense and in shards: the packed file must go.
+    push("me/small", format="dense", exist_ok=True, max_shard_size="10KB", commit_message="dense")
+    done["same weights again"] = same(pruner.model, hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto"))
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "push_to_hub.py"))
+    done["example"] = example["main"]("me/demo", num_samples=4, token=TOKEN)
+    print(json.dumps(done, default=str))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
