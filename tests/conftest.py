@@ -1,8 +1,11 @@
 """One thread per test process: several processes with several threads each spend their time waiting for each other."""
 
+import shutil
+
 import pytest
 import torch
 import transformers as hf
+from checkpoints import pruned
 
 torch.set_num_threads(1)
 
@@ -18,3 +21,18 @@ def tokenizer():
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
     )
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A packed 2:4 Llama in bfloat16, in two shards, and its model."""
+    folder, pruner = tmp_path_factory.mktemp("packed"), pruned(dtype=torch.bfloat16)
+    pruner.save_pretrained(folder, format="packed", max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder, pruner.model
+
+
+@pytest.fixture
+def packed_copy(packed, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(packed[0], tmp_path / "copy")

@@ -8,40 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 import transformers as hf
-from models import make, token_batches
+from checkpoints import INPUTS, assert_same, files, pruned, tensors
+from models import make
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 from optimum_moonshot.packing import PackedLinear
-
-INPUTS = token_batches()[0]["input_ids"]
-
-
-def pruned(name="llama", dtype=torch.float32, **settings):
-    """A pruner that has pruned a tiny model by magnitude."""
-    settings = settings or dict(pattern="2:4")
-    pruner = MoonshotPruner(make(name).to(dtype), MoonshotConfig(solver="magnitude", **settings))
-    pruner.prune(progress=False)
-    return pruner
-
-
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def tensors(folder):
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
-def assert_same(model, other):
-    expected, found = model.state_dict(), other.state_dict()
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].to("cpu"), tensor), name
 
 
 @contextmanager
@@ -53,20 +25,6 @@ def full_disk(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """A packed 2:4 Llama in bfloat16, in two shards, and its model."""
-    folder, pruner = tmp_path_factory.mktemp("packed"), pruned(dtype=torch.bfloat16)
-    pruner.save_pretrained(folder, format="packed", max_shard_size="10KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    return folder, pruner.model
-
-
-@pytest.fixture
-def copy(packed, tmp_path):
-    return shutil.copytree(packed[0], tmp_path / "copy")
 
 
 SETTINGS = [
@@ -234,20 +192,20 @@ def test_a_folder_that_holds_another_model(packed, tmp_path):
     assert_same(pruner.model, load_pruned(folder))
 
 
-def test_converting_in_place_and_what_cannot_be_converted(packed, copy, tmp_path):
+def test_converting_in_place_and_what_cannot_be_converted(packed, packed_copy, tmp_path):
     folder, model = packed
-    (copy / "extra").mkdir()
-    (copy / "extra" / "note.txt").write_text("mine")
-    convert(copy, copy, "dense")
-    assert_same(model, hf.AutoModelForCausalLM.from_pretrained(copy))
-    index = json.loads((copy / "model.safetensors.index.json").read_text())
-    total = sum(tensor.nbytes for tensor in tensors(copy).values())
-    assert index["weight_map"].keys() == tensors(copy).keys() and index["metadata"]["total_size"] == total
-    assert (copy / "extra" / "note.txt").read_text() == "mine" and not list(copy.glob(".saving*"))
+    (packed_copy / "extra").mkdir()
+    (packed_copy / "extra" / "note.txt").write_text("mine")
+    convert(packed_copy, packed_copy, "dense")
+    assert_same(model, hf.AutoModelForCausalLM.from_pretrained(packed_copy))
+    index = json.loads((packed_copy / "model.safetensors.index.json").read_text())
+    total = sum(tensor.nbytes for tensor in tensors(packed_copy).values())
+    assert index["weight_map"].keys() == tensors(packed_copy).keys() and index["metadata"]["total_size"] == total
+    assert (packed_copy / "extra" / "note.txt").read_text() == "mine" and not list(packed_copy.glob(".saving*"))
     with pytest.raises(MoonshotError, match="is a dense checkpoint already"):
-        convert(copy, tmp_path / "out", "dense")
+        convert(packed_copy, tmp_path / "out", "dense")
     with pytest.raises(MoonshotError, match="format='zip'"):
-        convert(copy, tmp_path / "out", "zip")
+        convert(packed_copy, tmp_path / "out", "zip")
     make("llama").save_pretrained(tmp_path / "plain")
     for call in (
         lambda: convert(tmp_path / "plain", tmp_path / "out", "packed"),
@@ -259,136 +217,9 @@ def test_converting_in_place_and_what_cannot_be_converted(packed, copy, tmp_path
     with pytest.raises(MoonshotError, match="holds no config.json"):
         convert(tmp_path / "empty", tmp_path / "out", "dense")
     with pytest.raises(MoonshotError, match="converted|dense checkpoint; convert"):
-        load_pruned(copy, runtime="packed")
+        load_pruned(packed_copy, runtime="packed")
     with pytest.raises(MoonshotError, match="runtime='fast'"):
-        load_pruned(copy, runtime="fast")
-
-
-def layer_at(path, position):
-    """Which layer's bytes lie at a position of a safetensors file."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header.pop("__metadata__")
-    for name, entry in header.items():
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        if start <= position < end:
-            return name.removesuffix("_packed").removesuffix("_meta").removesuffix(".weight")
-    return None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_is_found_wherever_it_is(copy, seed):
-    generator = torch.Generator().manual_seed(seed)
-    path = sorted(copy.glob("*.safetensors"))[seed % 2]
-    content = path.read_bytes()
-    for _ in range(10):
-        position = int(torch.randint(len(content), (1,), generator=generator))
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << int(torch.randint(8, (1,), generator=generator))
-        path.write_bytes(damaged)
-        layer = layer_at(path, position) if position > 8 + int.from_bytes(content[:8], "little") else None
-        with pytest.raises(MoonshotError, match=None if layer is None else f"^{layer}: .*checksum differs"):
-            load_pruned(copy)
-
-
-@pytest.mark.parametrize("format", ["dense", "packed"])
-def test_a_truncated_or_missing_file_is_named(copy, format, tmp_path):
-    folder = copy
-    if format == "dense":
-        folder = tmp_path / "dense"
-        convert(copy, folder, "dense")
-    path = sorted(folder.glob("*.safetensors"))[-1]
-    content = path.read_bytes()
-    for size in (len(content) - 1, len(content) - 5000, len(content) // 2 + 3000):
-        path.write_bytes(content)
-        layer = layer_at(path, size)
-        path.write_bytes(content[:size])
-        with pytest.raises(MoonshotError, match=f"^{layer}: {path.name} is truncated"):
-            load_pruned(folder)
-    for size in (0, 5, 100):
-        path.write_bytes(content[:size])
-        with pytest.raises(MoonshotError, match="its header cannot be read"):
-            load_pruned(folder)
-    path.unlink()
-    with pytest.raises(MoonshotError, match=f"{path.name} is missing, which holds"):
-        load_pruned(folder)
-
-
-def rewrite(path, change):
-    """A safetensors file with other tensors or metadata."""
-    with safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        metadata = dict(file.metadata())
-    change(found, metadata)
-    save_file(found, path, metadata)
-
-
-def test_files_that_contradict_themselves_are_refused(copy):
-    path = sorted(copy.glob("*.safetensors"))[0]
-    name = next(name for name in load_file(path) if name.endswith("_meta"))
-    layer = name.removesuffix(".weight_meta")
-    original = path.read_bytes()
-
-    def refused(change, words):
-        path.write_bytes(original)
-        rewrite(path, change)
-        with pytest.raises(MoonshotError, match=words):
-            load_pruned(copy)
-
-    refused(lambda found, metadata: found.pop(name), f"{layer}: .*weight_meta is missing")
-    refused(lambda found, metadata: metadata.pop("moonshot"), ": the file's metadata has no checksum of it")
-    refused(lambda found, metadata: found.update(extra=torch.ones(2)), "extra: the file's metadata has no checksum")
-    refused(lambda found, metadata: metadata.update(moonshot="{"), "metadata of the packed layers is damaged")
-    refused(lambda found, metadata: metadata.update(moonshot='{"version": 2, "layers": {}, "sha256": {}}'), "version=2")
-
-    def claim(field, value):
-        def change(found, metadata):
-            described = json.loads(metadata["moonshot"])
-            described["layers"][layer + ".weight"][field] = value
-            metadata["moonshot"] = json.dumps(described)
-
-        return change
-
-    refused(claim("pattern", "1:4"), f"{layer}: it is not 1:4")
-    refused(claim("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
-    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, float16 was written")
-
-
-def test_transformers_alone_refuses_a_weight_that_does_not_fit(copy, caplog):
-    path = sorted(copy.glob("*.safetensors"))[0]
-
-    def change(found, metadata):
-        name = next(name for name in found if name.endswith("_meta"))
-        found[name][0, 0] ^= 1
-
-    rewrite(path, change)
-    with pytest.raises(RuntimeError, match="conversion of the weights"):
-        hf.AutoModelForCausalLM.from_pretrained(copy)
-
-
-def test_a_dense_checkpoint_that_lost_its_zeros_is_refused(tmp_path):
-    pruner = pruned()
-    pruner.save_pretrained(tmp_path)
-    rewrite(tmp_path / "model.safetensors", lambda found, _: found["model.layers.2.mlp.up_proj.weight"].add_(1))
-    with pytest.raises(MoonshotError, match=r"^model\.layers\.2\.mlp\.up_proj: it has \d+ zeros, its report says 192"):
-        load_pruned(tmp_path)
-
-
-def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(packed, caplog):
-    folder, model = packed
-    loaded = load_pruned(folder, runtime="semi_structured", batch_shape=(2, 8))
-    assert_same(model, loaded)
-    assert len(loaded.moonshot_runtime) == 21
-    assert all(reason.startswith("dense: ") for reason in loaded.moonshot_runtime.values())
-    assert "0 of 21 layers run as 2:4 tensors at 16 tokens" in caplog.text and "stay dense" in caplog.text
-    with pytest.raises(MoonshotError, match="batch_shape"):
-        load_pruned(folder, runtime="semi_structured", batch_shape=(0, 8))
-
-
-def test_a_repository_that_does_not_exist(monkeypatch):
-    with pytest.raises(MoonshotError, match="no folder, and no repository"):
-        load_pruned("nobody/nothing", local_files_only=True)
+        load_pruned(packed_copy, runtime="fast")
 
 
 def test_convolutions_are_packed_too(tmp_path):

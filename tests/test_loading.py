@@ -1,0 +1,139 @@
+"""`load_pruned` refuses what is damaged, by the name of the layer, and says what it chose."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from checkpoints import assert_same, pruned
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from optimum_moonshot import MoonshotError, convert, load_pruned
+
+
+def layer_at(path, position):
+    """Which layer's bytes lie at a position of a safetensors file."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__")
+    for name, entry in header.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        if start <= position < end:
+            return name.removesuffix("_packed").removesuffix("_meta").removesuffix(".weight")
+    return None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flipped_bit_is_found_wherever_it_is(packed_copy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    path = sorted(packed_copy.glob("*.safetensors"))[seed % 2]
+    content = path.read_bytes()
+    for _ in range(10):
+        position = int(torch.randint(len(content), (1,), generator=generator))
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        path.write_bytes(damaged)
+        layer = layer_at(path, position) if position > 8 + int.from_bytes(content[:8], "little") else None
+        with pytest.raises(MoonshotError, match=None if layer is None else f"^{layer}: .*checksum differs"):
+            load_pruned(packed_copy)
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_truncated_or_missing_file_is_named(packed_copy, format, tmp_path):
+    folder = packed_copy
+    if format == "dense":
+        folder = tmp_path / "dense"
+        convert(packed_copy, folder, "dense")
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    content = path.read_bytes()
+    for size in (len(content) - 1, len(content) - 5000, len(content) // 2 + 3000):
+        path.write_bytes(content)
+        layer = layer_at(path, size)
+        path.write_bytes(content[:size])
+        with pytest.raises(MoonshotError, match=f"^{layer}: {path.name} is truncated"):
+            load_pruned(folder)
+    for size in (0, 5, 100):
+        path.write_bytes(content[:size])
+        with pytest.raises(MoonshotError, match="its header cannot be read"):
+            load_pruned(folder)
+    path.unlink()
+    with pytest.raises(MoonshotError, match=f"{path.name} is missing, which holds"):
+        load_pruned(folder)
+
+
+def rewrite(path, change):
+    """A safetensors file with other tensors or metadata."""
+    with safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata = dict(file.metadata())
+    change(found, metadata)
+    save_file(found, path, metadata)
+
+
+def test_files_that_contradict_themselves_are_refused(packed_copy):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    name = next(name for name in load_file(path) if name.endswith("_meta"))
+    layer = name.removesuffix(".weight_meta")
+    original = path.read_bytes()
+
+    def refused(change, words):
+        path.write_bytes(original)
+        rewrite(path, change)
+        with pytest.raises(MoonshotError, match=words):
+            load_pruned(packed_copy)
+
+    refused(lambda found, metadata: found.pop(name), f"{layer}: .*weight_meta is missing")
+    refused(lambda found, metadata: metadata.pop("moonshot"), ": the file's metadata has no checksum of it")
+    refused(lambda found, metadata: found.update(extra=torch.ones(2)), "extra: the file's metadata has no checksum")
+    refused(lambda found, metadata: metadata.update(moonshot="{"), "metadata of the packed layers is damaged")
+    refused(lambda found, metadata: metadata.update(moonshot='{"version": 2, "layers": {}, "sha256": {}}'), "version=2")
+
+    def claim(field, value):
+        def change(found, metadata):
+            described = json.loads(metadata["moonshot"])
+            described["layers"][layer + ".weight"][field] = value
+            metadata["moonshot"] = json.dumps(described)
+
+        return change
+
+    refused(claim("pattern", "1:4"), f"{layer}: it is not 1:4")
+    refused(claim("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
+    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, float16 was written")
+
+
+def test_transformers_alone_refuses_a_weight_that_does_not_fit(packed_copy, caplog):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+
+    def change(found, metadata):
+        name = next(name for name in found if name.endswith("_meta"))
+        found[name][0, 0] ^= 1
+
+    rewrite(path, change)
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        hf.AutoModelForCausalLM.from_pretrained(packed_copy)
+
+
+def test_a_dense_checkpoint_that_lost_its_zeros_is_refused(tmp_path):
+    pruner = pruned()
+    pruner.save_pretrained(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda found, _: found["model.layers.2.mlp.up_proj.weight"].add_(1))
+    with pytest.raises(MoonshotError, match=r"^model\.layers\.2\.mlp\.up_proj: it has \d+ zeros, its report says 192"):
+        load_pruned(tmp_path)
+
+
+def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(packed, caplog):
+    folder, model = packed
+    loaded = load_pruned(folder, runtime="semi_structured", batch_shape=(2, 8))
+    assert_same(model, loaded)
+    assert len(loaded.moonshot_runtime) == 21
+    assert all(reason.startswith("dense: ") for reason in loaded.moonshot_runtime.values())
+    assert "0 of 21 layers run as 2:4 tensors at 16 tokens" in caplog.text and "stay dense" in caplog.text
+    with pytest.raises(MoonshotError, match="batch_shape"):
+        load_pruned(folder, runtime="semi_structured", batch_shape=(0, 8))
+
+
+def test_a_repository_that_does_not_exist(monkeypatch):
+    with pytest.raises(MoonshotError, match="no folder, and no repository"):
+        load_pruned("nobody/nothing", local_files_only=True)
