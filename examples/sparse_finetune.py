@@ -33,11 +33,7 @@ def main(
 ) -> dict[str, tuple[float, float]]:
     """Prune, train and save to `output`; returns {stage: (perplexity, sparsity)}."""
     config = MoonshotConfig(sparsity=sparsity, num_samples=num_samples, sequence_length=length)
-    pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
-    found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
-    report = pruner.prune(str(DEMO / "calibration.txt"))
-    found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
-
+    pruner, found = prune(model, config, length)
     data = windows(pruner.tokenizer, (DEMO / "calibration.txt").read_text(encoding="utf-8"), length)
     callback = MoonshotCallback()  # keeps the zeros, checks them at the end and says so
     Trainer(pruner.model, training(output, steps), train_dataset=data, callbacks=[callback]).train()
@@ -48,6 +44,15 @@ def main(
     found["recovered"] = (heldout_perplexity(loaded, tokenizer, length), callback.masks.sparsity())
     show(found)
     return found
+
+
+def prune(model: str | Path, config: MoonshotConfig, length: int) -> tuple[MoonshotPruner, dict]:
+    """The pruner with its pruned model, and {stage: (perplexity, sparsity)} so far."""
+    pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
+    found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
+    report = pruner.prune(str(DEMO / "calibration.txt"))
+    found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
+    return pruner, found
 
 
 def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingArguments:

@@ -6,12 +6,11 @@ Usage: python examples/sparse_lora.py [OUTPUT]
 import sys
 from pathlib import Path
 
-import torch
 from peft import LoraConfig, get_peft_model
-from sparse_finetune import DEMO, LENGTH, heldout_perplexity, show, training, windows
+from sparse_finetune import DEMO, LENGTH, heldout_perplexity, prune, show, training, windows
 from transformers import Trainer
 
-from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
+from optimum_moonshot import MoonshotCallback, MoonshotConfig
 from optimum_moonshot.integrations.peft import sparse_lora
 
 
@@ -25,11 +24,7 @@ def main(
 ) -> dict[str, tuple[float, float]]:
     """Prune, adapt, merge and save to `output`; returns {stage: (perplexity, sparsity)}."""
     config = MoonshotConfig(pattern=pattern, num_samples=num_samples, sequence_length=length)
-    pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
-    found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
-    report = pruner.prune(str(DEMO / "calibration.txt"))
-    found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
-
+    pruner, found = prune(model, config, length)
     data = windows(pruner.tokenizer, (DEMO / "calibration.txt").read_text(encoding="utf-8"), length)
     adapted = sparse_lora(get_peft_model(pruner.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")))
     callback = MoonshotCallback()
