@@ -11,7 +11,7 @@ weights [d_out, d_in], gradients [N, d_out, d_in]. Rows of a grouped convolution
 [groups, d_in, d_in], one matrix for each d_out/groups rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -37,11 +37,12 @@ class RowFisher(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Of a whole layer, where a quadratic has some of its rows only."""
+    """Of a whole layer, where a quadratic has the gradients of some of its rows only."""
 
     reconstruction: float  # L_R(0)
     fisher: float | None  # L_F(0)
     squares: float  # Σ_n A_n², mean over the layer's weights
+    samples: int  # N
 
 
 class Scales(NamedTuple):
@@ -84,7 +85,7 @@ class Quadratic:
     gradients: Tensor | RowFisher | None  # A_n [N, d_out, d_in], or A_k A_kᵀ, on any device; None at λ = 1
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
-    totals: Totals | None = None  # of the layer, where `weight` has some of its rows only
+    totals: Totals | None = None  # of the layer, where gradients are those of some rows
 
     @classmethod
     def build(
@@ -97,14 +98,21 @@ class Quadratic:
     ) -> "Quadratic":
         """From a dense weight and its statistics; inputs that never fire lose their weights first.
 
-        Args:
-            totals: those of the layer, where `weight` and `gradients` are some of its rows.
+        With `totals` the gradients may follow, rows by rows, in `part`.
         """
         weight, dead = _without_dead_inputs(weight, _input_squares(gram))
         gradients = _by_block(gradients, gram.shape[-1])
         at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, gradients))
-        found = scales(lam, *at_zero, samples=_samples(gradients))
+        found = scales(lam, *at_zero, samples=totals.samples if totals else _samples(gradients))
         return cls(weight, gram, gradients, _with_note(found, dead), at_zero, totals)
+
+    def part(self, rows: slice, gradients: Tensor | RowFisher) -> "Quadratic":
+        """The quadratic of some rows, a whole number of groups or inside of one, with their gradients."""
+        gram = self.gram
+        if gram.ndim > 2:
+            size = len(self.weight) // len(gram)
+            gram = gram[rows.start // size : -(-rows.stop // size)]
+        return replace(self, weight=self.weight[rows], gram=gram, gradients=_by_block(gradients, self.size))
 
     @property
     def damping_unit(self) -> float:
@@ -233,6 +241,11 @@ def _with_note(found: Scales, dead: int) -> Scales:
     return found if not dead else found._replace(notes=(f"{dead} dead inputs", *found.notes))
 
 
+def reconstruction(weight: Tensor, gram: Tensor) -> float:
+    """L_R(0) of a weight."""
+    return float(_terms(weight.float()[None], gram, None)[0])
+
+
 def _by_block(gradients: Tensor | RowFisher | None, size: int) -> Tensor | RowFisher | None:
     """Gradients as a quadratic with blocks of so many inputs counts its rows, [N, rows, size]."""
     if gradients is None or isinstance(gradients, RowFisher):
@@ -259,14 +272,14 @@ def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | RowFisher | None) -
     grams = _by_group(gram).float()
     blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
     products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
-    reconstruction = (products * blocks).double().sum((0, 1, 3, 4))
+    lost = (products * blocks).double().sum((0, 1, 3, 4))
     if gradients is None:
-        return reconstruction, None
+        return lost, None
     rows = deltas.reshape(count, -1, size)
     compressed = isinstance(gradients, RowFisher)
     samples = _samples(gradients)
     step = max(1, SLICE_BYTES // (4 * size * (size if compressed else samples)))
-    fisher = torch.zeros_like(reconstruction)
+    fisher = torch.zeros_like(lost)
     for start in range(0, rows.shape[1], step):
         some = slice(start, start + step)
         columns = rows[:, some].permute(1, 2, 0)
@@ -276,7 +289,7 @@ def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | RowFisher | None) -
         else:
             part = gradients[:, some].to(deltas.device, torch.float32).transpose(0, 1)
             fisher += (part @ columns).double().square().sum((0, 1))
-    return reconstruction, fisher / samples
+    return lost, fisher / samples
 
 
 def _diagonal_terms(

@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .objective import RelativeLoss
+
 REPORT_NAME = "moonshot_report.json"
 
 
@@ -177,6 +179,19 @@ class PruneReport:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:
+    """The fields of a `LayerReport` that say what pruning costs at the λ used."""
+    return {
+        "lam": lam,
+        "reconstruction": pruned.reconstruction,
+        "reconstruction_masked": masked.reconstruction,
+        "fisher": pruned.fisher,
+        "fisher_masked": masked.fisher,
+        "loss": pruned.total,
+        "loss_masked": masked.total,
+    }
 
 
 def peak_memory(device: torch.device) -> int:

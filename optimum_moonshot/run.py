@@ -19,18 +19,17 @@ from .config import MoonshotConfig
 from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
 from .evaluation import max_positions, vocabulary_size
+from .gathering import Gatherer, RowChunks, solve_layer
 from .images import load_images, open_images, takes_images
 from .layers import PrunableLayer, Structure, find_structure
 from .linalg import all_finite
 from .losses import add_masked_labels, needs_masked_labels
-from .objective import DiagonalQuadratic
 from .passes import Batch, ChainPasses, Visit, WholePasses, frozen, is_chain, model_device, to_device
 from .patterns import Pattern, Structured
 from .recompute import RecomputedPasses
 from .recovery import Recovery, part_size
-from .report import LayerReport, PruneReport, peak_memory, versions
+from .report import LayerReport, PruneReport, loss_fields, peak_memory, versions
 from .results import Results, fingerprint
-from .solvers.base import block_size
 from .statistics import Collector, LayerStatistics
 from .storage import Storage
 from .structured import structured_patterns
@@ -207,24 +206,16 @@ class Run:
             WholePasses(self.model, batches, False, self.loss).run(collector, True)
         return {layer.name: collector.take(layer).inputs for layer in self.layers}
 
-    def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
+    def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | RowChunks | None]]:
         """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time."""
         if self.data is None:
             yield from ((layer, None) for layer in self.layers if layer not in self.results)
             return
+        lams = {layer.name: self._lam(layer) for layer in self.layers}
+        gatherer = Gatherer(self.solver, self.patterns, lams, self.data.num_samples, self.storage)
         for visit in self._visits():
-            groups = self._groups([layer for layer in visit.layers if layer not in self.results])
-            if not groups:
-                visit.run(None, True)
-            while groups:
-                group = groups.pop(0)
-                wanted = {layer.name for layer in group if self._lam(layer) < 1}
-                diagonal = self.solver.objective is DiagonalQuadratic
-                with Collector(group, diagonal, wanted, self.data.num_samples, self.storage) as collector:
-                    visit.run(collector, not groups)
-                while group:
-                    layer = group.pop(0)
-                    yield layer, collector.take(layer)
+            yield from gatherer.statistics(visit, [layer for layer in visit.layers if layer not in self.results])
+        self.notes += gatherer.notes
 
     def _recovery(self) -> Recovery | None:
         """The recovery that follows, if one was asked for; what it cannot do is found here, before any work."""
@@ -280,24 +271,11 @@ class Run:
             return
         yield from whole.visits(outside)
 
-    def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
-        """Layers whose gradients fit in half of what is left together: the other half is for whitening them."""
-        groups: list[list[PrunableLayer]] = []
-        room = 0
-        for layer in layers:
-            samples = 1 if self.solver.objective is DiagonalQuadratic else self.data.num_samples
-            gram = 1 if self.solver.objective is DiagonalQuadratic else layer.shape[1]
-            size = 4 * layer.groups * layer.shape[1] * gram
-            size += 4 * samples * layer.shape[0] * layer.shape[1] if self._lam(layer) < 1 else 0
-            if not groups or size > room:
-                groups.append([])
-                room = self.storage.available() // 2
-            groups[-1].append(layer)
-            room -= size
-        return groups
 
     @torch.no_grad()
-    def _solve(self, layer: PrunableLayer, statistics: LayerStatistics | None) -> tuple[LayerReport, Tensor]:
+    def _solve(
+        self, layer: PrunableLayer, statistics: LayerStatistics | RowChunks | None
+    ) -> tuple[LayerReport, Tensor]:
         device = layer.parameter.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -306,25 +284,12 @@ class Run:
         if not known:
             statistics = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0)
         lam = self._lam(layer) if known else 1.0
-        pattern = self.patterns[layer.name]
-        objective = statistics.objective(layer.matrix, lam, block_size(self.solver, layer.shape[1], pattern))
         try:
-            result = self.solver.solve(objective, pattern)
+            result, measured, lam = solve_layer(self.solver, layer, self.patterns[layer.name], statistics, lam)
         except FactorizationError as error:
             raise FactorizationError(f"{layer.name}: {error}") from None
         weight = result.weight.to(layer.parameter.dtype)
-        losses: dict[str, float | None] = {"lam": None}
-        if known:
-            masked, pruned = objective.losses(torch.where(result.keep, objective.weight, 0), weight)
-            losses = {
-                "lam": objective.scales.lam,
-                "reconstruction": pruned.reconstruction,
-                "reconstruction_masked": masked.reconstruction,
-                "fisher": pruned.fisher,
-                "fisher_masked": masked.fisher,
-                "loss": pruned.total,
-                "loss_masked": masked.total,
-            }
+        losses = loss_fields(lam, *measured) if known else {"lam": None}
         zeros = int((weight == 0).sum())
         seconds = time.perf_counter() - started
         self.solving += seconds

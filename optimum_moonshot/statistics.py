@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
 from .convolution import batched, geometry, joined, strip_of, strips
 from .errors import MoonshotError, require
 from .layers import PrunableLayer
 from .linalg import all_finite
-from .objective import BlockQuadratic, DiagonalQuadratic, Quadratic, diagonal_blocks
+from .objective import BlockQuadratic, DiagonalQuadratic, Quadratic, RowFisher, diagonal_blocks, reconstruction
 from .storage import Storage
 
 
@@ -50,15 +51,18 @@ class InputStatistics:
 
 @dataclass
 class LayerStatistics:
-    """What a layer's objective needs: Σ x xᵀ or (diagonal) Σ x², and A_n [N, d_out, d_in] or Σ_n A_n² [d_out, d_in].
+    """What a layer's objective needs: Σ x xᵀ or (diagonal) Σ x², and A_n [N, d_out, d_in], Σ_n a_n a_nᵀ of its rows or
+    (diagonal) Σ_n A_n² [d_out, d_in].
 
-    Inputs are [d_in, d_in] or [d_in], with groups in front for a grouped convolution.
+    Inputs are [d_in, d_in] or [d_in], with groups in front for a grouped convolution. Gradients may be those of some
+    rows, with the totals of the layer once those are known.
     """
 
     inputs: Tensor
-    gradients: Tensor | None
+    gradients: Tensor | RowFisher | None
     samples: int
     diagonal: bool = False
+    totals: LayerTotals | None = None
 
     def objective(self, weight: Tensor, lam: float, block: int | None = None) -> Quadratic | DiagonalQuadratic:
         """The layer's quadratic at its dense weight [d_out, d_in]; `block` inputs of a row have one together."""
@@ -68,6 +72,14 @@ class LayerStatistics:
         if block is not None:
             return BlockQuadratic.build(weight, diagonal_blocks(self.inputs, block), gradients, lam)
         return Quadratic.build(weight, self.inputs, gradients, lam)
+
+    def layer_objective(self, weight: Tensor, lam: float, block: int | None = None) -> Quadratic:
+        """The layer's quadratic without gradients, by the totals that were gathered with some rows."""
+        kind, gram = (
+            (Quadratic, self.inputs) if block is None else (BlockQuadratic, diagonal_blocks(self.inputs, block))
+        )
+        totals = self.totals.result(reconstruction(weight, gram))
+        return kind.build(weight, gram, None, lam, totals)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ class Call:
 class Collector(AbstractContextManager):
     """Hooks on layers, removed on exit, whatever happens.
 
+    A batch's inputs and gradients go from here, as matrices, to `InputStatistics` and to the `accumulators`.
+
     Args:
         layers: to observe.
         diagonal: gather only the diagonals (Wanda): A_n is squared and added sample by sample, never stored.
@@ -106,6 +120,7 @@ class Collector(AbstractContextManager):
         samples: N, calibration samples in all.
         storage: where the accumulators live.
         share: layers that read the same tensor have one accumulator; a batch's inputs then live until its end.
+        plans: how to gather the gradients of layers by their name; those of the others are kept as they are.
     """
 
     def __init__(
@@ -116,6 +131,7 @@ class Collector(AbstractContextManager):
         samples: int,
         storage: Storage,
         share: bool = True,
+        plans: dict[str, Plan] | None = None,
     ):
         self.layers, self.diagonal, self.samples, self.storage = layers, diagonal, samples, storage
         self.share = share
@@ -123,16 +139,23 @@ class Collector(AbstractContextManager):
         self.by_tensor: dict[int, InputStatistics] = {}
         self.added: set[tuple[int, int]] = set()
         self.held: list[Tensor] = []
-        self.gradients = {layer.name: self._gradient_buffer(layer) for layer in layers if layer.name in with_gradients}
+        self.totals: dict[str, LayerTotals] = {}
+        self.gradients = {
+            layer.name: self._accumulator(layer, (plans or {}).get(layer.name, Plan()))
+            for layer in layers
+            if layer.name in with_gradients
+        }
         self.calls: dict[str, int] = {}
-        self.sums: dict[str, Tensor] = {}
         self.mask: Tensor | None = None
-        self.first, self.count = 0, 0
+        self.count = 0
         self._hooks = ExitStack()
 
-    def _gradient_buffer(self, layer: PrunableLayer) -> Tensor:
-        shape = layer.shape if self.diagonal else (self.samples, *layer.shape)
-        return self.storage.zeros(shape, torch.float32, f"{layer.name}: gradients")
+    def _accumulator(self, layer: PrunableLayer, plan: Plan) -> Samples | Squares | RowMatrices:
+        if plan.totals is not None:
+            self.totals[layer.name] = LayerTotals(layer, self.samples, plan.totals)
+        if self.diagonal:
+            return Squares(layer, self.storage)
+        return (Samples if plan.block is None else RowMatrices)(layer, self.samples, self.storage, plan)
 
     def __enter__(self) -> "Collector":
         for layer in self.layers:
@@ -149,8 +172,10 @@ class Collector(AbstractContextManager):
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
         """Announce a batch: samples `first` to `first + count`, and the mask [B, T] of its tokens, None for all."""
-        self.first, self.count, self.mask = first, count, mask
+        self.count, self.mask = count, mask
         self.calls.clear()
+        for accumulator in (*self.gradients.values(), *self.totals.values()):
+            accumulator.begin(first, count)
 
     def end(self) -> None:
         """Close a batch: check that layers which share a Gram matrix did read the same tensors."""
@@ -159,6 +184,8 @@ class Collector(AbstractContextManager):
                 raise MoonshotError(f"layers {sorted(statistics.readers)} read the same tensor in some batches only")
             for read in statistics.readers.values():
                 read.clear()
+        for accumulator in (*self.gradients.values(), *self.totals.values()):
+            accumulator.end()
         self._forget()
 
     def _forget(self) -> None:
@@ -244,30 +271,9 @@ class Collector(AbstractContextManager):
     def _accumulate(self, name: str, inputs: Tensor, delta: Tensor, done: bool) -> None:
         """Add δᵀx of [B·groups, T, d_in] and [B·groups, T, d_out/groups]; `done` marks the last of a batch."""
         inputs, delta = inputs.float(), delta.float()
-        if self.diagonal:
-            self._add_squares(name, inputs, delta, done)
-            return
-        out = self.gradients[name][self.first : self.first + self.count]
-        out = out.view(len(delta), -1, inputs.shape[-1])
-        if out.device == delta.device:
-            out.baddbmm_(delta.mT, inputs)
-        else:
-            out += (delta.mT @ inputs).to(out.device)
-
-    def _add_squares(self, name: str, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        """Σ_n A_n²; A_n itself is the sum over the layer's calls, so a layer called twice waits for the last."""
-        out = self.gradients[name]
-        if done and name not in self.sums:
-            samples = (part.unflatten(0, (self.count, -1)) for part in (delta, inputs))
-            for sample_delta, sample in zip(*samples, strict=True):
-                out += (sample_delta.mT @ sample).square_().flatten(0, 1).to(out.device)
-            return
-        total = delta.mT @ inputs
-        total = total + self.sums.pop(name) if name in self.sums else total
-        if not done:
-            self.sums[name] = total
-        else:
-            out += total.square_().view(self.count, *out.shape).sum(0).to(out.device)
+        for gathered in (self.gradients, self.totals):
+            if name in gathered:
+                gathered[name].add(inputs, delta, done)
 
     def _per_sample(self, name: str, tensor: Tensor) -> Tensor:
         """Inputs or gradients of a linear layer as [B, T, d]."""
@@ -301,11 +307,12 @@ class Collector(AbstractContextManager):
             name in self.inputs, f"{name}: no calibration data reached this layer; add its name to ignore= to skip it"
         )
         inputs, gradients = self.inputs.pop(name).value, self.gradients.pop(name, None)
+        gradients = gradients and gradients.result()
         diagonal = inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1)
         _finite(diagonal, f"{name}: its inputs (activations)")
         if gradients is not None:
-            _finite(gradients, f"{name}: its gradients")
-        return LayerStatistics(inputs, gradients, self.samples, self.diagonal)
+            _finite(gradients[0] if isinstance(gradients, RowFisher) else gradients, f"{name}: its gradients")
+        return LayerStatistics(inputs, gradients, self.samples, self.diagonal, self.totals.pop(name, None))
 
 
 def _finite(tensor: Tensor, what: str) -> None:

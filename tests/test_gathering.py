@@ -1,0 +1,224 @@
+"""Statistics in their smaller form, and layers that are solved in chunks of rows: nothing of it changes the result."""
+
+import pytest
+import torch
+from golden.make import grouped_layer, layer
+from models import image_batches, make, token_batches
+from torch import nn
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, gathering
+from optimum_moonshot import run as run_module
+from optimum_moonshot.accumulators import STAGED, LayerTotals, Part, Plan, RowMatrices, Samples
+from optimum_moonshot.errors import FactorizationError
+from optimum_moonshot.layers import PrunableLayer
+from optimum_moonshot.objective import BlockQuadratic, Quadratic, RowFisher, Totals, diagonal_blocks
+from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.slices import ranges
+from optimum_moonshot.solvers import solver_class, solver_names
+from optimum_moonshot.storage import Storage
+
+SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]
+
+
+def storage():
+    return Storage(torch.device("cpu"))
+
+
+def linear(d_out, d_in):
+    return PrunableLayer("layer", (nn.Linear(d_in, d_out),), False)
+
+
+def matrices(gradients, size=None):
+    """The compressed form of gradients [N, d_out, d_in]."""
+    rows = gradients if size is None else gradients.unflatten(2, (-1, size)).flatten(1, 2)
+    return RowFisher(torch.einsum("nki,nkj->kij", rows, rows), len(gradients))
+
+
+def feed(accumulators, layer, batches, seed=0):
+    """Batches of several pieces each; returns the gradients of all samples, [N, d_out, d_in]."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients, first = [], 0
+    for count in batches:
+        for accumulator in accumulators:
+            accumulator.begin(first, count)
+        whole = torch.zeros(count, *layer.shape)
+        for piece in range(2):
+            inputs = torch.randn(count, 5, layer.shape[1], generator=generator)
+            delta = torch.randn(count, 5, layer.shape[0], generator=generator)
+            whole += delta.mT @ inputs
+            for accumulator in accumulators:
+                accumulator.add(inputs, delta, piece == 1)
+        for accumulator in accumulators:
+            accumulator.end()
+        gradients.append(whole)
+        first += count
+    return torch.cat(gradients)
+
+
+@pytest.mark.parametrize("block", [12, 4, 1])
+@pytest.mark.parametrize("rows", [None, slice(0, 3), slice(2, 7)])
+@pytest.mark.parametrize("batches", [[4, 4, 3], [STAGED, 7, STAGED - 3, 9], [STAGED + 5, 2], [1] * 11])
+def test_every_form_gathers_the_same_gradients(block, rows, batches):
+    layer = linear(7, 12)
+    samples = sum(batches)
+    plan = Plan(block, rows)
+    kept, compressed = Samples(layer, samples, storage(), plan), RowMatrices(layer, samples, storage(), plan)
+    totals = LayerTotals(layer, samples, block)
+    gradients = feed([kept, compressed, totals], layer, batches)
+    some = gradients[:, rows or slice(None)]
+    torch.testing.assert_close(kept.result(), some)
+    found = compressed.result()
+    assert found.samples == samples
+    torch.testing.assert_close(found.matrices, matrices(some, block).matrices, rtol=1e-4, atol=1e-3)
+    products = (gradients * layer.matrix).unflatten(2, (-1, block)).sum(3)
+    expected = Totals(3.0, float(products.square().sum()) / samples, float(gradients.square().sum(0).mean()), samples)
+    assert totals.result(3.0) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [None, slice(0, 2), slice(2, 3), slice(2, 6), slice(4, 5)])
+def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
+    layer = PrunableLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
+    inputs, delta = torch.randn(4 * 3, 5, 8), torch.randn(4 * 3, 5, 2)
+    out = torch.zeros(4, len(range(6)[rows or slice(None)]), 8)
+    Part(layer, rows).add(out, inputs, delta)
+    whole = (delta.mT @ inputs).view(4, 6, 8)
+    torch.testing.assert_close(out, whole[:, rows or slice(None)])
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("size", [None, 4])
+def test_the_compressed_quadratic_is_the_quadratic(lam, size):
+    weight, gram, gradients = layer(6, 12, 30, seed=3)
+    kind, cut = (Quadratic, gram) if size is None else (BlockQuadratic, diagonal_blocks(gram, size))
+    whole = kind.build(weight, cut, gradients, lam)
+    small = kind.build(weight, cut, matrices(gradients, size), lam)
+    assert small.losses_at_zero == pytest.approx(whole.losses_at_zero, rel=1e-4)
+    assert small.damping_unit == pytest.approx(whole.damping_unit, rel=1e-5)
+    assert small.mean_diagonal() == pytest.approx(whole.mean_diagonal(), rel=1e-4)
+    device = weight.device
+    torch.testing.assert_close(small.rows(slice(1, 5), device), whole.rows(slice(1, 5), device), rtol=1e-3, atol=1e-7)
+    pruned = weight * (weight > 0)
+    assert small.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_solvers_take_the_compressed_form(solver, lam):
+    weight, gram, gradients = layer(6, 24, 40, seed=4, dead=(5,))
+    settings = MoonshotConfig(
+        solver=solver, pattern="structured" if solver == "osscar" else "unstructured", sparsity=0.5, block_size=8
+    )
+    made, pattern = settings.make_solver(), settings.parsed_pattern
+    size = made.block(24, pattern) if solver == "cap" else None
+    cut = gram if size is None else diagonal_blocks(gram, size)
+    found, expected = (
+        made.solve(made.objective.build(weight, cut, form, lam), pattern)
+        for form in (matrices(gradients, size), gradients)
+    )
+    assert torch.equal(found.keep, expected.keep)
+    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [None, 5])
+def test_parts_of_a_quadratic_are_its_rows(size):
+    weight, gram, gradients = grouped_layer(3, 4, 20, 10)
+    kind, cut = (Quadratic, gram) if size is None else (BlockQuadratic, diagonal_blocks(gram, size))
+    whole = kind.build(weight, cut, gradients, 0.5)
+    squares = float(gradients.square().sum(0).mean())
+    totals = Totals(*whole.losses_at_zero, squares, len(gradients))
+    bare, device = kind.build(weight, cut, None, 0.5, totals), weight.device
+    assert bare.scales == whole.scales and bare.mean_diagonal() == pytest.approx(whole.mean_diagonal())
+    blocks = 20 // whole.size
+    pruned = weight * (weight > 0)
+    lost = 0.0
+    for rows in (slice(0, 4), slice(4, 6), slice(6, 7), slice(7, 8), slice(8, 12)):
+        part = bare.part(rows, gradients[:, rows])
+        here = slice(rows.start * blocks, rows.stop * blocks)
+        torch.testing.assert_close(part.rows(slice(None), device), whole.rows(here, device))
+        lost += part.losses(pruned[rows])[0].total
+    assert lost == pytest.approx(whole.losses(pruned)[0].total)
+
+
+@pytest.mark.parametrize(("groups", "room"), [(1, 1), (1, 5), (1, 1000), (4, 1), (4, 2), (4, 3), (4, 7), (4, 1000)])
+def test_chunks_are_whole_groups_or_inside_of_one(groups, room):
+    layer = PrunableLayer("layer", (nn.Conv2d(8, 12, 1, groups=groups),), False)
+    size = 12 // groups
+    d_in = layer.shape[1]
+    rows = gathering.chunk_rows(layer, Plan(), 10, 4 * 10 * d_in * room)
+    assert [k for part in rows for k in range(12)[part]] == list(range(12))
+    for part in rows:
+        count = part.stop - part.start
+        assert count <= max(1, room)
+        assert (count % size == 0 and part.start % size == 0) or part.start // size == (part.stop - 1) // size
+
+
+def prune(name, solver, lam, pattern, **changes):
+    model = make(name)
+    batches = image_batches(samples=20) if name in ("vit", "resnet") else token_batches()
+    pattern = {"pattern": pattern} if isinstance(pattern, str) else {"sparsity": pattern}
+    settings = dict(num_samples=20 if name in ("vit", "resnet") else 6, sequence_length=12, batch_size=2, block_size=8)
+    pruner = MoonshotPruner(model, MoonshotConfig(solver=solver, lam=lam, **pattern, **settings, **changes))
+    return model, pruner.prune(batches, progress=False)
+
+
+def assert_same(found, expected):
+    for name, tensor in expected[0].state_dict().items():
+        torch.testing.assert_close(found[0].state_dict()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for one, other in zip(found[1].layers, expected[1].layers, strict=True):
+        for field in ("loss", "loss_masked", "fisher", "reconstruction", "lam", "damping", "sparsity"):
+            assert getattr(one, field) == pytest.approx(getattr(other, field), rel=1e-3, abs=1e-5), field
+        assert one.notes == other.notes
+
+
+@pytest.mark.parametrize("name", ["vit", "llama"])
+@pytest.mark.parametrize("solver", ["obc", "cap"])
+@pytest.mark.parametrize(("lam", "pattern"), [(0.0, 0.6), (0.5, 0.6), (0.5, "2:4")])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
+    expected = prune(name, solver, lam, pattern)
+    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], rows))
+    found = prune(name, solver, lam, pattern)
+    assert_same(found, expected)
+    assert any("chunks of rows" in note for note in found[1].notes)
+
+
+def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks(tmp_path):
+    expected = prune("vit", "obc", 0.5, 0.6)
+    found = prune("vit", "obc", 0.5, 0.6, max_memory=100_000, offload_dir=str(tmp_path))
+    assert any("chunks of rows" in note for note in found[1].notes)
+    assert_same(found, expected)
+
+
+def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
+    made = solver_class("obc")
+    original, failed = made.rank, []
+
+    def fail_once(self, objective, pattern, damping):
+        if damping == 0.01 and len(failed) < 2:
+            failed.append(damping)
+            if len(failed) == 2:
+                raise FactorizationError("a row's Hessian is not positive definite")
+        return original(self, objective, pattern, damping)
+
+    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], 7))
+    monkeypatch.setattr(made, "rank", fail_once)
+    found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
+    monkeypatch.undo()
+    expected = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",), damping=0.1)
+    assert found[1].layers[0].damping == 0.1 and found[1].layers[0].notes == ("damping raised from 0.01 to 0.1",)
+    torch.testing.assert_close(
+        found[0].model.layers[1].mlp.up_proj.weight, expected[0].model.layers[1].mlp.up_proj.weight
+    )
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)])
+def test_many_samples_are_compressed(pattern, monkeypatch):
+    seen = []
+    original = run_module.solve_layer
+    monkeypatch.setattr(run_module, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
+    prune("vit", "obc", 0.5, "2:4" if isinstance(pattern, NM) else 0.5)
+    assert {isinstance(form, RowFisher) for form in seen} == {True, False}  # 16 and 24 inputs, 20 samples
+    for form in seen:
+        assert form.samples == 20 if isinstance(form, RowFisher) else len(form) == 20
