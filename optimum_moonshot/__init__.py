@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .config import MoonshotConfig
     from .errors import MoonshotError
     from .evaluation import accuracy, perplexity
-    from .functional import prune_weight
+    from .functional import prune_weight, prune_weight_path
     from .integrations.trainer import MoonshotCallback
     from .loading import load_pruned
     from .masks import keep_sparsity
@@ -44,6 +44,7 @@ __all__ = [
     "load_pruned",
     "perplexity",
     "prune_weight",
+    "prune_weight_path",
     "register_solver",
     "zero_shot",
 ]
@@ -64,6 +65,7 @@ _MODULES = {
     "load_pruned": "loading",
     "perplexity": "evaluation",
     "prune_weight": "functional",
+    "prune_weight_path": "functional",
     "register_solver": "solvers",
     "zero_shot": "zeroshot",
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,11 +12,13 @@ from .config import MoonshotConfig
 from .errors import require
 from .linalg import all_finite
 from .objective import DiagonalQuadratic, Quadratic, diagonal_blocks
-from .patterns import Pattern
-from .solvers import PrunedWeight, Solver
+from .patterns import Pattern, Unstructured
+from .solvers import PrunedWeight, Solver, solver_class, solver_names
 from .solvers.base import block_size
+from .solvers.ranked import Ranked
 
 
+@torch.no_grad()
 def prune_weight(
     weight: Tensor, gram: Tensor | None = None, gradients: Tensor | None = None, *, config: MoonshotConfig
 ) -> PrunedWeight:
@@ -34,6 +39,65 @@ def prune_weight(
         MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or groups that do not divide d_in.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
+    solver, objective = _problem(weight, gram, gradients, config)
+    return _in_dtype(solver.solve(objective, config.parsed_pattern), weight)
+
+
+@torch.no_grad()
+def prune_weight_path(
+    weight: Tensor,
+    gram: Tensor | None = None,
+    gradients: Tensor | None = None,
+    *,
+    config: MoonshotConfig,
+    sparsities: Sequence[float],
+) -> dict[float, PrunedWeight]:
+    """Prune one weight matrix to several sparsities, by one elimination.
+
+    Args:
+        weight, gram, gradients: as for `prune_weight`.
+        config: solver (OBC or CAP), λ and damping; pattern="unstructured", whose own sparsity is not used.
+        sparsities: shares of the weights to remove.
+
+    Returns:
+        By sparsity, what `prune_weight` returns.
+
+    Raises:
+        MoonshotError: as `prune_weight`, and a solver or pattern without such a path.
+        FactorizationError: the quadratic stays singular at the largest damping.
+    """
+    check_path(config, sparsities)
+    patterns = [dataclasses.replace(config, sparsity=sparsity).parsed_pattern for sparsity in sparsities]
+    solver, objective = _problem(weight, gram, gradients, config)
+    results = solver.solve_path(objective, patterns)
+    return {sparsity: _in_dtype(result, weight) for sparsity, result in zip(sparsities, results, strict=True)}
+
+
+def check_path(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
+    """Raise `MoonshotError` unless one elimination serves several sparsities, and a list of them is given."""
+    able = [name for name in solver_names() if issubclass(solver_class(name), Ranked)]
+    require(
+        config.solver in able,
+        f"solver={config.solver!r} has no path of sparsities: use one of {', '.join(able)}, or prune for each sparsity",
+    )
+    require(
+        config.pattern == Unstructured.kind,
+        f'pattern={config.pattern!r} has its own sparsity: a path needs pattern="unstructured"',
+    )
+    listed = isinstance(sparsities, Sequence) and not isinstance(sparsities, str) and len(sparsities) > 0
+    require(listed, f"sparsities={sparsities!r}: give a list of numbers")
+    require(len(set(sparsities)) == len(sparsities), f"sparsities={list(sparsities)}: a value is given twice")
+
+
+def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
+    """The result in the dtype of the dense weight."""
+    return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
+
+
+def _problem(
+    weight: Tensor, gram: Tensor | None, gradients: Tensor | None, config: MoonshotConfig
+) -> tuple[Solver, Quadratic | DiagonalQuadratic]:
+    """The solver and its objective, all checked."""
     _check_tensor("weight", weight, (None, None))
     require(
         config.allocation == "uniform",
@@ -61,10 +125,7 @@ def prune_weight(
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None
-    with torch.no_grad():
-        objective = build_objective(solver, pattern, weight, gram.float(), gradients, lam)
-        result = solver.solve(objective, pattern)
-        return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
+    return solver, build_objective(solver, pattern, weight, gram.float(), gradients, lam)
 
 
 def build_objective(

@@ -5,8 +5,9 @@ exact. A layer whose statistics exceed the memory all the same is solved in chun
 removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from .accumulators import Plan, numbers_per_row
 from .layers import PrunableLayer
 from .linalg import escalate
-from .objective import DiagonalQuadratic, Quadratic, RelativeLoss
+from .objective import DiagonalQuadratic, Quadratic, RelativeLoss, RowFisher
 from .passes import Visit
-from .patterns import Pattern
+from .patterns import Pattern, Unstructured
 from .slices import ranges
 from .solvers import PrunedWeight, Solver
 from .solvers.base import block_size, finish
@@ -30,14 +31,14 @@ class Gatherer:
 
     Args:
         solver: which decides what statistics are.
-        patterns: by layer.
+        patterns: those that a layer will be pruned by, by its name.
         lams: λ by layer.
         samples: N.
         storage: where statistics live, within its budget.
     """
 
     def __init__(
-        self, solver: Solver, patterns: dict[str, Pattern], lams: dict[str, float], samples: int, storage: Storage
+        self, solver: Solver, patterns: dict[str, list[Pattern]], lams: dict[str, float], samples: int, storage: Storage
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
         self.samples, self.storage = samples, storage
@@ -86,14 +87,11 @@ class Gatherer:
             yield layer, collector.take(layer)
 
     def _plan(self, layer: PrunableLayer) -> Plan:
-        """The smaller form of a layer's gradients."""
-        if self.diagonal:
-            return Plan()
-        size = self._block(layer) or layer.shape[1]
-        return Plan(block=size if self.samples >= size else None)
-
-    def _block(self, layer: PrunableLayer) -> int | None:
-        return block_size(self.solver, layer.shape[1], self.patterns[layer.name])
+        """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
+        d_in = layer.shape[1]
+        sizes = {block_size(self.solver, d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
+        compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
+        return Plan(block=max(sizes) if compressed else None)
 
     def _bytes(self, layer: PrunableLayer) -> int:
         """What a layer's statistics take."""
@@ -119,7 +117,7 @@ class Gatherer:
             ((_, statistics),) = self._collected([layer], visit, {layer.name: plan}, False)
             return statistics
 
-        return RowChunks(layer, rows, collect, lam, plan, self._block(layer))
+        return RowChunks(layer, rows, collect, plan)
 
 
 def chunk_rows(layer: PrunableLayer, plan: Plan, samples: int, room: int) -> list[slice]:
@@ -138,68 +136,117 @@ class RowChunks:
         layer: the layer.
         rows: its chunks.
         collect: passes the data and gathers by a plan; the chunk that was gathered before is freed first.
-        lam: λ, below 1.
         plan: the form of the gradients.
-        block: inputs per block of a block-diagonal objective.
     """
 
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        rows: list[slice],
-        collect: Callable[[Plan], LayerStatistics],
-        lam: float,
-        plan: Plan,
-        block: int | None,
-    ):
-        self.layer, self.rows, self.collect = layer, rows, collect
-        self.lam, self.plan, self.block = lam, plan, block
-        self.held: tuple[int, Quadratic] | None = None
+    def __init__(self, layer: PrunableLayer, rows: list[slice], collect: Callable[[Plan], LayerStatistics], plan: Plan):
+        self.layer, self.rows, self.collect, self.plan = layer, rows, collect, plan
+        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs per block of the objective
+        self.held: tuple[int, Tensor | RowFisher] | None = None  # the gradients of a chunk
 
-    @cached_property
-    def whole(self) -> Quadratic:
-        """The layer's quadratic without gradients: its first chunk was gathered together with the layer's totals."""
-        statistics = self.collect(Plan(self.plan.block, self.rows[0], self.block or self.layer.shape[1]))
-        whole = statistics.layer_objective(self.layer.matrix, self.lam, self.block)
-        self.held = (0, whole.part(self.rows[0], statistics.gradients))
-        return whole
+    def statistics(self, block: int | None) -> LayerStatistics:
+        """Those of the layer, without gradients; the totals come with the first chunk."""
+        size = block or self.layer.shape[1]
+        if size not in self.whole:
+            self.held = None
+            found = self.collect(dataclasses.replace(self.plan, rows=self.rows[0], totals=size))
+            self.held = (0, found.gradients)
+            self.whole[size] = dataclasses.replace(found, gradients=None)
+        return self.whole[size]
 
-    def part(self, index: int) -> Quadratic:
-        """The quadratic of a chunk's rows."""
-        whole = self.whole
+    def part(self, whole: Quadratic, index: int) -> Quadratic:
+        """A chunk of rows of the layer's quadratic."""
         if self.held is None or self.held[0] != index:
             self.held = None
-            statistics = self.collect(Plan(self.plan.block, self.rows[index]))
-            self.held = (index, whole.part(self.rows[index], statistics.gradients))
-        return self.held[1]
+            found = self.collect(dataclasses.replace(self.plan, rows=self.rows[index]))
+            self.held = (index, found.gradients)
+        return whole.part(self.rows[index], self.held[1])
 
-    def solve(self, solver: Ranked, pattern: Pattern, dtype: torch.dtype) -> tuple[PrunedWeight, list[RelativeLoss]]:
-        """The layer's pruned weight, and the losses of its mask alone and of the weight as it is in `dtype`."""
-        ranking, damping = escalate(solver.damping, lambda damping: self._rank(solver, pattern, damping))
-        keep = ranking.keep(pattern).view(self.layer.shape)
-        weight = torch.zeros_like(self.whole.weight)
-        losses: list[list[RelativeLoss]] = []
-        for index in reversed(range(len(self.rows))):  # the last chunk is there already
-            rows, objective = self.rows[index], self.part(index)
-            (weight[rows],) = solver.minimise(objective, [keep[rows]], damping)
-            masked = torch.where(keep[rows], objective.weight, 0)
-            losses.append(objective.losses(masked, torch.where(keep[rows], weight[rows], 0).to(dtype)))
-        result = finish(self.whole, weight, keep, damping, solver.damping)
-        return result, [RelativeLoss(*map(sum, zip(*parts, strict=True))) for parts in zip(*losses, strict=True)]
+    def solve(self, solver: Ranked, patterns: list[Pattern], lam: float, block: int | None) -> list["Solved"]:
+        """As `solve_layer`, for the patterns of one elimination."""
+        whole = self.statistics(block).layer_objective(self.layer.matrix, lam, block)
+        parts = range(len(self.rows))
 
-    def _rank(self, solver: Ranked, pattern: Pattern, damping: float) -> Ranking:
-        return Ranking.join([solver.rank(self.part(index), pattern, damping) for index in range(len(self.rows))])
+        def rank(damping: float) -> Ranking:
+            return Ranking.join([solver.rank(self.part(whole, index), patterns[0], damping) for index in parts])
+
+        ranking, damping = escalate(solver.damping, rank)
+        keeps = [ranking.keep(pattern).view(self.layer.shape) for pattern in patterns]
+        weights = [torch.zeros_like(whole.weight) for _ in patterns]
+        lost: list[list[list[RelativeLoss]]] = [[] for _ in patterns]
+        for index in reversed(parts):  # the last chunk is there already
+            rows, objective = self.rows[index], self.part(whole, index)
+            found = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
+            for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
+                weight[rows] = values.masked_fill_(~keep[rows], 0)
+                losses.append(_losses(objective, weight[rows], keep[rows], self.layer))
+        return [
+            Solved(
+                finish(whole, weight, keep, damping, solver.damping),
+                *map(_total, zip(*losses, strict=True)),
+                whole.scales.lam,
+            )
+            for weight, keep, losses in zip(weights, keeps, lost, strict=True)
+        ]
+
+
+class Solved(NamedTuple):
+    """A layer's result, the losses of its mask alone and of the weight in the layer's dtype, and the λ used."""
+
+    result: PrunedWeight
+    masked: RelativeLoss
+    pruned: RelativeLoss
+    lam: float
 
 
 def solve_layer(
-    solver: Solver, layer: PrunableLayer, pattern: Pattern, statistics: LayerStatistics | RowChunks, lam: float
-) -> tuple[PrunedWeight, list[RelativeLoss], float]:
-    """A layer's pruned weight; the losses of its mask alone and of the weight in the layer's dtype; and the λ used."""
-    dtype = layer.parameter.dtype
+    solver: Solver,
+    layer: PrunableLayer,
+    patterns: Sequence[Pattern],
+    statistics: LayerStatistics | RowChunks,
+    lam: float,
+) -> list[Solved]:
+    """Prune a layer by several patterns; those that one elimination serves have it together.
+
+    Raises:
+        FactorizationError: the layer's quadratic stays singular at the largest damping.
+    """
+    together = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
+    families = [together] if together and isinstance(solver, Ranked) else [[index] for index in together]
+    families += [[index] for index in range(len(patterns)) if index not in together]
+    found: dict[int, Solved] = {}
+    for family in families:
+        some = [patterns[index] for index in family]
+        found |= zip(family, _solve_family(solver, layer, some, statistics, lam), strict=True)
+    return [found[index] for index in range(len(patterns))]
+
+
+def _solve_family(
+    solver: Solver, layer: PrunableLayer, patterns: list[Pattern], statistics: LayerStatistics | RowChunks, lam: float
+) -> list[Solved]:
+    block = block_size(solver, layer.shape[1], patterns[0])
     if isinstance(statistics, RowChunks):
-        result, losses = statistics.solve(solver, pattern, dtype)
-        return result, losses, statistics.whole.scales.lam
-    objective = statistics.objective(layer.matrix, lam, block_size(solver, layer.shape[1], pattern))
-    result = solver.solve(objective, pattern)
-    masked: Tensor = torch.where(result.keep, objective.weight, 0)
-    return result, objective.losses(masked, result.weight.to(dtype)), objective.scales.lam
+        if lam < 1:
+            return statistics.solve(solver, patterns, lam, block)
+        statistics = statistics.statistics(block)
+    objective = statistics.objective(layer.matrix, lam, block)
+    if isinstance(solver, Ranked):
+        results = solver.solve_path(objective, patterns)
+    else:
+        results = [solver.solve(objective, pattern) for pattern in patterns]
+    return [
+        Solved(result, *_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
+        for result in results
+    ]
+
+
+def _losses(
+    objective: Quadratic | DiagonalQuadratic, weight: Tensor, keep: Tensor, layer: PrunableLayer
+) -> list[RelativeLoss]:
+    """Of the mask alone, and of the weight as the layer will hold it."""
+    return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
+
+
+def _total(parts: Iterable[RelativeLoss]) -> RelativeLoss:
+    """The losses of a layer from those of its chunks."""
+    return RelativeLoss(*map(sum, zip(*parts, strict=True)))

@@ -17,8 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import FactorizationError
+
 # Rows of A are read in slices of about this many bytes, so that gradients kept off the device stream through it.
 SLICE_BYTES = 256 * 2**20
+# How far below 0 rounding may take a loss that is 0, in proportion to the largest it could be.
+ROUNDING = 1e-5
 
 
 class RelativeLoss(NamedTuple):
@@ -103,6 +107,8 @@ class Quadratic:
         weight, dead = _without_dead_inputs(weight, _input_squares(gram))
         gradients = _by_block(gradients, gram.shape[-1])
         at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, gradients))
+        if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * gram.diagonal(dim1=-2, dim2=-1).max()):
+            raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         found = scales(lam, *at_zero, samples=totals.samples if totals else _samples(gradients))
         return cls(weight, gram, gradients, _with_note(found, dead), at_zero, totals)
 

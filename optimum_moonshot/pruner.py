@@ -14,9 +14,11 @@ from .checkpoint import model_class
 from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
+from .functional import check_path
 from .hub import open_repository, upload
 from .images import takes_images
 from .passes import Batch, Forward, called_by
+from .path import SparsityPath, prune_path
 from .report import PruneReport
 from .run import Run
 from .saving import save_model
@@ -160,6 +162,38 @@ class MoonshotPruner:
         require(self._sweep is not None, _NO_SWEEP)
         with self._sweep.applied(entry):
             yield self.model
+
+    def prune_path(
+        self,
+        calibration: Any,
+        sparsities: Sequence[float],
+        *,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+        work_dir: str | os.PathLike | None = None,
+    ) -> SparsityPath:
+        """Prune to several sparsities by one calibration and one elimination per layer; the model stays dense.
+
+        Each equals `prune` with that sparsity, whatever the configuration's own is. For solvers that rank removals (OBC
+        and CAP); others solve every sparsity on its own, in a `sweep`.
+
+        Args:
+            calibration, loss, forward, progress: as for `prune`.
+            sparsities: shares of the weights to remove.
+            work_dir: a folder for the results, each of which takes the place of one model in memory otherwise. The same
+                call after a kill goes on from there.
+
+        Raises:
+            MoonshotError: a solver or pattern without such a path, bad data, layers or statistics.
+        """
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        check_path(self.config, sparsities)
+        configs = variants(self.config, [self.config.lam], sparsities, None)
+        self._sweep = None
+        sweep = Sweep(self.model, configs, self.tokenizer, loss, progress, self.processor)
+        with called_by(self.model, forward):
+            return prune_path(sweep, calibration, work_dir, lambda report: setattr(self, "report", report))
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.

@@ -6,7 +6,7 @@ The model stays as it is until every layer has its result.
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Run:
                 self._allocate()
                 for layer, statistics in self._statistics():
                     bar.set_postfix_str(layer.name)
-                    self.results.put(*self._solve(layer, statistics))
+                    self._put(*self._solve(layer, statistics))
                     bar.update(1)
                 if recovery is not None:
                     self._recover(recovery)
@@ -206,13 +206,17 @@ class Run:
             WholePasses(self.model, batches, False, self.loss).run(collector, True)
         return {layer.name: collector.take(layer).inputs for layer in self.layers}
 
-    def _statistics(self) -> Iterator[tuple[PrunableLayer, LayerStatistics | RowChunks | None]]:
-        """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time."""
+    def _statistics(self, others: Sequence["Run"] = ()) -> Iterator[tuple[PrunableLayer, Any]]:
+        """Every layer that has no result yet with its statistics, one decoder layer of them alive at a time.
+
+        The statistics (`LayerStatistics`, `RowChunks`, or None without data) also serve the patterns of other runs.
+        """
         if self.data is None:
             yield from ((layer, None) for layer in self.layers if layer not in self.results)
             return
         lams = {layer.name: self._lam(layer) for layer in self.layers}
-        gatherer = Gatherer(self.solver, self.patterns, lams, self.data.num_samples, self.storage)
+        patterns = {layer.name: [run.patterns[layer.name] for run in (self, *others)] for layer in self.layers}
+        gatherer = Gatherer(self.solver, patterns, lams, self.data.num_samples, self.storage)
         for visit in self._visits():
             yield from gatherer.statistics(visit, [layer for layer in visit.layers if layer not in self.results])
         self.notes += gatherer.notes
@@ -272,10 +276,16 @@ class Run:
         yield from whole.visits(outside)
 
 
-    @torch.no_grad()
     def _solve(
         self, layer: PrunableLayer, statistics: LayerStatistics | RowChunks | None
     ) -> tuple[LayerReport, Tensor]:
+        return self._solve_by(layer, statistics, [self.patterns[layer.name]])[0]
+
+    @torch.no_grad()
+    def _solve_by(
+        self, layer: PrunableLayer, statistics: LayerStatistics | RowChunks | None, patterns: list[Pattern]
+    ) -> list[tuple[LayerReport, Tensor]]:
+        """A layer's reports and weights by several patterns, which share the time that it takes."""
         device = layer.parameter.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -283,28 +293,31 @@ class Run:
         known = statistics is not None
         if not known:
             statistics = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0)
-        lam = self._lam(layer) if known else 1.0
         try:
-            result, measured, lam = solve_layer(self.solver, layer, self.patterns[layer.name], statistics, lam)
+            solved = solve_layer(self.solver, layer, patterns, statistics, self._lam(layer) if known else 1.0)
         except FactorizationError as error:
             raise FactorizationError(f"{layer.name}: {error}") from None
-        weight = result.weight.to(layer.parameter.dtype)
-        losses = loss_fields(lam, *measured) if known else {"lam": None}
-        zeros = int((weight == 0).sum())
-        seconds = time.perf_counter() - started
-        self.solving += seconds
-        report = LayerReport(
-            name=layer.name,
-            shape=layer.shape,
-            sparsity=zeros / weight.numel(),
-            damping=result.damping,
-            seconds=seconds,
-            peak_memory=peak_memory(device),
-            notes=result.notes if known else (),
-            asked=self.patterns[layer.name].sparsity,
-            **losses,
-        )
-        return report, weight
+        seconds = (time.perf_counter() - started) / len(patterns)
+        found = []
+        for pattern, (result, masked, pruned, lam) in zip(patterns, solved, strict=True):
+            weight = result.weight.to(layer.parameter.dtype)
+            report = LayerReport(
+                name=layer.name,
+                shape=layer.shape,
+                sparsity=int((weight == 0).sum()) / weight.numel(),
+                damping=result.damping,
+                seconds=seconds,
+                peak_memory=peak_memory(device),
+                notes=result.notes if known else (),
+                asked=pattern.sparsity,
+                **(loss_fields(lam, masked, pruned) if known else {"lam": None}),
+            )
+            found.append((report, weight))
+        return found
+
+    def _put(self, report: LayerReport, weight: Tensor) -> None:
+        self.solving += report.seconds
+        self.results.put(report, weight)
 
     def _finish(self, seconds: float) -> PruneReport:
         if self.storage.spilled:

@@ -81,7 +81,7 @@ class Sweep:
         self.model, self.progress = model, progress
         self.runs = [Run(model, variant, *options) for variant in variants]
         # The run whose passes all share: the smallest λ needs every statistic that the others do.
-        self.lead = Run(model, min(variants, key=lambda variant: variant.lam), *options)
+        self.lead = Run(model, min(self.runs, key=lambda run: run.lam).config, *options)
         for run in self.runs:
             others = {layer.name for layer in self.lead.layers} ^ {layer.name for layer in run.layers}
             require(
@@ -101,16 +101,11 @@ class Sweep:
             f'metric={metric!r}: give "calibration" or a function of the model',
         )
         lead = self.lead
-        lead._prepare(calibration)
-        require(lead.data is not None, "calibration=None: a sweep compares variants on calibration data; give some")
-        self._share(work_dir)
+        self.prepare(calibration, work_dir)
         name, measure = self._metric(metric)
-        try:
-            with evaluation_mode(self.model), torch.no_grad():
-                dense = float(measure(self.model))
-            self._solve()
-        except torch.OutOfMemoryError as error:
-            raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
+        with evaluation_mode(self.model), torch.no_grad():
+            dense = float(measure(self.model))
+        self.solve()
         for run in tqdm(self.runs, desc="measuring", unit="variant", disable=not self.progress):
             self.entries.append(self._measure(run, measure))
         seconds = time.perf_counter() - started
@@ -128,14 +123,27 @@ class Sweep:
             versions=versions(),
         )
 
+    def prepare(self, calibration: Any, work_dir: str | os.PathLike | None) -> None:
+        """Check the model and read the data."""
+        self.lead._prepare(calibration)
+        require(self.lead.data is not None, "calibration=None: variants compare on calibration data; give some")
+        self._share(work_dir)
+
     def _share(self, work_dir: str | os.PathLike | None) -> None:
         """Give every run the lead's data, and results of its own."""
         lead = self.lead
         for run in self.runs:
             run.data, run.storage, run.notes = lead.data, lead.storage, list(lead.notes)
-            folder = None if work_dir is None else Path(work_dir) / _folder(run.config)
+            folder = None if work_dir is None else Path(work_dir) / _folder(run)
             run.results = run._results(folder)
         lead.results = _Together([run.results for run in self.runs])
+
+    def solve(self) -> None:
+        """Every layer by every variant."""
+        try:
+            self._solve()
+        except torch.OutOfMemoryError as error:
+            raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
 
     def _solve(self) -> None:
         bar = tqdm(total=len(self.lead.layers), desc="pruning", unit="layer", disable=not self.progress)
@@ -143,12 +151,19 @@ class Sweep:
             squares = self.lead._input_squares() if self.lead.config.allocation == "owl" else {}
             for run in self.runs:
                 run._allocate(squares)
-            for layer, statistics in self.lead._statistics():
+            for layer, statistics in self.lead._statistics(self.runs):
                 bar.set_postfix_str(layer.name)
-                for run in self.runs:
-                    if layer not in run.results:
-                        run.results.put(*run._solve(layer, statistics))
+                for lam in dict.fromkeys(run.lam for run in self.runs):
+                    runs = [run for run in self.runs if run.lam == lam and layer not in run.results]
+                    self._solve_layer(layer, statistics, runs)
                 bar.update(1)
+
+    def _solve_layer(self, layer: PrunableLayer, statistics: Any, runs: list[Run]) -> None:
+        """A layer by the runs of one λ, together: some solvers remove once for all sparsities."""
+        if runs:
+            patterns = [run.patterns[layer.name] for run in runs]
+            for run, solved in zip(runs, runs[0]._solve_by(layer, statistics, patterns), strict=True):
+                run._put(*solved)
 
     def _metric(self, metric: str | Callable[[nn.Module], float]) -> tuple[str, Callable[[nn.Module], float]]:
         """The metric's name, and how to measure it."""
@@ -232,6 +247,7 @@ def mean_loss(run: Run) -> float:
     return total / count
 
 
-def _folder(config: MoonshotConfig) -> str:
+def _folder(run: Run) -> str:
+    config = run.config
     sparsity = "" if config.sparsity is None else f"-{config.sparsity:g}"
-    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{config.lam:g}"
+    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{run.lam:g}"

@@ -26,7 +26,7 @@ class Elimination:
     """Some rows under elimination, all of one size, one removal of each at a time.
 
     Args:
-        inverse: F_k⁻¹, [r, d, d]; its memory is used.
+        inverse: F_k⁻¹, [r, d, d]; its memory is used where it lies row by row.
         weight: ŵ_k, [r, d], of the same dtype.
         pattern: n:m bars what is left of a group that has lost m - n weights; otherwise everything goes in the end.
     """
@@ -34,7 +34,7 @@ class Elimination:
     def __init__(self, inverse: Tensor, weight: Tensor, pattern: Pattern):
         rows, size = weight.shape
         device = weight.device
-        self.inverse, self.weight = inverse, weight.clone()
+        self.inverse, self.weight = inverse.contiguous(), weight.clone()
         self.diagonal = inverse.diagonal(dim1=1, dim2=2).clone()
         self.barred = torch.zeros_like(weight)  # infinite where an input is gone or may not go
         self.inputs = torch.arange(size, device=device).repeat(rows, 1)  # what the columns were at first

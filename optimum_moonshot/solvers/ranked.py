@@ -70,10 +70,14 @@ class Ranked:
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, pattern, damping))
-        keep = ranking.keep(pattern).view_as(objective.weight)
-        (weight,) = self.minimise(objective, [keep], damping)
-        return finish(objective, weight, keep, damping, self.damping)
+        return self.solve_path(objective, [pattern])[0]
+
+    def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
+        """As `solve`, for several unstructured patterns, or for one n:m pattern, by one elimination."""
+        ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
+        keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
+        weights = self.minimise(objective, keeps, damping)
+        return [finish(objective, *pair, damping, self.damping) for pair in zip(weights, keeps, strict=True)]
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.

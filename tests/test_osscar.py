@@ -1,0 +1,108 @@
+"""OSSCAR without row-sized matrices: the dense algorithm's columns and weights."""
+
+import pytest
+import reference
+import torch
+from golden.make import layer
+from test_sparsegpt import indefinite
+
+from optimum_moonshot import slices as slices_module
+from optimum_moonshot.config import MoonshotConfig
+from optimum_moonshot.errors import FactorizationError
+from optimum_moonshot.functional import prune_weight
+from optimum_moonshot.objective import Quadratic
+from optimum_moonshot.solvers import osscar
+from optimum_moonshot.solvers.osscar import Support
+
+
+def prune(tensors, lam, sparsity, group=1, **more):
+    settings = dict(solver="osscar", pattern="structured", sparsity=sparsity, lam=lam, group_size=group)
+    return prune_weight(*tensors, config=MoonshotConfig(**settings, **more))
+
+
+def assert_literal(tensors, lam, sparsity, group, tolerance=1e-5, **more):
+    exact = [tensor.double() for tensor in tensors]
+    weight, keep = reference.osscar(*exact, lam, sparsity, group, **more)
+    found = prune(tensors, lam, sparsity, group, **more)
+    assert torch.equal(found.keep, keep)
+    assert (found.weight - weight).norm() <= tolerance * weight.norm()
+    return found
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("sparsity", [0.25, 0.8])
+def test_the_columns_are_the_literal_ones(lam, group, sparsity):
+    assert_literal(layer(9, 40, 7, seed=1, dead=(3,)), lam, sparsity, group)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+@pytest.mark.parametrize("group", [1, 3])
+def test_more_samples_than_inputs_are_compressed(lam, group):
+    assert_literal(layer(5, 12, 40, seed=2), lam, 0.5, group)
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize(("waiting", "dead"), [(1, 0.01), (3, 0.25), (7, 0.9)])
+def test_when_updates_follow_and_columns_are_dropped_changes_nothing(lam, group, waiting, dead, monkeypatch):
+    monkeypatch.setattr(osscar, "WAITING", waiting)
+    monkeypatch.setattr(osscar, "DEAD", dead)
+    assert_literal(layer(6, 40, 5, seed=3), lam, 0.6, group)
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 10**12])
+def test_how_many_rows_pass_together_changes_nothing(size, monkeypatch):
+    monkeypatch.setattr(slices_module, "CPU_BYTES", size)
+    for group in (1, 4):
+        assert_literal(layer(11, 24, 5, seed=4), 0.5, 0.5, group)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_an_ill_conditioned_state_is_in_float64(group):
+    weight, gram, gradients = layer(6, 40, 5, seed=5)
+    generator = torch.Generator().manual_seed(0)
+    tensors = (weight, gram, gradients + 100 * torch.randn(gradients.shape, generator=generator))
+    low, high = (Support(Quadratic.build(*tensors, lam), group, 1e-4) for lam in (0.999, 0.001))
+    assert low.spread.dtype == torch.float32 and high.spread.dtype == torch.float64
+    assert_literal(tensors, 0.001, 0.5, group)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_the_first_column_is_the_best_there_is(lam):
+    tensors = layer(4, 8, 5, seed=6)
+    dense, gram, gradients = (tensor.double() for tensor in tensors)
+    unit = gram.diagonal().mean() / reference.losses_at_zero(dense, gram, None)[0]
+    matrices = reference.hessians(dense, gram, gradients, lam) + 0.01 * unit * torch.eye(8)
+
+    def cost(gone):
+        kept = [j for j in range(8) if j != gone]
+        total = 0.0
+        for row, matrix in zip(dense, matrices, strict=True):
+            change = torch.zeros(8, dtype=torch.float64)
+            change[gone] = -row[gone]
+            change[kept] = torch.linalg.solve(matrix[kept][:, kept], matrix[kept][:, gone] * row[gone])
+            total += float(change @ matrix @ change)
+        return total
+
+    costs = [cost(j) for j in range(8)]
+    found = prune(tensors, lam, 1 / 8)
+    assert (~found.keep[0]).nonzero().item() == costs.index(min(costs))
+
+
+def test_of_equal_columns_the_first_go():
+    weight = torch.ones(3, 8)
+    found = prune((weight, torch.eye(8), torch.zeros(2, 3, 8)), 1.0, 0.5, 2)
+    assert found.keep[0].tolist() == [False] * 4 + [True] * 4
+
+
+def test_damping_grows_for_a_gram_that_is_not_definite():
+    weight, gram, gradients = layer(6, 24, 5, seed=7)
+    gram = indefinite(gram, 0.05)
+    for lam in (0.5, 1.0):
+        found = assert_literal((weight, gram, gradients), lam, 0.5, 1, damping=0.1, tolerance=1e-4)
+        grown = prune((weight, gram, gradients), lam, 0.5)
+        assert grown.damping == 0.1 and grown.notes == ("damping raised from 0.01 to 0.1",)
+        assert torch.equal(grown.weight, found.weight)
+    with pytest.raises(FactorizationError, match=r"size 24 is not positive definite at any damping of \[0.01, 0.1"):
+        prune((weight, indefinite(gram, 3.0), gradients), 0.5, 0.5)
