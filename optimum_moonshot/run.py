@@ -275,7 +275,6 @@ class Run:
             return
         yield from whole.visits(outside)
 
-
     def _solve(
         self, layer: PrunableLayer, statistics: LayerStatistics | RowChunks | None
     ) -> tuple[LayerReport, Tensor]:
