@@ -119,8 +119,8 @@ class Collector(AbstractContextManager):
         with_gradients: names of the layers whose gradients are wanted; the caller runs backward passes.
         samples: N, calibration samples in all.
         storage: where the accumulators live.
-        share: layers that read the same tensor have one accumulator; a batch's inputs then live until its end.
         plans: how to gather the gradients of layers by their name; those of the others are kept as they are.
+        share: layers that read the same tensor have one accumulator; a batch's inputs then live until its end.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Collector(AbstractContextManager):
         with_gradients: set[str],
         samples: int,
         storage: Storage,
-        share: bool = True,
         plans: dict[str, Plan] | None = None,
+        share: bool = True,
     ):
         self.layers, self.diagonal, self.samples, self.storage = layers, diagonal, samples, storage
         self.share = share
