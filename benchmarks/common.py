@@ -48,6 +48,21 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_above(run, *arguments) -> int:
+    """Bytes that a call adds to the resident size, at its peak; for a process that does nothing else."""
+    Path("/proc/self/clear_refs").write_text("5")  # restart the high-water mark
+    before = _resident("VmRSS")
+    run(*arguments)
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field} in /proc/self/status: memory is measured on Linux only")
+
+
 def write(name: str, results: object) -> Path:
     """results/<name>.json, with the machine."""
     RESULTS.mkdir(exist_ok=True)

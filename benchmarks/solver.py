@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import parser, random_layer, write
+from common import parser, peak_above, random_layer, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -70,22 +70,6 @@ def measure_time(d_in: int, repeats: int) -> dict[str, float]:
             total = seconds(prune, side, weight[:count], gram, gradients[:, :count])
             times[side].append((total - shared) / count + shared / d_in)
     return {side: statistics.median(values) for side, values in times.items()}
-
-
-def peak_above(side: str, d_in: int, count: int) -> int:
-    """Bytes that pruning `count` rows adds to the resident size, at its peak, in a process that does nothing else."""
-    layer = random_layer(count, d_in, SAMPLES, tokens=16)
-    Path("/proc/self/clear_refs").write_text("5")  # restart the high-water mark
-    before = resident("VmRSS")
-    prune(side, *layer)
-    return resident("VmHWM") - before
-
-
-def resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {field} in /proc/self/status: memory is measured on Linux only")
 
 
 def measure_memory(d_in: int) -> dict[str, float]:
@@ -161,7 +145,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.peak:
         side, d_in, rows = options.peak
-        print(peak_above(side, int(d_in), int(rows)))
+        layer = random_layer(int(rows), int(d_in), SAMPLES, tokens=16)
+        print(peak_above(prune, side, *layer))
         return
     settings = {"samples": SAMPLES, "lam": LAM, "sparsity": SPARSITY, "repeats": options.repeats}
     write("solver", {**settings, "sizes": compare(options.sizes, options.repeats)})

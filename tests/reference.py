@@ -173,15 +173,16 @@ def blocks(weight, gram, gradients, lam, size, damping=0.01) -> Tensor:
     return matrices + damping * means[:, None, None] * torch.eye(size, dtype=gram.dtype)
 
 
-def greedy(weight, inverse, nm=None) -> tuple[Tensor, Tensor, list[Tensor]]:
+def greedy(weight, inverse, nm=None, steps=None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """OBS on every row at once, to the end: the order and the losses [r, steps], and the weights after every step.
 
-    `inverse` [r, d, d] is overwritten. This is the textbook loop: each removal updates all of it.
+    `inverse` [r, d, d] is overwritten; `steps` ends it early. The textbook loop: each removal updates all of it.
     """
     rows, size = torch.arange(len(weight)), weight.shape[1]
     gone = torch.zeros(weight.shape, dtype=torch.bool)
     order, losses, trace = [], [], [weight]
-    for _ in range(size // nm[1] * (nm[1] - nm[0]) if nm else size):
+    every = size // nm[1] * (nm[1] - nm[0]) if nm else size
+    for _ in range(every if steps is None else steps):
         barred = gone
         if nm:
             full = gone.unflatten(1, (-1, nm[1])).sum(2) >= nm[1] - nm[0]

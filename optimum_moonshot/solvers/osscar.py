@@ -7,7 +7,8 @@ the survivors are the quadratic's minimiser, ``w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P`
 
 on what survives, so that no row needs a matrix of d_in². Removing g with ``u = J_:g L⁻ᵀ`` and ``q_k = L⁻¹ P_k,g:``,
 where ``L Lᵀ = J_gg``, takes u uᵀ off J, u q_k off P_k and b q_kᵀ q_k off M_k. The first two wait as U and Q_k, and
-follow in one product every `WAITING` columns.
+follow in one product every `WAITING` columns. What is left of a removal is one reading of P_k, which therefore lies in
+memory as its transpose: x P_kᵀ for a few rows x is several times faster than P_k xᵀ.
 """
 
 from dataclasses import dataclass
@@ -94,25 +95,33 @@ class Support:
         self.blocks = blocks[None]  # [F_k⁻¹]_gg, [rows or 1, groups, group, group]
         if self.scale:
             self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
-            for rows in self._slices(self.spread.shape[2]):
-                low = (self.spread[rows] @ self.inner[rows]).unflatten(1, (-1, group))
-                self.blocks[rows] -= self.scale * (low @ self.spread[rows].unflatten(1, (-1, group)).mT)
+            for rows in self._slices(2 * self.spread.shape[1]):
+                self.blocks[rows] -= self.scale * self._low_rank_blocks(rows)
+
+    def _low_rank_blocks(self, rows: slice) -> Tensor:
+        """The diagonal blocks of P_k M_k⁻¹ P_kᵀ, [r, groups, group, group]."""
+        spread = self.spread[rows]
+        solved = self.inner[rows] @ spread
+        if self.group == 1:
+            return (solved * spread).sum(1)[:, :, None, None]
+        solved, spread = (x.mT.unflatten(1, (-1, self.group)) for x in (solved, spread))
+        return solved @ spread.mT
 
     def _start_rows(self, objective: Quadratic) -> None:
-        """P_k [rows, d_in, N] and M_k⁻¹ [rows, N, N]."""
-        samples = _rank(objective)
-        self.spread = torch.empty(*self.weight.shape, samples, device=self.device)
+        """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
+        samples, (count, d_in) = _rank(objective), self.weight.shape
+        self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
         for rows in self._slices(3 * samples):
             factors = _factors(objective, rows, self.device)
-            spread = self.inverse @ factors
+            spread = factors @ self.inverse
             self.spread[rows] = spread
-            inner[rows] = self.scale * factors.mT @ spread
+            inner[rows] = self.scale * spread @ factors.mT
         inner.diagonal(dim1=1, dim2=2).add_(1)
         if inner.norm(dim=(1, 2)).amax() >= SINGLE_CONDITION:
             self.spread = self.spread.double()
             for rows in self._slices(3 * samples):
-                self.spread[rows] = self.inverse @ _factors(objective, rows, self.device)
+                self.spread[rows] = _factors(objective, rows, self.device) @ self.inverse
         lower, info = torch.linalg.cholesky_ex(inner)
         check_factored(info == 0)
         self.inner = torch.cholesky_inverse(lower).to(self.spread.dtype)
@@ -142,13 +151,12 @@ class Support:
         """Remove the group of columns at a place, from every row."""
         some = self._columns(group)
         column = self.inverse[:, some] - self.removed @ self.removed[some].T  # J_:g
-        half, lower = _half_solve(column[some], column.T)
-        update = half.T  # u
+        half, lower = _half_solve(column[some], column.T)  # uᵀ, L
         if not self.scale:
-            self._update(slice(None), column[None], some)
+            self._update(slice(None), column.T[None], some)
         else:
-            self.waiting = torch.cat([self.waiting, self._take_off(column, lower, some)], 1)
-        self.removed = torch.cat([self.removed, update], 1)
+            self.waiting = torch.cat([self.waiting, self._take_off(column.T, lower, some)], 1)
+        self.removed = torch.cat([self.removed, half.T], 1)
         self.alive[group] = False
         self.weight[:, some] = 0
         self.blocks[:, group] = torch.eye(self.group, dtype=self.blocks.dtype, device=self.device)
@@ -156,26 +164,29 @@ class Support:
             self._flush()
 
     def _take_off(self, column: Tensor, lower: Tensor, some: slice) -> Tensor:
-        """Bring M_k⁻¹, weights and blocks of all rows up to date, and return q_k, [rows, group, N]."""
+        """Bring M_k⁻¹, weights and blocks of all rows up to date, and return q_k, [rows, group, N].
+
+        `column` is J_g: [group, d] and `lower` its factor L.
+        """
         kind = self.spread.dtype
         column, lower, removed = column.to(kind), lower.to(kind), self.removed.to(kind)
-        taken = torch.empty(len(self.weight), self.group, self.spread.shape[2], dtype=kind, device=self.device)
+        taken = self.spread.new_empty(len(self.weight), self.group, self.spread.shape[1])
         for rows in self._slices(4 * self.group):
             spread, waiting, inner = self.spread[rows], self.waiting[rows], self.inner[rows]
-            now = spread[:, some] - removed[some] @ waiting
+            now = spread[:, :, some].mT - removed[some] @ waiting
             q = torch.linalg.solve_triangular(lower.expand(len(now), -1, -1), now, upper=False)
-            solved = inner @ q.mT  # M⁻¹ qᵀ
-            reach = spread @ solved - removed @ (waiting @ solved)
-            self._update(rows, column - self.scale * reach @ lower.T, some)
-            rest = torch.eye(self.group, dtype=kind, device=self.device) - self.scale * q @ solved
-            half, _ = _half_solve(rest, solved.mT)
-            self.inner[rows] = torch.baddbmm(inner, half.mT, half, alpha=self.scale)
+            solved = q @ inner  # q M⁻¹
+            reach = solved @ spread - solved @ waiting.mT @ removed.T
+            self._update(rows, column - self.scale * lower @ reach, some)
+            rest = torch.eye(self.group, dtype=kind, device=self.device) - self.scale * q @ solved.mT
+            half, _ = _half_solve(rest, solved)
+            inner.baddbmm_(half.mT, half, alpha=self.scale)
             taken[rows] = q
         return taken
 
     def _update(self, rows: slice, columns: Tensor, some: slice) -> None:
-        """Weights and blocks of some rows after the removal of `some`, whose columns of F_k⁻¹ are [rows or 1, d, g]."""
-        half, lower = _half_solve(columns[:, some], columns.mT)
+        """Weights and blocks of some rows after the removal of `some`, the rows [F_k⁻¹]_g: are [rows or 1, g, d]."""
+        half, lower = _half_solve(columns[:, :, some], columns)
         weight = self.weight[rows]
         error = torch.linalg.solve_triangular(lower.to(weight.dtype), weight[:, some, None], upper=False)
         self.weight[rows] = weight - (half.mT.to(weight.dtype) @ error)[:, :, 0]
@@ -188,7 +199,7 @@ class Support:
         if self.scale:
             removed = self.removed.to(self.spread.dtype)
             for row, waiting in zip(self.spread, self.waiting, strict=True):
-                row.addmm_(removed, waiting, alpha=-1)
+                row.addmm_(waiting.T, removed.T, alpha=-1)
             self.waiting = self.waiting[:, :0]
         self.removed = self.removed[:, :0]
         if self.alive.sum() <= (1 - DEAD) * len(self.alive):
@@ -200,7 +211,7 @@ class Support:
         self.removed, self.weight = self.removed[kept], self.weight[:, kept]
         self.blocks = self.blocks[:, self.alive]
         if self.scale:
-            self.spread = self.spread[:, kept]
+            self.spread = self.spread[:, :, kept]
         self.groups, self.alive = self.groups[self.alive], self.alive[self.alive]
 
     def minimise(self, objective: Quadratic) -> tuple[Tensor, Tensor]:
@@ -237,7 +248,7 @@ class Support:
         """F_k w_k of some rows, [r, d_in]."""
         product = weight @ self.shared
         if factors is not None:
-            product += self.scale * (factors @ (factors.mT @ weight[:, :, None]))[:, :, 0]
+            product += self.scale * (weight[:, None] @ factors.mT @ factors)[:, 0]
         return product
 
     def _solve(self, rows: slice, right: Tensor) -> Tensor:
@@ -245,8 +256,8 @@ class Support:
         solution = right @ self.inverse
         if self.scale:
             spread = self.spread[rows]
-            inside = self.inner[rows] @ (spread.mT @ right[:, :, None].to(spread.dtype))
-            solution -= self.scale * (spread @ inside)[:, :, 0].double()
+            inside = right[:, None].to(spread.dtype) @ spread.mT @ self.inner[rows]
+            solution -= self.scale * (inside @ spread)[:, 0].double()
         return solution
 
 
@@ -258,20 +269,20 @@ def _half_solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rank(objective: Quadratic) -> int:
-    """Columns of a row's factors: N, or d_in where that is less."""
+    """Factors of a row: N, or d_in where that is less."""
     d_in = objective.weight.shape[1]
     return d_in if isinstance(objective.gradients, RowFisher) else min(d_in, len(objective.gradients))
 
 
 def _factors(objective: Quadratic, rows: slice, device: torch.device) -> Tensor:
-    """Factors with ``factors factorsᵀ = A_k A_kᵀ``, at most d_in of them: [r, d_in, _rank] in float64."""
+    """Factors with ``factorsᵀ factors = A_k A_kᵀ``, at most d_in of them: [r, _rank, d_in] in float64."""
     gradients = objective.gradients
     if isinstance(gradients, RowFisher):
         fisher = gradients.matrices[rows].to(device, torch.float64)
     else:
-        factors = gradients[:, rows].to(device).permute(1, 2, 0).double()
-        if factors.shape[2] <= factors.shape[1]:
+        factors = gradients[:, rows].to(device).transpose(0, 1).double()
+        if factors.shape[1] <= factors.shape[2]:
             return factors
-        fisher = factors @ factors.mT
+        fisher = factors.mT @ factors
     values, vectors = torch.linalg.eigh(fisher)
-    return vectors * values.clamp_(min=0).sqrt_()[:, None]
+    return vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]
