@@ -26,7 +26,7 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
         MoonshotError: anything else, tensors of unequal length, or NaN.
     """
     mend = "give dictionaries of model inputs, such as {'input_ids': tensor}, or pairs of inputs and labels"
-    if isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], Tensor):
+    if isinstance(item, list | tuple) and len(item) == 2 and hasattr(item[0], "ndim"):
         item = {"pixel_values" if item[0].ndim in (3, 4) else "inputs": item[0], "labels": item[1]}
     require(isinstance(item, Mapping), f"{what} is a {type(item).__name__}: {mend}")
     batch = {name: _as_tensor(value, f"{what}: {name}") for name, value in item.items() if value is not None}

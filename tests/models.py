@@ -94,7 +94,20 @@ class ConvNet(nn.Module):
         return self.head(self.inner(x.mean((2, 3))).tanh())
 
 
-PLAIN = {"convnet": ConvNet}
+class CalledTwice(nn.Module):
+    """A plain module that calls a convolution at two resolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.twice, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, images):
+        x = self.twice(self.stem(images).relu()).relu()
+        x = self.twice(nn.functional.max_pool2d(x, 2)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+PLAIN = {"convnet": ConvNet, "called twice": CalledTwice}
 
 
 def make(name: str) -> nn.Module:

@@ -273,7 +273,8 @@ def test_a_plain_module_takes_batches_pairs_and_images(folder, tmp_path):
     pairs = [(batch["pixel_values"], batch["labels"]) for batch in batches]
     singles = [(x, int(y)) for batch in batches for x, y in zip(*batch.values(), strict=True)]
     found = []
-    for data in (batches, pairs, singles):
+    arrays = [(x.numpy(), y.numpy()) for x, y in pairs]
+    for data in (batches, pairs, singles, arrays):
         model = make("convnet")
         report = MoonshotPruner(model, config()).prune(data, progress=False)
         assert report.layers[0].lam == 0.5
