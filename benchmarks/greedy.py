@@ -61,14 +61,9 @@ SHAPES = {
 
 def problem(solver: str, rows: int, d_in: int, samples: int | None = None, device: str = "cpu"):
     """The objective of a layer on random statistics; the matrices of the rows come from 2·d_in samples at once."""
-    kind, size = (
-        (BlockQuadratic, CAP(block_size=BLOCK).block(d_in, Unstructured(SPARSITY)))
-        if solver == "cap"
-        else (
-            Quadratic,
-            d_in,
-        )
-    )
+    kind, size = Quadratic, d_in
+    if solver == "cap":
+        kind, size = BlockQuadratic, CAP(block_size=BLOCK).block(d_in, Unstructured(SPARSITY))
     weight, gram, gradients = random_layer(rows, d_in, samples or 8, tokens=max(4, 2 * d_in // 8), device=device)
     if samples is None:
         generator = torch.Generator(device).manual_seed(1)

@@ -1,11 +1,9 @@
 """Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 against smaller λ.
 
 First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, which are
-visited once: no λ or sparsity changes the statistics. One elimination of a layer's weights per λ serves all sparsities;
-2:4 takes one of its own. `benchmarks/train_deit.py` makes the DeiT.
+visited once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
 """
 
-import copy
 import math
 import statistics
 import time
@@ -20,76 +18,39 @@ from train_deit import OUTPUT
 from transformers import DeiTForImageClassification
 from vision_models import batches, cifar10, resnet20
 
-from optimum_moonshot import accuracy
-from optimum_moonshot.layers import PrunableLayer, find_structure
-from optimum_moonshot.linalg import escalate
-from optimum_moonshot.passes import WholePasses, frozen
-from optimum_moonshot.patterns import NM, Unstructured
-from optimum_moonshot.solvers import solver_class
-from optimum_moonshot.solvers.base import block_size
-from optimum_moonshot.statistics import Collector, LayerStatistics
-from optimum_moonshot.storage import Storage
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy
 
 SPARSITIES = (0.5, 0.7, 0.8, 0.9)
-PATTERNS = {**{f"{sparsity:g}": Unstructured(sparsity) for sparsity in SPARSITIES}, "2:4": NM(2, 4)}
+COLUMNS = (*map(str, SPARSITIES), "2:4")
 
 
-def gather(model: nn.Module, data: list[dict]) -> dict[PrunableLayer, LayerStatistics]:
-    """The statistics of every layer that is pruned by default, with gradients."""
-    layers = tuple(find_structure(model).layers())
-    samples = sum(len(batch["labels"]) for batch in data)
-    names = {layer.name for layer in layers}
-    with frozen(model), Collector(list(layers), False, names, samples, Storage(torch.device("cpu"))) as collector:
-        for visit in WholePasses(model, data, True, None).visits(layers):
-            visit.run(collector, True)
-        return {layer: collector.take(layer) for layer in layers}
-
-
-def prune_all(solver, gathered: dict[PrunableLayer, LayerStatistics], lam: float) -> dict[str, dict[str, torch.Tensor]]:
-    """{pattern: {layer: pruned weight}}."""
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in PATTERNS}
-    for layer, gained in gathered.items():
-        for names in ([name for name in PATTERNS if ":" not in name], ["2:4"]):
-            pattern = PATTERNS[names[0]]
-            objective = gained.objective(layer.matrix, lam, block_size(solver, layer.shape[1], pattern))
-            ranking, damping = escalate(solver.damping, lambda d, o=objective, p=pattern: solver.rank(o, p, d))
-            keeps = [ranking.keep(PATTERNS[name]).view_as(objective.weight) for name in names]
-            weights = solver.minimise(objective, keeps, damping)
-            for name, weight, keep in zip(names, weights, keeps, strict=True):
-                found[name][layer.name] = torch.where(keep, weight, 0)
-    return found
-
-
-@torch.no_grad()
-def measure(model: nn.Module, weights: dict[str, torch.Tensor], test: list[dict]) -> float:
-    pruned = copy.deepcopy(model)
-    for layer in find_structure(pruned).layers():
-        layer.assign(weights[layer.name])
-    return accuracy(pruned, test).value
-
-
-def run(model: nn.Module, solver_name: str, options) -> dict:
-    """{λ: {pattern: [top-1 of every seed]}}, and what it took."""
+def run(model: nn.Module, solver: str, options) -> dict:
+    """{λ: {sparsity or pattern: [top-1 of every seed]}}, and what it took."""
     images, labels = cifar10("train")
     test = batches(*cifar10("test"), 256)
-    solver = solver_class(solver_name)()
+    config = MoonshotConfig(solver=solver, sparsity=0.5, num_samples=options.samples, batch_size=64)
     found: dict[str, dict[str, list[float]]] = {}
-    seconds = {"calibration": 0.0, "solver": 0.0}
+    started = time.process_time()
     for seed in range(options.seeds):
         chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: options.samples]
-        started = time.process_time()
-        gathered = gather(model, batches(images[chosen], labels[chosen], 64))
-        seconds["calibration"] += time.process_time() - started
-        for lam in options.lambdas:
-            started = time.process_time()
-            with torch.no_grad():
-                weights = prune_all(solver, gathered, lam)
-            seconds["solver"] += time.process_time() - started
-            row = found.setdefault(f"{lam:g}", {})
-            for name, layers in weights.items():
-                row.setdefault(name, []).append(measure(model, layers, test))
-            print(f"seed {seed}, λ = {lam:g}:", {name: round(100 * row[name][-1], 1) for name in row}, flush=True)
-    return {"dense": accuracy(model, test).value, "top1": found, "processor_seconds": seconds}
+        report = MoonshotPruner(model, config).sweep(
+            batches(images[chosen], labels[chosen], 64),
+            lambdas=options.lambdas,
+            sparsities=SPARSITIES,
+            patterns=("unstructured", "2:4"),
+            metric=lambda pruned: accuracy(pruned, test).value,
+            maximize=True,
+            progress=False,
+        )
+        for entry in report.entries:
+            column = entry.pattern if ":" in entry.pattern else str(entry.sparsity)
+            found.setdefault(f"{entry.lam:g}", {}).setdefault(column, []).append(entry.metric)
+        print(
+            f"seed {seed}:",
+            {lam: [round(100 * row[c][-1], 1) for c in COLUMNS] for lam, row in found.items()},
+            flush=True,
+        )
+    return {"dense": accuracy(model, test).value, "top1": found, "processor_seconds": time.process_time() - started}
 
 
 def mean_error(values: list[float]) -> str:
@@ -98,9 +59,9 @@ def mean_error(values: list[float]) -> str:
 
 
 def show(title: str, found: dict) -> None:
-    table = Table("λ", *PATTERNS, title=f"{title}, top-1, dense {found['dense']:.2%}")
+    table = Table("λ", *COLUMNS, title=f"{title}, top-1, dense {found['dense']:.2%}")
     for lam, row in found["top1"].items():
-        table.add_row(lam, *(mean_error(row[name]) for name in PATTERNS))
+        table.add_row(lam, *(mean_error(row[name]) for name in COLUMNS))
     Console(width=100).print(table)
 
 
@@ -118,9 +79,8 @@ def main() -> None:
     else:
         model, solver = DeiTForImageClassification.from_pretrained(options.deit).eval(), options.solver or "cap"
     found = run(model, solver, options)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    settings.pop("deit")
-    write(f"vision_{options.model}", {"options": {**settings, "solver": solver}, **found})
+    settings = {name: value for name, value in vars(options).items() if name != "deit"} | {"solver": solver}
+    write(f"vision_{options.model}", {"options": settings, **found})
     show(f"{options.model}, {solver}", found)
 
 

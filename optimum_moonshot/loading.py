@@ -26,7 +26,7 @@ from .checkpoint import (
     weight_files,
 )
 from .errors import MoonshotError, require
-from .packing import check_packed, unpack_bits
+from .packing import check_packed, is_nm
 from .report import REPORT_NAME, PruneReport
 
 RUNTIMES = ("dense", "packed", "semi_structured")
@@ -165,9 +165,7 @@ def _check_layer(values, meta, layer: PackedLayer) -> None:
     check_packed(values, meta, layer.matrix)
     require(dtype_name(values.dtype) == layer.dtype, f"its values are {values.dtype}, {layer.dtype} was written")
     pattern = parsed(layer.pattern)
-    if pattern is not None:
-        per_group = unpack_bits(meta, layer.matrix[1]).view(-1, pattern.m).sum(1)
-        require(bool((per_group == pattern.n).all()), f"it is not {pattern}")
+    require(pattern is None or is_nm(meta, layer.matrix[1], pattern), f"it is not {pattern}")
 
 
 def _reported_zeros(folder: Path) -> dict[str, int]:

@@ -40,17 +40,24 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
     """
     matrix = matrix.contiguous()
     integers, keep = matrix.view(_INTEGERS[matrix.dtype.itemsize]), matrix != 0
-    if pattern is not None:
-        short = _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
-        if short:  # a filled place may hold −0.0
-            integers = torch.where(matrix != 0, integers, 0)
-    values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
     meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+    if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
+        _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
+        meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+        integers = torch.where(matrix != 0, integers, 0)  # a filled place may hold −0.0
+    values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
     return values if pattern is None else values.view(len(matrix), -1), meta
 
 
-def _fill(groups: Tensor, pattern: NM, d_in: int) -> bool:
-    """Make bool [G, m] True in exactly n places of every group, the first free ones; whether any was missing."""
+def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
+    """Whether exactly n of every m inputs have a value."""
+    if 8 % pattern.m == 0 and d_in % 8 == 0:
+        return bool(_regular(pattern.m, pattern.n, meta.device)[meta.int()].all())
+    return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
+
+
+def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
+    """Make bool [G, m] True in exactly n places of every group, the first free ones."""
     missing = pattern.n - groups.sum(1)
     most = int(missing.argmin())
     require(
@@ -61,7 +68,6 @@ def _fill(groups: Tensor, pattern: NM, d_in: int) -> bool:
     rows = missing.nonzero().flatten()
     free = ~groups[rows]
     groups[rows] |= free & (free.cumsum(1) <= missing[rows, None])
-    return len(rows) > 0
 
 
 def unpack_bits(meta: Tensor, d_in: int) -> Tensor:

@@ -1,12 +1,22 @@
 """Packing and unpacking one matrix against the format written out literally, and what a damaged one is refused for."""
 
+import numpy as np
 import pytest
 import reference_packing as reference
 import torch
 from torch import nn
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.packing import PackedLinear, check_packed, find_window, pack, packed_bytes, unpack
+from optimum_moonshot.packing import (
+    PackedLinear,
+    check_packed,
+    find_window,
+    is_nm,
+    pack,
+    packed_bytes,
+    unpack,
+    unpack_bits,
+)
 from optimum_moonshot.patterns import NM
 
 PATTERNS = [None, NM(2, 4), NM(4, 8), NM(1, 4), NM(1, 2), NM(3, 7), NM(4, 16), NM(2, 2)]
@@ -57,6 +67,20 @@ def test_unpacking_in_several_steps(monkeypatch):
     matrix = reference.random_matrix(7, 48, NM(2, 4), torch.bfloat16)
     values, meta = pack(matrix, NM(2, 4))
     assert torch.equal(unpack(values, meta, 48), matrix)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:-1], ids=str)
+def test_a_moved_value_is_no_longer_nm(pattern):
+    """One more in the first group and one less in the last: the counts of rows do not show it."""
+    for groups in (2, 8):
+        d_in = groups * pattern.m
+        meta = pack(reference.random_matrix(3, d_in, pattern, torch.float32), pattern)[1]
+        assert is_nm(meta, d_in, pattern)
+        bits = unpack_bits(meta, d_in)
+        bits[2, : pattern.m] = torch.arange(pattern.m) <= pattern.n
+        bits[2, -pattern.m :] = torch.arange(pattern.m) < pattern.n - 1
+        moved = torch.from_numpy(np.packbits(bits.numpy(), axis=1, bitorder="little"))
+        assert not is_nm(moved, d_in, pattern)
 
 
 def test_every_bit_of_a_value_survives():
