@@ -316,7 +316,7 @@ def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Te
         parameter.requires_grad_(originals[name].requires_grad)
     if getattr(model, "generation_config", None) is not None:
         small.generation_config = copy.deepcopy(model.generation_config)
-    small.config.name_or_path = model.config.name_or_path
+    small.config.name_or_path, small.name_or_path = model.config.name_or_path, model.name_or_path
     return small.train(model.training)
 
 

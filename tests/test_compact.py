@@ -276,6 +276,19 @@ def test_prune_compact_save_and_load(tmp_path):
     assert again.compact().config["intermediate_size"] == (12, 6)
 
 
+def test_the_smaller_model_says_where_the_dense_one_came_from(tmp_path):
+    """Its card takes over what the dense model's says."""
+    make("llama").save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense/README.md").write_text("---\nlicense: mit\n---\n# Dense\n")
+    config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)
+    pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", config)
+    pruner.prune(progress=False)
+    pruner.compact()
+    assert pruner.model.name_or_path == pruner.model.config.name_or_path == str(tmp_path / "dense")
+    pruner.save_pretrained(tmp_path / "small")
+    assert "license: mit" in (tmp_path / "small/README.md").read_text()
+
+
 def test_a_recovered_model_compacts():
     config = MoonshotConfig(
         solver="wanda", pattern="structured", sparsity=0.5, num_samples=8, recover="blockwise", recover_steps=4
