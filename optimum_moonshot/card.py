@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from jinja2 import Environment, StrictUndefined
 from torch import nn
 
-from .checkpoint import pruned_layers
+from .checkpoint import parsed, pruned_layers
 from .images import takes_images
 from .packing import packed_bytes
 from .plots import PLOT_NAME, by_kind, save_plot
@@ -69,9 +69,8 @@ def _split(name: str | None, card: ModelCard) -> Base:
     return Base(name or data.get("base_model"), data, below)
 
 
-def weight_bytes(model: nn.Module, report: PruneReport) -> tuple[int, int]:
+def weight_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of a model's weights on disk, dense and packed."""
-    zeros = {layer.name: layer.sparsity for layer in report.layers}
     dense = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
     saved, seen = 0, set()
     for name, layer in pruned_layers(model).items():
@@ -79,8 +78,8 @@ def weight_bytes(model: nn.Module, report: PruneReport) -> tuple[int, int]:
         if tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        share = 1 - zeros.get(name.removesuffix(".weight"), 0)
-        values = round(share * tensor.numel())
+        pattern = parsed(layer.pattern)
+        values = int(tensor.count_nonzero()) if pattern is None else tensor.numel() // pattern.m * pattern.n
         saved += max(0, tensor.nbytes - packed_bytes(layer.matrix, values, tensor.element_size()))
     return dense, dense - saved
 
@@ -101,7 +100,7 @@ class Facts:
     def gather(cls, model: nn.Module, report: PruneReport, name: str, format: str) -> "Facts":
         """From a pruned transformers model."""
         base = find_base(getattr(model, "name_or_path", ""))
-        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model, report), takes_images(model))
+        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), takes_images(model))
 
     @classmethod
     def read(cls, folder: Path, name: str, format: str) -> "Facts | None":
@@ -138,6 +137,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         solver=_SOLVERS.get(config["solver"], config["solver"]),
         sparsity=f"{100 * report.sparsity:.1f}%",
         layers=len(report.layers),
+        compaction=report.compacted,
         format=facts.format,
         auto_class="AutoModelForImageClassification" if facts.vision else "AutoModelForCausalLM",
         method=_method(report, facts),

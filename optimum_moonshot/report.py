@@ -132,6 +132,15 @@ class PruneReport:
         console.file.close()
         return console.export_text().rstrip() + "\n" + "\n".join(self._summary())
 
+    @property
+    def compacted(self) -> str:
+        """How the model became smaller; empty where it did not."""
+        if not self.compaction:
+            return ""
+        before, after = self.compaction["parameters"]
+        changes = [f"{name} {was} → {now}" for name, (was, now) in self.compaction["config"].items()]
+        return "; ".join([f"{before:,} → {after:,} parameters", *changes])
+
     def _summary(self) -> list[str]:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         lines += [f"note: {note}" for note in self.notes]
@@ -142,9 +151,7 @@ class PruneReport:
             f"peak memory {self.peak_memory / 2**30:.2f} GiB"
         )
         if self.compaction:
-            changes = [f"{name} {before} → {after}" for name, (before, after) in self.compaction["config"].items()]
-            before, after = self.compaction["parameters"]
-            lines.append("; ".join([f"compacted: {before:,} → {after:,} parameters", *changes]))
+            lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
             shown = ".2%" if values.get("metric") == "accuracy" else ".3f"

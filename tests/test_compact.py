@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers as hf
+from huggingface_hub import ModelCard
 from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
@@ -286,7 +287,10 @@ def test_the_smaller_model_says_where_the_dense_one_came_from(tmp_path):
     pruner.compact()
     assert pruner.model.name_or_path == pruner.model.config.name_or_path == str(tmp_path / "dense")
     pruner.save_pretrained(tmp_path / "small")
-    assert "license: mit" in (tmp_path / "small/README.md").read_text()
+    card = ModelCard.load(tmp_path / "small/README.md")
+    assert card.data.license == "mit" and pruner.report.compacted in card.text and "zeros in it" not in card.text
+    sizes = card.data.to_dict()["moonshot"]["weight_bytes"]
+    assert sizes["dense"] == sizes["packed"]  # nothing is left to pack
 
 
 def test_a_recovered_model_compacts():
