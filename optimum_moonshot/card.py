@@ -18,9 +18,12 @@ from .images import takes_images
 from .packing import packed_bytes
 from .plots import PLOT_NAME, by_kind, save_plot
 from .report import PruneReport
+from .staging import replace_file
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _MARKER = "<!-- the dense model's own card follows -->"
+_EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_AFTER_EVALUATION = "## Size and cost"
 _TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _SOLVERS = {"sparsegpt": "SparseGPT", "wanda": "Wanda", "magnitude": "magnitude pruning"}
 _CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
@@ -103,8 +106,11 @@ class Facts:
         return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), takes_images(model))
 
     @classmethod
-    def read(cls, folder: Path, name: str, format: str) -> "Facts | None":
-        """From the card in the folder of a pruned model; None where there is none of ours."""
+    def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
+        """From the card in the folder of a pruned model; None where there is none of ours.
+
+        Without a name, the model has the one that the card's first heading says.
+        """
         path = folder / "README.md"
         card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
         known = {} if card is None else card.data.to_dict()
@@ -113,6 +119,8 @@ class Facts:
         told = known["moonshot"]
         vision = known.get("pipeline_tag") == "image-classification"
         size = told["weight_bytes"]
+        heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+        name = name or (heading[1].strip() if heading else folder.resolve().name)
         return cls(name, format, _split(None, card), told["lambda"], size["dense"], size["packed"], vision)
 
 
@@ -120,6 +128,20 @@ def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
     """README.md and the picture it shows, in a folder."""
     save_plot(report, folder)
     render(report, facts).save(folder / "README.md")
+
+
+def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
+    """The measurements anew in a folder's card; all else in it, which may have been written since, stays."""
+    card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
+    card.data.eval_results, card.data.model_name = fresh.data.eval_results, facts.name
+    section = _EVALUATION.search(fresh.text)[0]
+    ours, marker, below = card.text.partition(_MARKER)
+    if not _EVALUATION.search(ours):
+        place = ours.find(_AFTER_EVALUATION)
+        place = len(ours) if place < 0 else place
+        ours = f"{ours[:place].rstrip()}\n\n## Evaluation\n\n{ours[place:]}"
+    card.text = _EVALUATION.sub(lambda _: section, ours, count=1) + marker + below
+    replace_file(folder / "README.md", str(card))
 
 
 def render(report: PruneReport, facts: Facts) -> ModelCard:
@@ -147,7 +169,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         evaluations=[
             (
                 _cell(f"{values.get('metric', 'perplexity')} on {name}"),
-                _short(values["dense"]),
+                "" if values["dense"] is None else _short(values["dense"]),
                 _short(values["pruned"]),
             )
             for name, values in report.evaluations.items()
@@ -200,7 +222,7 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
         )
         for name, values in report.evaluations.items()
         for state, when in (("dense", "before pruning"), ("pruned", "after pruning"))
-        if math.isfinite(values[state])
+        if values[state] is not None and math.isfinite(values[state])
     ]
 
 

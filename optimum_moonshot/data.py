@@ -12,6 +12,7 @@ Every random choice comes from `seed`; the global random state stays as it is.
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,7 +80,7 @@ class CalibrationData:
 
     def describe(self) -> dict[str, Any]:
         """For reports, as JSON types. They may be published: a file is known there by its name, not by its path."""
-        source = os.path.basename(self.source) if os.path.exists(self.source) else self.source
+        source = short_name(self.source)
         known = {name: getattr(self, name) for name in ("num_samples", "sequence_length", "digest")}
         return {"source": source, **known}
 
@@ -149,6 +150,18 @@ def describe(source: Any) -> str:
         strings = bool(source) and isinstance(source[0], str)
         return f"{type(source).__name__} of {len(source)} {'strings' if strings else 'items'}"
     return f"Dataset of {len(source)} rows" if isinstance(source, Dataset) else type(source).__name__
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether this may name a data set on the Hub, an owner/name; a file that is misspelt has a suffix."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
+
+
+def short_name(source: str) -> str:
+    """What `describe` gives as it may be published: a file or folder by its name, not by its path."""
+    if not os.path.exists(source) and is_hub_name(source):
+        return source
+    return Path(source).expanduser().resolve().name or source
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:

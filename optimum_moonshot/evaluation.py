@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from .data import describe, input_batches, read_text, tokenize, window_length
+from .data import describe, input_batches, read_text, short_name, tokenize, window_length
 from .errors import check_whole, require
 from .images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
 from .losses import checked_labels
 from .passes import Batch, Forward, called_by, evaluation_mode, model_device, run_model, to_device
+from .report import Measurement
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
 SLICE_BYTES = 64 * 2**20
@@ -33,6 +34,10 @@ class Perplexity:
     windows: int
     sequence_length: int  # tokens of a window
     tokens: int  # predicted ones: windows · (sequence_length - 1)
+
+    def measurements(self) -> dict[str, Measurement]:
+        settings = {"windows": self.windows, "sequence_length": self.sequence_length}
+        return {short_name(self.dataset): Measurement("perplexity", self.value, settings)}
 
 
 def perplexity(
@@ -87,6 +92,9 @@ class Accuracy:
     value: float  # share of the images whose class has the largest logit, 0 to 1
     dataset: str
     images: int
+
+    def measurements(self) -> dict[str, Measurement]:
+        return {short_name(self.dataset): Measurement("accuracy", self.value, {"images": self.images})}
 
 
 def accuracy(

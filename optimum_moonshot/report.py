@@ -9,15 +9,32 @@ import resource
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from .errors import require
 from .objective import RelativeLoss
+from .staging import replace_file
 
 REPORT_NAME = "moonshot_report.json"
+
+
+class Measurement(NamedTuple):
+    """One figure of a model."""
+
+    metric: str  # "perplexity", or "accuracy", 0 to 1
+    value: float
+    settings: dict[str, Any]  # what must be equal for two values to compare, as JSON types
+
+
+class Measured(Protocol):
+    """What `perplexity`, `accuracy` and `zero_shot` return."""
+
+    def measurements(self) -> dict[str, Measurement]:
+        """By what it was measured on: a data set or a task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +116,37 @@ class PruneReport:
         total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in self.layers) / total
 
-    def record_evaluation(self, name: str, dense: float, pruned: float, metric: str = "perplexity") -> None:
-        """Note a measurement of the model before and after on the data `name`: a perplexity, or an accuracy, 0 to 1."""
-        self.evaluations[name] = {"metric": metric, "dense": dense, "pruned": pruned}
+    def record_evaluation(
+        self,
+        name: str,
+        dense: float | None,
+        pruned: float,
+        metric: str = "perplexity",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Note a measurement of the model before and after on the data `name`: a perplexity, or an accuracy, 0 to 1.
+
+        Without `dense` the one that was noted before stays, if it was measured with the same `settings`.
+        """
+        before = self.evaluations.get(name)
+        how = {"metric": metric, "settings": settings or {}}
+        if dense is None and before and {key: before.get(key, {}) for key in how} == how:
+            dense = before["dense"]
+        self.evaluations[name] = {**how, "dense": dense, "pruned": pruned}
+
+    def record(self, pruned: Measured, dense: Measured | None = None) -> None:
+        """Note what `perplexity`, `accuracy` or `zero_shot` returned for the pruned model, and for the dense one.
+
+        Raises:
+            MoonshotError: the two were measured in different ways.
+        """
+        before = {} if dense is None else dense.measurements()
+        for name, (metric, value, settings) in pruned.measurements().items():
+            if name in before:
+                other, _, theirs = before[name]
+                same = (other, theirs) == (metric, settings)
+                require(same, f"{name}: dense {other} with {theirs}, pruned {metric} with {settings}")
+            self.record_evaluation(name, before[name].value if name in before else None, value, metric, settings)
 
     def table(self, width: int = 120) -> str:
         """For people: a row per layer, then what was skipped and the totals."""
@@ -155,7 +200,8 @@ class PruneReport:
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
             shown = ".2%" if values.get("metric") == "accuracy" else ".3f"
-            lines.append(f"{name}: dense {values['dense']:{shown}}, pruned {values['pruned']:{shown}}")
+            dense = "" if values["dense"] is None else f"dense {values['dense']:{shown}}, "
+            lines.append(f"{name}: {dense}pruned {values['pruned']:{shown}}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +219,7 @@ class PruneReport:
         """Write JSON to a file, or to moonshot_report.json in a folder."""
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
-        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
         return path
 
     @classmethod

@@ -18,6 +18,7 @@ from torch import Tensor
 from .errors import MoonshotError, writing
 from .layers import PrunableLayer
 from .report import BlockReport, LayerReport
+from .staging import replace_file
 
 _MANIFEST = "run.json"
 _RECOVERED = "recovered"  # folder of the recovered blocks, one file each
@@ -53,7 +54,7 @@ class Results:
             self.notes.append("an unfinished run with other settings was discarded")
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(manifest, json.dumps({"fingerprint": fingerprint}).encode())
+        replace_file(manifest, json.dumps({"fingerprint": fingerprint}))
 
     def _restore(self) -> None:
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -145,9 +146,3 @@ def fingerprint(*parts: str, layers: list[PrunableLayer]) -> str:
             f"{layer.name} {layer.shape} {weight.sum().item()} {(weight @ ramp).square().sum().item()}".encode()
         )
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

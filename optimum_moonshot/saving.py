@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .card import Facts, write_card
+from .card import Facts, update_evaluations, write_card
 from .checkpoint import (
     check_format,
     checkpoint_format,
@@ -20,8 +20,8 @@ from .checkpoint import (
     pruned_layers,
     unpack_files,
 )
-from .errors import MoonshotError, require
-from .report import REPORT_NAME, PruneReport
+from .errors import MoonshotError, require, writing
+from .report import REPORT_NAME, Measured, PruneReport
 from .staging import is_weights, staged
 
 
@@ -97,6 +97,38 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
         facts = Facts.read(staging, Path(output).resolve().name, format)
         if facts is not None and (staging / REPORT_NAME).is_file():
             write_card(staging, PruneReport.load(staging), facts)
+
+
+def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None = None) -> bool:
+    """Note measurements in the report and in the model card of a saved model.
+
+    Args:
+        folder: of the model, as `save_pretrained` or `moonshot prune` wrote it.
+        pruned: what `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load` returned for it.
+        dense: the same for the dense model, if it is known.
+
+    Returns:
+        Whether the card was changed too: one that this package did not write stays as it is.
+
+    Raises:
+        MoonshotError: a folder without a report, or two results that were measured in different ways.
+    """
+    folder = Path(folder)
+    report = saved_report(folder)
+    report.record(pruned, dense)
+    facts = Facts.read(folder, None, checkpoint_format(folder))
+    with writing("folder", folder):
+        report.save(folder)
+        if facts is not None:
+            update_evaluations(folder, report, facts)
+    return facts is not None
+
+
+def saved_report(folder: Path) -> PruneReport:
+    """The report that lies beside a saved model."""
+    found = (folder / REPORT_NAME).is_file()
+    require(found, f"{folder} holds no {REPORT_NAME}: give the folder of a model that this package pruned and saved")
+    return PruneReport.load(folder)
 
 
 def _skeleton_layers(folder: Path, loading: dict[str, Any]):

@@ -38,6 +38,14 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
             _move(Path(staging), directory)
 
 
+def replace_file(path: str | os.PathLike, content: str) -> None:
+    """Write a text file whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(content, encoding="utf-8")
+    os.replace(partial, path)
+
+
 def is_weights(path: Path) -> bool:
     """Whether a file holds weights, or says where they are."""
     return any(path.match(pattern) for pattern in WEIGHT_FILES)

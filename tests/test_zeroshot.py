@@ -1,5 +1,6 @@
 """Zero-shot accuracy through lm-eval, on a task of our own over a local file."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -8,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_moonshot import MoonshotError
-from optimum_moonshot.zeroshot import ZeroShot, zero_shot
+from optimum_moonshot import MoonshotError, PruneReport, zeroshot
+from optimum_moonshot.zeroshot import PAPER_TASKS, ZeroShot, zero_shot
 
 pytest.importorskip("lm_eval")
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo_model"
@@ -99,6 +100,8 @@ def test_win_rate_counts_tasks_and_halves_ties():
     ("arguments", "message"),
     [
         ({"tasks": []}, "tasks: none given"),
+        ({"tasks": None}, "tasks=None: give a list"),
+        ({"tasks": [3]}, "3 is neither a name nor a path"),
         ({"tasks": ["missing.yaml"]}, "no file missing.yaml"),
         ({"batch_size": 0}, "batch_size"),
         ({"limit": 0}, "limit"),
@@ -120,6 +123,43 @@ def test_an_unknown_task_is_named(tokenizer, model, monkeypatch):
         zero_shot(model, tokenizer, ["no_such_task"])
 
 
+def test_a_mistake_in_a_tasks_file_is_told(task, tokenizer, model):
+    path = task()
+    path.write_text(path.read_text().replace("{{question}}", "{{nothing.there}}"))
+    with pytest.raises(MoonshotError, match="letters cannot be measured .*'nothing' is undefined"):
+        zero_shot(model, tokenizer, [path])
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MoonshotError, match="names no task"):
+        zero_shot(model, tokenizer, [path])
+
+
+def test_one_word_names_the_seven_of_the_paper():
+    assert zeroshot._names("paper") == zeroshot._names(["paper"]) == (list(PAPER_TASKS), [])
+    assert len(PAPER_TASKS) == 7
+    with pytest.raises(MoonshotError, match="twice"):
+        zeroshot._names(["paper", "piqa"])
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_is_shown_when_asked_for(progress, task, tokenizer, model, capfd):
+    zero_shot(model, tokenizer, task(), limit=2, progress=progress)
+    assert ("loglikelihood requests" in capfd.readouterr().err) == progress
+
+
+def test_a_report_takes_the_tasks_and_their_mean():
+    report, settings = PruneReport({}, [], {}, None, {}, 0, {}), {"num_fewshot": 0, "limit": None}
+    report.record(result(a=0.5, b=0.25), dense=result(a=0.75, b=0.75))
+    assert report.evaluations["a"] == {"metric": "accuracy", "settings": settings, "dense": 0.75, "pruned": 0.5}
+    mean = report.evaluations["mean of 2 zero-shot tasks"]
+    assert (mean["dense"], mean["pruned"]) == (0.75, 0.375)
+    report.record(result(a=0.25))  # what was before stays
+    assert (report.evaluations["a"]["dense"], report.evaluations["a"]["pruned"]) == (0.75, 0.25)
+    report.record(dataclasses.replace(result(a=0.25), limit=5))  # unless it was another way to measure
+    assert report.evaluations["a"]["dense"] is None
+    with pytest.raises(MoonshotError, match="a: dense accuracy with .*'limit': None.*'limit': 5"):
+        report.record(dataclasses.replace(result(a=0.25), limit=5), dense=result(a=0.5))
+
+
 def test_a_task_without_accuracy_is_an_error(task, tokenizer, model):
     with pytest.raises(MoonshotError, match="letters has no accuracy"):
         zero_shot(model, tokenizer, [str(task(metric="brier_score"))])
@@ -128,7 +168,7 @@ def test_a_task_without_accuracy_is_an_error(task, tokenizer, model):
 def test_results_on_other_tasks_are_not_compared():
     with pytest.raises(MoonshotError, match="tasks"):
         result(a=0.1).win_rate(result(b=0.1))
-    with pytest.raises(MoonshotError, match="limit"):
+    with pytest.raises(MoonshotError, match="one was measured with limit=None, the other with 5"):
         result(a=0.1).win_rate(ZeroShot({"a": 0.1}, {"a": None}, 0, 5, {}))
 
 

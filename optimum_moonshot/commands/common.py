@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,18 +118,21 @@ class Meter:
 
     metric: str
     shown: str  # how to format it
-    measure: Callable[[str], float]
+    measure: Callable[[str], Any]  # a `Perplexity` or an `Accuracy` on the data of a name
 
 
-def make_meter(model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int) -> Meter:
+def make_meter(
+    model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int, limit: int | None = None
+) -> Meter:
+    """`limit`: the first so many windows or images alone."""
     from optimum_moonshot import accuracy, perplexity
     from optimum_moonshot.images import takes_images
 
+    options = {"batch_size": batch_size, "progress": True}
     if takes_images(model):
-        options = {"batch_size": batch_size, "progress": True}
-        return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, **options).value)
-    options = {"sequence_length": sequence_length, "batch_size": batch_size, "progress": True}
-    return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options).value)
+        return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
+    options |= {"sequence_length": sequence_length, "max_windows": limit}
+    return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 
 def make_config(args: argparse.Namespace):
@@ -192,12 +194,10 @@ def calibration_source(args: argparse.Namespace, config) -> str | None:
 
 
 def check_data(flag: str, sources: list[str]) -> None:
-    from optimum_moonshot.data import CORPORA, FORMATS
+    from optimum_moonshot.data import CORPORA, is_hub_name
 
     for source in sources:
-        # A name on the Hub has an owner; a file that is misspelt has a suffix.
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
-        known = source in CORPORA or Path(source).expanduser().exists() or hub
+        known = source in CORPORA or Path(source).expanduser().exists() or is_hub_name(source)
         expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
 
 
@@ -212,11 +212,6 @@ def load(loader: Callable, args: argparse.Namespace):
 
 def remote_code(args: argparse.Namespace) -> dict[str, Any]:
     return {"trust_remote_code": True} if args.trust_remote_code else {}
-
-
-def short_name(dataset: str) -> str:
-    """The report may be published: a file or folder is known there by its name, not by its path."""
-    return Path(dataset).resolve().name if os.path.exists(dataset) else dataset
 
 
 def expect(condition: bool, message: str) -> None:

@@ -1,14 +1,11 @@
-"""`optimum-cli moonshot`: prune a model, measure its perplexity or accuracy, or convert it, from the shell.
+"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep` and `eval` are beside this file.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """
 
 import argparse
-import json
-import math
 import time
 from pathlib import Path
-from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
@@ -25,15 +22,14 @@ from .common import (
     check_data,
     expect,
     find_device,
-    flag,
     guard,
     load,
     make_config,
     make_meter,
     output_folder,
     remote_code,
-    short_name,
 )  # fmt: skip
+from .evaluate import EvalCommand
 from .sweep import SweepCommand
 
 
@@ -64,24 +60,6 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     add_method_options(parser)
 
 
-def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moonshot eval`."""
-    add_model_options(parser)
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="DATA",
-        help=f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
-    parser.add_argument(
-        "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
-    )
-    parser.add_argument("--batch-size", type=int, default=4, help="windows or images at a time (4)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot convert`."""
     parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint")
@@ -102,6 +80,7 @@ def prune(args: argparse.Namespace) -> None:
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
     from optimum_moonshot import MoonshotPruner
+    from optimum_moonshot.data import short_name
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
     pruner.model.to(device)
@@ -118,8 +97,9 @@ def prune(args: argparse.Namespace) -> None:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
         after = meter.measure(dataset)
-        report.record_evaluation(short_name(dataset), before, after, meter.metric)
-        lines.append(f"{meter.metric:<12}{before:{meter.shown}} → {after:{meter.shown}} on {short_name(dataset)}")
+        report.record(after, before)
+        change = f"{before.value:{meter.shown}} → {after.value:{meter.shown}}"
+        lines.append(f"{meter.metric:<12}{change} on {short_name(dataset)}")
     pruner.save_pretrained(args.output, format=args.format)
     lines.append(f"saved       {args.output}")
     lines.append(f"seconds     {time.perf_counter() - start:.1f}")
@@ -134,41 +114,6 @@ def _compact(pruner) -> str:
         pruner.report.notes.append(f"not compacted: {error}")
         return f"not compacted: {error}"
     return f"parameters  {before:,} → {after:,}"
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: perplexity, or an image model's top-1 accuracy, per dataset."""
-    device = find_device(args.device)
-    for name in ("sequence_length", "batch_size"):
-        value = getattr(args, name)
-        expect(value is None or value >= 1, f"{flag(name)} {value}: give a whole number of at least 1")
-    check_data("--dataset", args.dataset)
-    model, tokenizer, processor = _load_for_evaluation(args)
-    model.to(device).eval()
-    meter = make_meter(model, tokenizer, processor, args.sequence_length, args.batch_size)
-    values = {}
-    for dataset in args.dataset:
-        values[dataset] = meter.measure(dataset)
-        if not args.json:
-            print(f"{meter.metric:<12}{values[dataset]:{meter.shown}} on {dataset}", flush=True)
-    if args.json:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        print(json.dumps({"model": args.model, meter.metric: finite}))
-
-
-def _load_for_evaluation(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """A model, and its tokenizer or its image processor."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from optimum_moonshot.pruner import load_processor, model_class
-
-    config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
-    cls = model_class(config)
-    if getattr(cls, "main_input_name", None) == "pixel_values":
-        model = load(lambda **kwargs: cls.from_pretrained(args.model, **kwargs), args)
-        return model, None, load_processor(model, args.model, **remote_code(args))
-    model = load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
-    return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -194,14 +139,6 @@ class PruneCommand(BaseOptimumCLICommand):
 
     def run(self):
         guard(prune, self.args)
-
-
-class EvalCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="eval", help="Measure a model's perplexity, or its accuracy on images.")
-    parse_args = staticmethod(add_eval_options)
-
-    def run(self):
-        guard(evaluate, self.args)
 
 
 class ConvertCommand(BaseOptimumCLICommand):

@@ -22,7 +22,6 @@ from .common import (
     make_config,
     make_meter,
     output_folder,
-    short_name,
 )
 
 SWEPT = ("lam", "sparsity", "pattern", "seed")  # options of a single pruning that have plural forms here
@@ -116,7 +115,9 @@ def _metric(args: argparse.Namespace, pruner: Any, config: Any) -> dict[str, Any
     meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, *options)
 
     def measure(model: Any) -> float:
-        return meter.measure(args.metric)
+        return meter.measure(args.metric).value
+
+    from optimum_moonshot.data import short_name
 
     measure.__name__ = f"{meter.metric} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": meter.metric == "accuracy"}

@@ -1,0 +1,178 @@
+"""`moonshot eval`: one JSON for all that is measured, comparison with a baseline, and notes in the saved model."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from models import image_batches, make
+from test_cli import DEMO, failure
+from test_zeroshot import TASK
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, perplexity
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.eval_report import EvalReport
+from optimum_moonshot.evaluation import Accuracy, Perplexity
+from optimum_moonshot.saving import record
+from optimum_moonshot.zeroshot import ZeroShot
+
+SHORT = ["--sequence-length", "64", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with text, two zero-shot tasks and a pruned model."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "held.txt").write_text((DEMO / "heldout.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    for name, documents in (("letters", 6), ("words", 5)):
+        rows = [{"question": "abc" * (n % 3 + 1), "choices": ["de", "fg"], "answer": n % 2} for n in range(documents)]
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        text = TASK.format(data=folder / f"{name}.jsonl", metric="acc").replace("letters\n", f"{name}\n", 1)
+        (folder / f"{name}.yaml").write_text(text)
+    save(folder / "pruned")
+    return folder
+
+
+def save(folder):
+    pruner = MoonshotPruner.from_pretrained(DEMO, MoonshotConfig(solver="magnitude", sparsity=0.5))
+    pruner.prune(progress=False)
+    pruner.save_pretrained(folder)
+
+
+def run(*argv):
+    main([str(part) for part in ("eval", *argv)])
+
+
+def read(folder):
+    return json.loads((folder / "moonshot_report.json").read_text(encoding="utf-8"))["evaluations"]
+
+
+def test_everything_goes_into_one_file_and_into_the_saved_model(data, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    dense, ours, model = tmp_path / "dense.json", tmp_path / "ours.json", tmp_path / "pruned"
+    save(model)
+    what = ["--dataset", data / "held.txt", "--tasks", data / "letters.yaml", data / "words.yaml", *SHORT]
+    run(DEMO, *what, "--output", dense)
+    run(model, *what, "--output", ours, "--baseline", dense, "--dense", dense, "--record")
+    printed, (before, after) = capsys.readouterr().out, map(EvalReport.load, (dense, ours))
+    document = json.loads(ours.read_text(encoding="utf-8"))
+    assert document["perplexity"] == {str(data / "held.txt"): after.of("held.txt").value}
+    assert document["versions"]["lm_eval"] and document["versions"]["torch"]
+    assert document["measured_on"][str(data / "held.txt")]["sequence_length"] == 64
+    assert document["win_rate"] == after.zero_shot.win_rate(before.zero_shot)
+    assert f"win rate    {document['win_rate']:.2%} against" in printed
+    assert f"(baseline {before.of('held.txt').value:.3f})" in printed
+    found, expected = read(model), after.measurements()
+    assert set(found) == set(expected) == {"held.txt", "letters", "words", "mean of 2 zero-shot tasks"}
+    for name, entry in found.items():
+        assert (entry["dense"], entry["pruned"]) == (before.measurements()[name].value, expected[name].value)
+    card = (model / "README.md").read_text(encoding="utf-8")
+    assert card.count("## Evaluation") == 1 and "| accuracy on letters | " in card
+    assert f"| perplexity on held.txt | {found['held.txt']['dense']:.2f} | {found['held.txt']['pruned']:.2f} |" in card
+    assert "perplexity, before pruning" in card and str(tmp_path) not in card
+
+
+def test_json_on_the_screen(data, capsys):
+    run(DEMO, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json")
+    found = EvalReport.from_dict(json.loads(capsys.readouterr().out))
+    assert found.of(data / "held.txt").windows == 3 and found.zero_shot is None
+
+
+def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("x")
+    argv = [DEMO, "--dataset", data / "held.txt", tmp_path / "empty.txt", *SHORT, "--output", tmp_path / "out.json"]
+    status, lines = failure(capsys, "eval", *argv)
+    assert status == 1 and "fewer than sequence_length=64" in lines[-1]
+    assert list(EvalReport.load(tmp_path / "out.json").perplexity) == [str(data / "held.txt")]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "give --dataset or --tasks"),
+        (["--limit", "0"], "--limit 0"),
+        (["--num-fewshot", "-1"], "--num-fewshot -1"),
+        (["--dataset", "HELD", "--dense", "OTHER"], "--dense: only --record"),
+        (["--dataset", "HELD", "--output", "nowhere/out.json"], "--output nowhere/out.json"),
+        (["--dataset", "HELD", "--baseline", "missing.json"], "--baseline: missing.json holds no results"),
+        (["--dataset", "HELD", "--baseline", "OTHER"], "it has nothing of what is to be measured"),
+        (["--dataset", "HELD", "--record"], "holds no moonshot_report.json"),
+        (["--tasks", "YAML", "--baseline", "OTHER"], "one is of the tasks piqa, the other of letters"),
+        (["--tasks", "missing.yaml"], "--tasks: there is no file missing.yaml"),
+        (["--tasks", "YAML", "YAML"], "--tasks: one is given twice"),
+    ],
+)
+def test_mistakes_are_found_before_loading(data, tmp_path, capsys, argv, words):
+    if "--tasks" in argv:
+        pytest.importorskip("lm_eval")
+    other = EvalReport("m", {}, {}, ZeroShot({"piqa": 0.5}, {"piqa": None}, 0, None, {}))
+    other.save(tmp_path / "other.json")
+    names = {"HELD": data / "held.txt", "YAML": data / "letters.yaml", "OTHER": tmp_path / "other.json"}
+    status, lines = failure(capsys, "eval", "no/such/model", *(names.get(part, part) for part in argv))
+    assert status == 2 and words in lines[-1]
+
+
+def test_windows_that_do_not_compare_are_found_before_measuring(data, tmp_path, capsys):
+    EvalReport("m", {"held.txt": Perplexity(30.0, "held.txt", 9, 32, 9 * 31)}).save(tmp_path / "other.json")
+    argv = [data / "pruned", "--dataset", data / "held.txt", *SHORT, "--baseline", tmp_path / "other.json"]
+    status, lines = failure(capsys, "eval", *argv)
+    assert status == 2 and "--sequence-length 32 makes such" in lines[-1]
+
+
+def test_other_numbers_of_windows_are_said(data, tmp_path, capsys):
+    EvalReport("m", {"held.txt": Perplexity(30.0, "held.txt", 9, 64, 9 * 63)}).save(tmp_path / "other.json")
+    run(data / "pruned", "--dataset", data / "held.txt", *SHORT, "--limit", 2, "--baseline", tmp_path / "other.json")
+    assert "(baseline 30.000, measured in another way)" in capsys.readouterr().out
+
+
+def test_recording_leaves_what_the_user_wrote(data, tmp_path):
+    save(tmp_path / "mine")
+    card = tmp_path / "mine" / "README.md"
+    card.write_text(card.read_text(encoding="utf-8").replace("## Sparsity", "My own words.\n\n## Sparsity"))
+    for value in (20.0, 30.0):  # anew, then in place of it
+        assert record(tmp_path / "mine", Perplexity(value, "/some/where/text.txt", 3, 64, 189))
+        written = card.read_text(encoding="utf-8")
+        assert f"| perplexity on text.txt |  | {value:.2f} |" in written and "/some/where" not in written
+        assert written.count("## Evaluation") == 1 and "My own words." in written
+        assert written.index("## Evaluation") < written.index("## Size and cost")
+    assert "20.00" not in written and written.count("# Card of the dense model") == 1
+    card.write_text("# Not ours")
+    assert not record(tmp_path / "mine", Perplexity(40.0, "text.txt", 3, 64, 189))
+    assert card.read_text() == "# Not ours" and read(tmp_path / "mine")["text.txt"]["pruned"] == 40.0
+    with pytest.raises(MoonshotError, match="holds no moonshot_report.json"):
+        record(tmp_path, Perplexity(40.0, "text.txt", 3, 64, 189))
+
+
+def test_accuracies_on_images_are_recorded(tmp_path):
+    pruner = MoonshotPruner(make("resnet"), MoonshotConfig(solver="magnitude", sparsity=0.5))
+    before = accuracy(pruner.model, image_batches())
+    pruner.prune(progress=False).record(accuracy(pruner.model, image_batches()), before)
+    pruner.save_pretrained(tmp_path)
+    assert record(tmp_path, Accuracy(0.25, "photos", 6))
+    found = read(tmp_path)
+    assert found["list of 3 items"]["dense"] == before.value and found["photos"]["pruned"] == 0.25
+    assert "| accuracy on photos |  | 0.25 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_reports_survive_json(tmp_path):
+    report = EvalReport("m", {"a.txt": Perplexity(math.inf, "a.txt", 3, 8, 21)}, {"b": Accuracy(0.5, "b", 4)})
+    report.add(ZeroShot({"piqa": 0.5}, {"piqa": None}, 0, None, {"lm_eval": "1"}))
+    report.save(tmp_path / "out.json", win_rate=None)
+    assert EvalReport.load(tmp_path / "out.json") == report and report.versions["lm_eval"] == "1"
+    (tmp_path / "alone.json").write_text(json.dumps(report.zero_shot.to_dict()))
+    assert EvalReport.load(tmp_path / "alone.json").zero_shot == report.zero_shot
+    for text in ("{}", "[]", "no", '{"perplexity": {"a": 3}}', '{"zero_shot": {"accuracy": {}}}'):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(MoonshotError, match="holds no results"):
+            EvalReport.load(tmp_path / "wrong.json")
+    with pytest.raises(MoonshotError, match="output="):
+        report.save(Path("no", "such", "folder.json"))
+
+
+def test_a_perplexity_is_recorded_by_python(tokenizer):
+    pruner = MoonshotPruner(make("llama"), MoonshotConfig(solver="magnitude", sparsity=0.5), tokenizer)
+    before = perplexity(pruner.model, tokenizer, ["some text " * 20])
+    report = pruner.prune(progress=False)
+    report.record(perplexity(pruner.model, tokenizer, ["some text " * 20]), before)
+    assert report.evaluations["list of 1 strings"]["dense"] == before.value
+    assert "list of 1 strings: dense" in report.table()
