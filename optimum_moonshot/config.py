@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from .allocation import METHODS, apply_rules, parse_rules
-from .errors import MoonshotError, check_whole, require
+from .errors import check_expressions, check_number, check_whole, require
 from .patterns import Pattern, parse_pattern
 from .solvers import Solver, solver_class
 
@@ -99,18 +99,18 @@ class MoonshotConfig:
 
     def __post_init__(self):
         solver = solver_class(self.solver)
-        _number("sparsity", self.sparsity, optional=True)
+        check_number("sparsity", self.sparsity, optional=True)
         check_whole("group_size", self.group_size, least=1)
         self._check_allocation()
         self._check_patterns(solver)
         require(isinstance(self.recompute, bool), f"recompute={self.recompute!r}: use True or False")
-        _number("lam", self.lam, optional=True)
+        check_number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
-        _number("damping", self.damping)
+        check_number("damping", self.damping)
         require(0 < self.damping <= 1, f"damping={self.damping}: it lies above 0 and at most at 1")
         require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
-        _number("recover_lr", self.recover_lr)
+        check_number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
         for field in ("block_size", "num_samples", "batch_size", "recover_steps"):
             if field != "block_size" or self.block_size is not None:
@@ -119,7 +119,7 @@ class MoonshotConfig:
         if self.sequence_length is not None:
             check_whole("sequence_length", self.sequence_length, least=2)
         for field in ("targets", "ignore"):
-            object.__setattr__(self, field, _expressions(field, getattr(self, field)))
+            object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
         _ = self.max_memory_bytes
         require(
             self.offload_dir is None or isinstance(self.offload_dir, str),
@@ -143,7 +143,7 @@ class MoonshotConfig:
             object.__setattr__(self, "allocation", dict(how))
         for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
             value = getattr(self, field)
-            _number(field, value)
+            check_number(field, value)
             low = value > 0 if field == "owl_threshold" else value >= 0
             require(low and value < limit, f"{field}={value}: it lies between 0 and {limit:g}")
 
@@ -223,27 +223,6 @@ class MoonshotConfig:
         unknown = sorted(set(values) - known)
         require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(known))}")
         return cls(**values)
-
-
-def _number(field: str, value: Any, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    require(ok, f"{field}={value!r}: give a number")
-
-
-def _expressions(field: str, value: Any) -> tuple[str, ...] | None:
-    if value is None and field == "targets":
-        return None
-    require(not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions")
-    expressions = tuple(value)
-    for expression in expressions:
-        require(isinstance(expression, str), f"{field}: {expression!r} is not a string")
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise MoonshotError(f"{field}: {expression!r} is not a regular expression ({error})") from None
-    return expressions
 
 
 def _bytes(value: Any) -> int:

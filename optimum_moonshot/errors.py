@@ -1,6 +1,7 @@
 """Errors a user can act on: each message names the field, the value and the mend."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,29 @@ def check_whole(name: str, value: Any, least: int) -> None:
     """Raise `MoonshotError` unless `value` is a whole number of at least `least`."""
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(ok, f"{name}={value!r}: give a whole number of at least {least}")
+
+
+def check_number(name: str, value: Any, optional: bool = False) -> None:
+    """Raise `MoonshotError` unless `value` is a number, or None where that is optional."""
+    if value is None and optional:
+        return
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    require(ok, f"{name}={value!r}: give a number")
+
+
+def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
+    """`value` as a tuple of regular expressions; None where "targets" are not given. Else raise `MoonshotError`."""
+    if value is None and field == "targets":
+        return None
+    require(not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions")
+    expressions = tuple(value)
+    for expression in expressions:
+        require(isinstance(expression, str), f"{field}: {expression!r} is not a string")
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise MoonshotError(f"{field}: {expression!r} is not a regular expression ({error})") from None
+    return expressions
 
 
 def reason(error: BaseException) -> str:

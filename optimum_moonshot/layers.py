@@ -111,8 +111,12 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
         ignore: expressions searched for in module names that stay dense.
 
     Raises:
-        MoonshotError: an expression that names no module, or nothing left to prune.
+        MoonshotError: adapters of PEFT's, an expression that names no module, or nothing left to prune.
     """
+    require(
+        not adapted_layers(model),
+        "model: it has PEFT adapters; prune it before they are added, or merge them first (merge_and_unload)",
+    )
     names = [name for name, _ in model.named_modules() if name]
     for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
         for expression in expressions:
@@ -134,6 +138,11 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
         chosen = "targets and ignore leave nothing" if targets or ignore else "the model has no Linear or Conv2d"
         require(False, f"nothing to prune: {reasons or chosen}")
     return structure
+
+
+def adapted_layers(model: nn.Module) -> list[str]:
+    """The names of the layers that PEFT has put adapters around."""
+    return [name for name, module in model.named_modules() if "base_layer" in module._modules]
 
 
 def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:

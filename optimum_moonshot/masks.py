@@ -6,7 +6,7 @@ weight decay or rounding made of them.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,18 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from .errors import MoonshotError, require
-from .layers import MATRICES, PrunableLayer
+from .errors import MoonshotError, check_expressions, require
+from .layers import MATRICES, PrunableLayer, adapted_layers
+from .packing import PackedLinear
 from .patterns import NM
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 # A matrix with a smaller share of zeros was hardly pruned: padding rows of a head are no mask.
 LEAST_SPARSITY = 0.05
+# Whole numbers as wide as a floating-point type.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
 def keep_sparsity(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optimizer: Optimizers,
     *,
     targets: tuple[str, ...] | None = None,
     ignore: tuple[str, ...] = (),
@@ -49,10 +54,15 @@ def keep_sparsity(
         targets, ignore: as in `find_pruned`.
 
     Raises:
-        MoonshotError: no layer is pruned, or (on exit) something else wrote to a removed weight.
+        MoonshotError: no layer is pruned, the optimizer trains another model, or (on exit) something else wrote to a
+            removed weight.
     """
     masks = Masks(find_pruned(model, targets, ignore))
-    masks.attach(optimizer)
+    optimizers = torch_optimizers(optimizer)
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = (id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"])
+    require(any(parameter in own for parameter in trained), "optimizer: it trains no parameter of this model")
+    masks.attach(optimizers)
     try:
         yield masks
     finally:
@@ -74,11 +84,30 @@ def find_pruned(
     Raises:
         MoonshotError: there are none, or FSDP's first version has flattened the weights.
     """
-    flattened = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a torch.nn.Module")
+    targets, ignore = check_expressions("targets", targets), check_expressions("ignore", ignore)
+    kinds = {type(module) for module in model.modules()}
+    flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
+    require(PackedLinear not in kinds, 'model: runtime="packed" cannot be trained; load it with load_pruned(folder)')
+    least, most = (LEAST_SPARSITY, 1.0) if targets is None else (0.0, 2.0)
+    layers = _chosen_layers(model, targets, ignore)
+    pruned = [layer for layer in layers if least <= sparsity_of(layer.parameter) < most]
+    require(
+        bool(pruned),
+        "no layer of the model is pruned: prune it first, or name layers with targets= (a compacted model has no zeros "
+        "to keep: train it as it is)",
+    )
+    return pruned
+
+
+def _chosen_layers(
+    model: nn.Module, targets: tuple[str, ...] | None, ignore: tuple[str, ...]
+) -> Iterator[PrunableLayer]:
+    """The layers whose names `targets` and `ignore` choose, but no adapters."""
     modules: dict[int, list[nn.Module]] = {}
     names: dict[int, str] = {}
-    adapted = [name for name, module in model.named_modules() if "base_layer" in module._modules]
+    adapted = adapted_layers(model)
     for name, module in model.named_modules():
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
@@ -89,11 +118,7 @@ def find_pruned(
             continue
         modules.setdefault(id(weight), []).append(module)
         names.setdefault(id(weight), name)
-    layers = [PrunableLayer(name, tuple(modules[key]), False) for key, name in names.items()]
-    least, most = (LEAST_SPARSITY, 1.0) if targets is None else (0.0, 2.0)
-    pruned = [layer for layer in layers if least <= sparsity_of(layer.parameter) < most]
-    require(bool(pruned), "no layer of the model is pruned: prune it first, or name layers with targets=")
-    return pruned
+    return (PrunableLayer(name, tuple(modules[key]), False) for key, name in names.items())
 
 
 class Masks:
@@ -118,19 +143,13 @@ class Masks:
     def apply(self) -> None:
         """Set the removed weights to zero."""
         for layer in self.layers:
-            # Adding 0 makes +0 of -0. (masked_fill_ is three times slower on a CPU.)
-            _local(layer.parameter).mul_(self.keep[layer.name]).add_(0.0)
+            clear(layer.parameter, self.keep[layer.name])
 
-    def attach(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+    def attach(self, optimizer: Optimizers) -> None:
         """Keep the zeros through every step of these optimizers, until `detach`."""
-        optimizers = [optimizer] if hasattr(optimizer, "step") else list(optimizer)
+        optimizers = torch_optimizers(optimizer)
         self.detach()
         for each in optimizers:
-            while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):  # accelerate wraps it
-                each = each.optimizer
-            # DeepSpeed's own optimizers hide behind a wrapper without hooks.
-            usable = isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_post_hooks")
-            require(usable, f"optimizer is a {type(each).__name__}: give torch.optim.Optimizer objects")
             self._handles.append(each.register_step_post_hook(lambda *_: self.apply()))
         for layer in self.layers:
             if layer.parameter.requires_grad:
@@ -140,7 +159,7 @@ class Masks:
 
     @torch.no_grad()
     def _mask_gradient(self, parameter: nn.Parameter, name: str) -> None:
-        _local(parameter.grad).mul_(self.keep[name])
+        clear(parameter.grad, self.keep[name])
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -154,8 +173,8 @@ class Masks:
         return sum(sparsity_of(layer.parameter) * layer.parameter.numel() for layer in self.layers) / total
 
     @torch.no_grad()
-    def check(self, pattern: NM | None = None) -> None:
-        """Verify that every removed weight is zero, and that every layer has the n:m pattern if one is given.
+    def check(self, pattern: NM | Mapping[str, NM] | None = None) -> None:
+        """Verify that every removed weight is zero, and the n:m pattern: that of every layer, or of those it names.
 
         Raises:
             MoonshotError: with the first layer where it is not so.
@@ -167,11 +186,45 @@ class Masks:
                     f"{layer.name}: {back} of its removed weights are not zero any more: something other than the "
                     "optimizer wrote to them, such as a checkpoint from before the pruning"
                 )
-            if pattern is not None:
-                require(
-                    follows(layer.as_matrix(_whole(layer.parameter)), pattern),
-                    f"{layer.name}: its weight is not {pattern!s}, as the pruning was",
-                )
+            wanted = pattern.get(layer.name) if isinstance(pattern, Mapping) else pattern
+            require(
+                wanted is None or layer_follows(layer, wanted),
+                f"{layer.name}: its weight is not {wanted!s}, as the pruning was",
+            )
+
+
+def torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """One or several optimizers, without what accelerate wraps around them.
+
+    Raises:
+        MoonshotError: there is none, or something else.
+    """
+    alone = hasattr(optimizer, "step") or not isinstance(optimizer, Iterable)
+    found = []
+    for each in [optimizer] if alone else optimizer:
+        while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):
+            each = each.optimizer
+        # DeepSpeed's own optimizers hide behind a wrapper without hooks.
+        usable = isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_post_hooks")
+        require(usable, f"optimizer is a {type(each).__name__}: give torch.optim.Optimizer objects")
+        found.append(each)
+    require(bool(found), "optimizer: the list is empty; give what trains the model")
+    return found
+
+
+def clear(tensor: Tensor, keep: Tensor) -> None:
+    """Set a tensor to +0 where `keep` is not True, in place.
+
+    As whole numbers: NaN, infinity and -0 become +0 too, and on a CPU torch takes a quarter of the work, since it turns
+    bool into int quickly, and into float slowly.
+    """
+    local = _local(tensor)
+    local.view(BITS[local.itemsize]).mul_(keep)
+
+
+def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
+    """`follows` for a layer, which may be sharded."""
+    return follows(layer.as_matrix(_whole(layer.parameter)), pattern)
 
 
 def follows(matrix: Tensor, pattern: NM) -> bool:

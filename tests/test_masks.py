@@ -9,7 +9,8 @@ from models import make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, keep_sparsity
-from optimum_moonshot.masks import Masks, find_pruned, follows
+from optimum_moonshot.masks import Masks, clear, find_pruned, follows
+from optimum_moonshot.packing import PackedLinear
 from optimum_moonshot.patterns import NM
 
 OPTIMIZERS = {
@@ -164,9 +165,52 @@ def test_what_counts_as_pruned():
     assert [layer.name for layer in find_pruned(tied)] == ["lm_head"]
 
 
-def test_wrong_optimizers_are_refused():
-    with pytest.raises(MoonshotError, match="optimizer is a str"), keep_sparsity(pruned(), ["adam"]):
-        pass
+def hooks_of(model):
+    return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters())
+
+
+def test_mistakes_are_named_and_leave_no_hook():
+    model = pruned()
+    good = torch.optim.SGD(model.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    for args, options, message in [
+        ((model, [good, "adam"]), {}, "optimizer is a str"),
+        ((model, 5), {}, "optimizer is a int"),
+        ((model, []), {}, "the list is empty"),
+        ((model, foreign), {}, "it trains no parameter of this model"),
+        (("model", good), {}, "model is a str"),
+        ((model, good), {"targets": "q_proj"}, "targets='q_proj': give a list"),
+        ((model, good), {"ignore": ["("]}, "is not a regular expression"),
+        ((model, good), {"targets": ["nowhere"]}, "no layer of the model is pruned"),
+    ]:
+        with pytest.raises(MoonshotError, match=message), keep_sparsity(*args, **options):
+            pass
+        assert not good._optimizer_step_post_hooks and not hooks_of(model), message
+    model.model.layers[0].mlp.up_proj = PackedLinear((24, 16), (24, 8), None, torch.float32)
+    with pytest.raises(MoonshotError, match='runtime="packed" cannot be trained'):
+        find_pruned(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_clearing_is_exact_whatever_was_there(dtype):
+    tensor = torch.randn(6, 8).to(dtype).T  # not contiguous, as Conv1D's matrix
+    keep = torch.rand(8, 6) > 0.5
+    expected = tensor.masked_fill(~keep, 0.0)
+    for wrong in (1.0, -0.0, float("nan"), float("inf")):
+        tensor[~keep] = wrong
+        clear(tensor, keep)
+        assert torch.equal(tensor, expected) and not torch.signbit(tensor[~keep]).any()
+
+
+def test_nan_in_training_brings_no_removed_weight_back():
+    model = pruned()
+    before = zeros(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with keep_sparsity(model, optimizer):
+        (loss_of(model, token_batches()[0]) * float("nan")).backward()
+        optimizer.step()
+    assert model.model.layers[0].mlp.up_proj.weight.isnan().any()
+    assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
 
 
 def test_frozen_layers_and_conv1d():
@@ -185,8 +229,12 @@ def test_the_pattern_is_checked_along_the_inputs():
     weight = torch.tensor([[1.0, 0, 0, 2], [0, 3, 4, 0]])
     assert follows(weight, NM(2, 4)) and not follows(weight, NM(1, 4)) and not follows(weight, NM(2, 3))
     model = pruned()
+    masks = Masks(find_pruned(model))
     with pytest.raises(MoonshotError, match="its weight is not 1:4"):
-        Masks(find_pruned(model)).check(NM(1, 4))
+        masks.check(NM(1, 4))
+    masks.check({masks.layers[0].name: NM(2, 4)})
+    with pytest.raises(MoonshotError, match=f"{masks.layers[1].name}: its weight is not 1:4"):
+        masks.check({masks.layers[1].name: NM(1, 4)})
 
 
 def test_a_compiled_model():
