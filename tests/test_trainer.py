@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from models import make
+from models import make, token_batches
 from test_masks import pruned, zeros
 from torch.nn import functional
 
-from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.integrations.distillation import Distillation
 from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
@@ -119,6 +119,29 @@ def test_the_cubic_schedule():
     assert MoonshotCallback(HALF, begin_step=2, end_step=2, every=1).schedule == {2: 0.6}
 
 
+def test_layers_of_different_patterns(tmp_path, capsys):
+    config = replace(CONFIG, allocation={"attn": "4:8", "down_proj": "2:3"})
+    callback = MoonshotCallback(config, begin_step=1)
+    model = make("llama")
+    trainer(tmp_path, model, callback).train()
+    said = "; 3 of them are 2:3; 6 of them are 2:4; 12 of them are 4:8"
+    assert said in capsys.readouterr().out
+    trainer(tmp_path, model, MoonshotCallback()).train()  # by what the model's configuration says
+    assert said in capsys.readouterr().out
+    trainer(tmp_path, model, MoonshotCallback(targets=("lm_head", "proj"))).train()
+    assert f"over 22 layers: every removed weight is zero{said}" in capsys.readouterr().out
+
+
+def test_calibration_data_of_the_configuration(tmp_path):
+    data = token_batches(6)
+    callback = MoonshotCallback(replace(CONFIG, calibration=data), begin_step=1)
+    model, expected = make("llama"), make("llama")
+    run = trainer(tmp_path, model, callback, data=samples(4), learning_rate=0.0)
+    run.train()
+    MoonshotPruner(expected, CONFIG).prune(data, progress=False)
+    assert same(model, expected)
+
+
 def test_pruning_over_a_schedule(tmp_path):
     run = trainer(tmp_path, make("llama"), MoonshotCallback(HALF, end_step=4, every=2))
     run.train()
@@ -162,13 +185,16 @@ def test_own_random_state_isolates_every_generator():
 
 
 @pytest.mark.parametrize("first_save", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["keep", "step", "schedule", "teacher"])
+@pytest.mark.parametrize("kind", ["keep", "step", "schedule", "structured", "teacher"])
 def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
     def make_callback():
         if kind == "step":
             return MoonshotCallback(CONFIG, begin_step=3)
         if kind == "schedule":
             return MoonshotCallback(HALF, begin_step=1, end_step=5, every=2)
+        if kind == "structured":
+            config = replace(HALF, pattern="structured", solver="osscar", sparsity=0.5)
+            return MoonshotCallback(config, begin_step=1, end_step=5, every=2)
         return MoonshotCallback(teacher=make("llama") if kind == "teacher" else None)
 
     def model():
@@ -233,14 +259,59 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path):
         (dict(config=HALF, every=2), "every=2: it needs end_step"),
         (dict(config=HALF, end_step=4, every=0), "every=0"),
         (dict(config=CONFIG, end_step=4, every=2), "pattern='2:4' has one sparsity"),
+        (dict(config=replace(HALF, allocation="owl"), end_step=4, every=2), "allocation='owl'"),
+        (dict(config=replace(HALF, allocation={"attn": 0.2}), end_step=4, every=2), "allocation={'attn'"),
+        (dict(begin_step=3), "config=None: nothing is pruned"),
+        (dict(config=HALF, targets=("mlp",)), "give them to MoonshotConfig"),
+        (dict(targets="mlp"), "targets='mlp': give a list"),
         (dict(teacher="dense"), "teacher is a str"),
+        (dict(teacher=make("llama"), temperature="2"), "temperature='2'"),
+        (dict(teacher=make("llama"), teacher_weight=None), "teacher_weight=None"),
         (dict(teacher=make("llama"), temperature=0), "temperature=0"),
         (dict(teacher=make("llama"), teacher_weight=1.5), "teacher_weight=1.5"),
     ]:
         with pytest.raises(MoonshotError, match=message):
             MoonshotCallback(**wrong)
-    with pytest.raises(MoonshotError, match="num_samples=6: the data has 4 samples"):
-        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG), data=samples(4)).train()
+    late = dict(begin_step=5)
+    with pytest.raises(MoonshotError, match="num_samples=6: the training data has 4 samples"):
+        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, **late), data=samples(4)).train()
+    with pytest.raises(MoonshotError, match="targets: 'nowhere' is found in no module name"):
+        trainer(tmp_path, make("llama"), MoonshotCallback(replace(CONFIG, targets=["nowhere"]), **late)).train()
+
+
+def hooks_of(model):
+    return len(model._forward_hooks) + sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters())
+
+
+def test_a_failure_of_the_callback_leaves_no_hook(tmp_path):
+    dense = make("llama")
+    with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
+        trainer(tmp_path, dense, MoonshotCallback(teacher=make("llama"))).train()
+    assert not hooks_of(dense)
+    callback = MoonshotCallback(HALF, end_step=4, every=2, teacher=make("llama"))
+
+    class Break(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                assert hooks_of(model) == 22
+                model.model.layers[0].mlp.up_proj.weight.data[0] = float("nan")
+
+    with pytest.raises(MoonshotError, match="up_proj: its weight holds NaN"):
+        trainer(tmp_path, dense, callback, Break()).train()
+    assert not hooks_of(dense)
+
+
+def test_hooks_of_an_interrupted_training_can_be_removed(tmp_path):
+    class Interrupt(hf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    model, callback = pruned(), MoonshotCallback(teacher=make("llama"))
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, model, callback, Interrupt()).train()
+    assert hooks_of(model) == 22
+    callback.detach()
+    assert not hooks_of(model)
 
 
 def test_training_that_ends_before_the_pruning_is_an_error(tmp_path):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import require
+from ..errors import check_number, require
 from ..losses import IGNORED, labels_of
 from ..passes import evaluation_mode, model_device, to_device
 
@@ -28,6 +28,8 @@ class Distillation:
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
         require(isinstance(teacher, nn.Module), f"teacher is a {type(teacher).__name__}: give the dense model")
+        check_number("temperature", temperature)
+        check_number("teacher_weight", weight)
         require(temperature > 0, f"temperature={temperature}: give a number above 0")
         require(0 <= weight <= 1, f"teacher_weight={weight}: it lies between 0 and 1")
         self.teacher, self.temperature, self.weight = teacher, temperature, weight

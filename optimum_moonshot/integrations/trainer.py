@@ -1,6 +1,7 @@
 """`MoonshotCallback`: pruned models under `transformers.Trainer`, and its descendants such as TRL's `SFTTrainer`."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 
+from ..allocation import parse_rules
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_whole, require
+from ..errors import MoonshotError, check_expressions, check_whole, require
+from ..layers import PrunableLayer
 from ..losses import IGNORED
-from ..masks import Masks, find_pruned
+from ..masks import Masks, find_pruned, layer_follows
 from ..patterns import NM
 from ..pruner import MoonshotPruner
 from ..report import PruneReport
@@ -45,10 +48,11 @@ class MoonshotCallback(TrainerCallback):
         config: how to prune, in the course of the training; None keeps the zeros that the model has.
         begin_step: the optimizer step before which the model is pruned, counted from 0.
         end_step: the last of several prunings; the j-th of n goes to the sparsity s·(1 - (1 - j/n)³), after Zhu & Gupta
-            (arXiv 1710.01878). Each chooses anew among all weights. Needs a pattern other than n:m.
+            (arXiv 1710.01878). Each chooses anew among all weights. Needs a pattern other than n:m, and
+            allocation="uniform".
         every: steps between prunings; needed with `end_step`.
-        calibration: what `MoonshotPruner.prune` takes. None is the training data: `config.num_samples` random samples
-            through the Trainer's collator. Neither moves the random state of the run.
+        calibration: what `MoonshotPruner.prune` takes. None is `config.calibration` or else the training data:
+            `config.num_samples` random samples through the Trainer's collator. The run's random state does not move.
         teacher: a dense model whose logits the student learns from too, on the positions that have labels; moved to the
             student's device.
         temperature, teacher_weight: see `Distillation`.
@@ -75,34 +79,53 @@ class MoonshotCallback(TrainerCallback):
     ):
         good = config is None or isinstance(config, MoonshotConfig)
         require(good, f"config is a {type(config).__name__}: give a MoonshotConfig")
-        self.config, self.calibration, self.targets, self.ignore = config, calibration, targets, ignore
+        if config is None:
+            alone = (begin_step, end_step, every, calibration) == (0, None, None, None)
+            require(alone, "config=None: nothing is pruned; begin_step, end_step, every and calibration need a config")
+        else:
+            require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
+            calibration = config.calibration if calibration is None else calibration
+        self.config, self.calibration = config, calibration
+        self.targets, self.ignore = check_expressions("targets", targets), check_expressions("ignore", ignore)
         self.schedule = {} if config is None else cubic_schedule(config, begin_step, end_step, every)
         self.distillation = None if teacher is None else Distillation(teacher, temperature, teacher_weight)
         self.masks: Masks | None = None
         self.report: PruneReport | None = None
         self.relative_loss: float | None = None
+        self._patterns: dict[str, NM] = {}  # of the layers that have one
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self._detach()
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs):
+        self.detach()
         self.masks = self.report = self.relative_loss = None
-        if self.distillation is not None:
-            self.distillation.attach(model)
-        if self.config is None:
-            self.masks = Masks(find_pruned(model, self.targets, self.ignore))
-        else:
-            self._check(model, max(state.max_steps, 1))
+        with self._detached_on_failure():
+            if self.distillation is not None:
+                self.distillation.attach(model)
+            if self.config is None:
+                self._keep(find_pruned(model, self.targets, self.ignore), model, optimizer)
+                return
+            self._check(model, max(state.max_steps, 1), train_dataloader)
+            layers = prunable(model, self.config)  # tells now what the configuration does not fit
             if min(self.schedule) < state.global_step:
-                self.masks = Masks(Run(model, self.config, None, None, False).layers)
                 losses = [entry[LOSS] for entry in state.log_history if LOSS in entry]
                 self.relative_loss = losses[-1] if losses else None
-        if self.masks is not None:
-            self.masks.attach(optimizer)
+                self._keep(layers, model, optimizer)
 
-    def _check(self, model: nn.Module, steps: int) -> None:
-        last = max(self.schedule)
+    def _check(self, model: nn.Module, steps: int, dataloader: Any) -> None:
+        last, needed = max(self.schedule), self.config.num_samples
         require(last < steps, f"the pruning before step {last} never comes: the training has {steps} steps")
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         require(not sharded, "a model that fully_shard has sharded cannot be pruned: prune it first, then train it")
+        dataset = getattr(dataloader, "dataset", None)
+        if self.calibration is None and hasattr(dataset, "__len__"):
+            few = f"num_samples={needed}: the training data has {len(dataset)} samples to prune with; lower num_samples"
+            require(len(dataset) >= needed, few)
+
+    def _keep(self, layers: list[PrunableLayer], model: nn.Module, optimizer: Any) -> None:
+        """Keep the zeros that these layers have now, until `detach`."""
+        self._detach_masks()
+        self.masks = Masks(layers)
+        self._patterns = held_patterns(layers, nm_patterns(self.config, model))
+        self.masks.attach(optimizer)
 
     def on_step_begin(
         self,
@@ -115,22 +138,18 @@ class MoonshotCallback(TrainerCallback):
         processing_class=None,
         **kwargs,
     ):
-        sparsity = self.schedule.get(state.global_step)
-        if sparsity is None:
+        if state.global_step not in self.schedule:
             return
-        config = self.config if sparsity == self.config.sparsity else replace(self.config, sparsity=sparsity)
+        config = replace(self.config, sparsity=self.schedule[state.global_step])
         calibration = self.calibration
         seed = (config.seed + state.global_step) % 2**32
-        with own_random_state(seed), without_autocast(model):
+        with self._detached_on_failure(), own_random_state(seed), without_autocast(model):
             if calibration is None:
                 calibration = training_inputs(train_dataloader, config.batch_size, seed)
-            pruner = MoonshotPruner(model, config, processing_class)
-            self.report = pruner.prune(calibration, progress=False)
-        self._detach_masks()
-        modules = {layer.name: layer for layer in Run(model, config, None, None, False).layers}
-        self.masks = Masks([modules[layer.name] for layer in self.report.layers])
-        share_from_first_process(self.masks)
-        self.masks.attach(optimizer)
+            self.report = MoonshotPruner(model, config, processing_class).prune(calibration, progress=False)
+            layers = prunable(model, config)
+            share_from_first_process(layers)
+            self._keep(layers, model, optimizer)
         self.relative_loss = mean_loss(self.report)
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
@@ -145,41 +164,53 @@ class MoonshotCallback(TrainerCallback):
             self.masks.refresh()  # a weight that training brought to zero stays there, as for who resumes from here
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        self._detach()
+        self.detach()
         if self.masks is None:
             raise MoonshotError(
                 f"the training ended at step {state.global_step}, before the pruning at step {min(self.schedule)}"
             )
-        pattern = pattern_of(self.config, model)
-        self.masks.check(pattern)
+        self.masks.check(self._patterns)
+        sparsity = self.masks.sparsity()
         if state.is_world_process_zero:
-            held = f"; every layer is {pattern!s}" if pattern is not None else ""
             print(
-                f"sparsity {self.masks.sparsity():.4f} over {len(self.masks.layers)} layers: "
-                f"every removed weight is zero{held}"
+                f"sparsity {sparsity:.4f} over {len(self.masks.layers)} layers: every removed weight is zero"
+                + stated(self._patterns, len(self.masks.layers))
             )
 
     def _values(self) -> dict[str, float]:
         values = {SPARSITY: self.masks.sparsity()}
         return values if self.relative_loss is None else {**values, LOSS: self.relative_loss}
 
+    @contextmanager
+    def _detached_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.detach()
+            raise
+
     def _detach_masks(self) -> None:
         if self.masks is not None:
             self.masks.detach()
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Remove every hook, as the end of the training does. After one that was interrupted, call it."""
         self._detach_masks()
         if self.distillation is not None:
             self.distillation.detach()
 
 
-def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float]:
-    """Step → sparsity of every pruning."""
+def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
+    """The layers that a pruning by this configuration covers."""
+    return Run(model, config, None, None, False).layers
+
+
+def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
+    """Step → sparsity of every pruning; None is the configuration's own."""
     check_whole("begin_step", begin, 0)
-    sparsity = config.parsed_pattern.sparsity
     if end is None:
         require(every is None, f"every={every}: it needs end_step, the step of the last pruning")
-        return {begin: sparsity}
+        return {begin: config.sparsity}
     check_whole("end_step", end, begin)
     require(every is not None, "every=None: with end_step, give the steps between prunings")
     check_whole("every", every, 1)
@@ -187,19 +218,44 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
         not isinstance(config.parsed_pattern, NM),
         f"pattern={config.pattern!r} has one sparsity, which no schedule can lead up to: prune in one step, begin_step",
     )
+    require(
+        config.allocation == "uniform",
+        f"allocation={config.allocation!r}: its sparsities of the layers do not grow from pruning to pruning, as a "
+        "schedule needs it: prune in one step, begin_step",
+    )
+    sparsity = config.parsed_pattern.sparsity
     steps = sorted({*range(begin, end, every), end})
     return {step: sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
 
 
-def pattern_of(config: MoonshotConfig | None, model: nn.Module) -> NM | None:
-    """The n:m pattern that a model was pruned to; None where it was none, or nothing says which."""
+def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
+    """The n:m patterns that layers of a model were pruned to, short groups first; none where nothing says which."""
     if config is None:
         record = getattr(getattr(model, "config", None), "moonshot", None)
         if not isinstance(record, dict) or "config" not in record:
-            return None
+            return []
         config = MoonshotConfig.from_dict(record["config"])
-    pattern = config.parsed_pattern
-    return pattern if isinstance(pattern, NM) else None
+    rules = parse_rules(config.allocation).values() if isinstance(config.allocation, dict) else ()
+    found = {pattern for pattern in (config.parsed_pattern, *rules) if isinstance(pattern, NM)}
+    return sorted(found, key=lambda pattern: (pattern.m, pattern.n))
+
+
+def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:
+    """Layer → the first of the patterns that it has, as far as it has one."""
+    held = {}
+    for layer in layers:
+        found = next((pattern for pattern in patterns if layer_follows(layer, pattern)), None)
+        if found is not None:
+            held[layer.name] = found
+    return held
+
+
+def stated(patterns: dict[str, NM], layers: int) -> str:
+    """How many layers have which pattern, as the end of a sentence."""
+    counts = Counter(str(pattern) for pattern in patterns.values())
+    if list(counts.values()) == [layers]:
+        return f"; every layer is {next(iter(counts))}"
+    return "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
 
 
 def mean_loss(report: PruneReport) -> float | None:
@@ -262,9 +318,8 @@ def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def share_from_first_process(masks: Masks) -> None:
+def share_from_first_process(layers: list[PrunableLayer]) -> None:
     """Under data parallelism every process has pruned its copy; from here on all have the first one's, to the bit."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        for layer in masks.layers:
+        for layer in layers:
             torch.distributed.broadcast(layer.parameter.data, 0)
-        masks.refresh()
