@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import token_batches
+from models import make, token_batches
 from test_masks import loss_of, pruned, zeros
 
-from optimum_moonshot import MoonshotCallback, MoonshotError
+from optimum_moonshot import MoonshotCallback, MoonshotError, MoonshotPruner
 from optimum_moonshot.masks import find_pruned, follows
 from optimum_moonshot.patterns import NM
 
@@ -195,8 +195,38 @@ def test_mistakes_are_named():
     with pytest.raises(MoonshotError, match="a new adapter: DoraLinearVariant"):
         adapted.add_adapter("dora", peft.LoraConfig(target_modules=["up_proj"], use_dora=True))
     adapted = sparse_lora(lora(pruned()))
+    before = zeros(adapted)
+    with pytest.raises(MoonshotError, match="init_lora_weights='pissa'"):
+        adapted.add_adapter("pissa", peft.LoraConfig(target_modules=["up_proj"], init_lora_weights="pissa"))
+    assert_sparse(adapted, before)
+    adapted = sparse_lora(lora(pruned()))
     with pytest.raises(MoonshotError, match="adapter_names: masked adapters serve one batch"):
         adapted.eval()(**token_batches()[0], adapter_names=["default", "__base__"])
+
+
+def test_a_model_with_adapters_is_not_pruned(tmp_path):
+    from test_trainer import CONFIG, trainer
+
+    adapted = lora(make("llama"))
+    with pytest.raises(MoonshotError, match="it has PEFT adapters; prune it before"):
+        MoonshotPruner(adapted, CONFIG).prune(token_batches(), progress=False)
+    with pytest.raises(MoonshotError, match="it has PEFT adapters; prune it before"):
+        trainer(tmp_path, adapted, MoonshotCallback(CONFIG, begin_step=3)).train()
+
+
+def test_layers_that_train_as_a_whole_beside_the_adapters(tmp_path):
+    from test_trainer import trainer
+
+    model = pruned()
+    before = zeros(model)
+    adapted = sparse_lora(lora(model, target_modules=["up_proj"], modules_to_save=["down_proj"]))
+    trainer(tmp_path, adapted, MoonshotCallback(teacher=make("llama"))).train()
+    expected = logits(adapted)
+    merged = adapted.merge_and_unload()
+    assert (logits(merged) - expected).abs().max() <= 1e-5
+    assert not torch.equal(merged.model.layers[0].mlp.down_proj.weight, pruned().model.layers[0].mlp.down_proj.weight)
+    assert_sparse(merged, before)
+    assert set(zeros(merged)) == set(before)
 
 
 def test_under_the_trainer(tmp_path):

@@ -9,7 +9,7 @@ in training, in use and in the merge alike. An adapter file is an ordinary one o
 `sparse_lora`: publish merged models.
 """
 
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
@@ -38,7 +38,8 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     model = sparse_lora(PeftModel.from_pretrained(pruned, "adapter"))
     ```
 
-    Call it again when adapters were added on further layers. IA3 only scales and keeps zeros as it is.
+    Call it again when adapters were added on further layers. IA3 only scales and keeps zeros as it is. Pruned layers in
+    `modules_to_save` train as a whole: `keep_sparsity` or `MoonshotCallback` keeps theirs.
 
     Args:
         model: of `get_peft_model` or `PeftModel.from_pretrained`; no adapter may be merged.
@@ -52,12 +53,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     """
     require(isinstance(model, PeftModel), f"model is a {type(model).__name__}: give what get_peft_model returns")
     for config in model.peft_config.values():
-        start = str(getattr(config, "init_lora_weights", ""))
-        require(
-            not start.lower().startswith(MOVING),
-            f"init_lora_weights={start!r} moves a part of every weight into the adapter and fills the zeros: "
-            'use True, "gaussian", "orthogonal" or "eva"',
-        )
+        _check_start(config)
     pruned = {id(layer.parameter) for layer in find_pruned(model)}
     adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     touched = [(name, module) for name, module in adapters if _weight(module) in pruned]
@@ -84,6 +80,15 @@ def _check(name: str, module: BaseTunerLayer) -> None:
     kind = f"{type(module).__module__.split('.')[2]} {type(module).__name__}"
     require(known, f"{name}: the zeros of a pruned layer cannot be kept under a PEFT {kind} adapter; {MEND}")
     _check_variants(name, module)
+
+
+def _check_start(config: PeftConfig) -> None:
+    start = str(getattr(config, "init_lora_weights", ""))
+    require(
+        not start.lower().startswith(MOVING),
+        f"init_lora_weights={start!r} moves a part of every weight into the adapter and fills the zeros: "
+        'use True, "gaussian", "orthogonal" or "eva"',
+    )
 
 
 def _check_variants(name: str, module: Linear) -> None:
@@ -118,6 +123,7 @@ class SparseLinear(Linear):
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
-    def update_layer(self, *args, **kwargs) -> None:
-        super().update_layer(*args, **kwargs)
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs) -> None:
+        _check_start(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         _check_variants("a new adapter", self)
