@@ -73,7 +73,7 @@ def train(epochs: int, size: int, rate: float, seed: int) -> DeiTForImageClassif
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--output", type=Path, default=OUTPUT)
-    arguments.add_argument("--epochs", type=int, default=10)
+    arguments.add_argument("--epochs", type=int, default=50)
     arguments.add_argument("--size", type=int, default=64, help="of a batch")
     arguments.add_argument("--rate", type=float, default=1e-3)
     arguments.add_argument("--seed", type=int, default=0)
