@@ -57,8 +57,8 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def loss_gradient(
     model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None
-) -> tuple[Tensor, Tensor]:
-    """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
     Args:
         output: what the model returned, with `logits`.
@@ -70,11 +70,11 @@ def loss_gradient(
     """
     if loss is not None:
         total = loss(output, batch)
-        return total.sum(), torch.ones((), dtype=total.dtype, device=total.device)
+        return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
     logits = logits_of(model, output)
     labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
     scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
-    gradient = torch.empty_like(logits, requires_grad=False)
+    gradient, losses = torch.empty_like(logits, requires_grad=False), []
     for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
         single = sample.float().requires_grad_(True)
         with torch.enable_grad():
@@ -82,7 +82,8 @@ def loss_gradient(
         require(bool(torch.isfinite(value)), f"the calibration loss is {value.item()}: check the model's weights")
         (step,) = torch.autograd.grad(value, single)
         out.copy_(step * scale)
-    return logits, gradient
+        losses.append(value.detach())
+    return logits, gradient, torch.stack(losses)
 
 
 @torch.no_grad()

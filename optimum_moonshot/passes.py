@@ -106,6 +106,7 @@ class WholePasses:
 
     def __init__(self, model: nn.Module, batches: list[Batch], gradients: bool, loss):
         self.model, self.batches, self.gradients, self.loss = model, batches, gradients, loss
+        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
 
     def visits(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Visit]:
         if layers:
@@ -116,14 +117,14 @@ class WholePasses:
         if collector is None:
             return
         first, gradients = 0, self.gradients and bool(collector.gradients)
-        for batch in self.batches:
+        for index, batch in enumerate(self.batches):
             batch = to_device(batch, model_device(self.model))
             count = batch_size(batch)
             collector.begin(first, count, token_mask(batch))
             with torch.set_grad_enabled(gradients):
                 output = run_model(self.model, batch)
                 if gradients:
-                    logits, gradient = loss_gradient(self.model, output, batch, self.loss)
+                    logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                     torch.autograd.backward(logits, gradient)
             collector.end()
             first += count
@@ -139,6 +140,7 @@ class ChainPasses:
         self.gradients, self.loss, self.storage = gradients, loss, storage
         self.calls: list[list[Call | None]] = [[None] * len(batches) for _ in blocks]
         self.deltas: list[Tensor | None] = [None] * len(batches)
+        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
         wanted = [i for i, block in enumerate(blocks) if block.layers]
         self.lowest, self.highest = wanted[0], wanted[-1]
 
@@ -191,7 +193,7 @@ class ChainPasses:
         finally:
             for handle in handles:
                 handle.remove()
-        logits, gradient = loss_gradient(self.model, output, batch, self.loss)
+        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
         (delta,) = torch.autograd.grad(logits, tail, gradient)
         self.deltas[index] = self.storage.put(delta, "output gradients")
 
@@ -277,7 +279,7 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
         return False
     deltas = None
     if gradients:
-        logits, gradient = loss_gradient(model, result, batch, loss)
+        logits, gradient, _ = loss_gradient(model, result, batch, loss)
         wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
         deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
         if any(delta is None for delta in deltas):

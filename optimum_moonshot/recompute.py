@@ -271,7 +271,7 @@ class RecomputedPasses:
                 kept = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
                 stack.enter_context(calling(block.module, kept))
             output = run_model(self.model, batch)
-            logits, gradient = loss_gradient(self.model, output, batch, self.loss)
+            logits, gradient, _ = loss_gradient(self.model, output, batch, self.loss)
             torch.autograd.backward(logits, gradient)
 
     def _advance(self, entrance: Entrance, i: int) -> None:

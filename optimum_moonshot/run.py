@@ -61,6 +61,7 @@ class Run:
         self.structure = self._structure()
         self.layers = list(self.structure.layers())
         self.solving = self.recovering = 0.0
+        self.losses: list[Tensor | None] = []  # of the dense model on the calibration data, batch by batch
 
     def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
         started = time.perf_counter()
@@ -262,8 +263,10 @@ class Run:
             self.notes.append(passes.cost)
             return
         whole = WholePasses(self.model, batches, gradients, self.loss)
+        self.losses = whole.losses
         if inside and is_chain(self.model, blocks, probe, gradients, self.loss):
             chain = ChainPasses(self.model, blocks, batches, gradients, self.loss, self.storage)
+            self.losses = chain.losses
             with tqdm(total=len(batches), desc="calibrating", unit="batch", disable=not self.progress) as bar:
                 visits = chain.visits(bar.update)
                 first = next(visits)

@@ -103,9 +103,11 @@ class Sweep:
         lead = self.lead
         self.prepare(calibration, work_dir)
         name, measure = self._metric(metric)
-        with evaluation_mode(self.model), torch.no_grad():
-            dense = float(measure(self.model))
+        dense = self._value(measure) if callable(metric) else None
         self.solve()
+        if dense is None:  # the calibration passes have seen it, where they went backwards
+            seen = lead.losses if lead.losses and all(loss is not None for loss in lead.losses) else None
+            dense = self._value(measure) if seen is None else self._shown(float(torch.cat(seen).mean()))
         for run in tqdm(self.runs, desc="measuring", unit="variant", disable=not self.progress):
             self.entries.append(self._measure(run, measure))
         seconds = time.perf_counter() - started
@@ -169,18 +171,26 @@ class Sweep:
         """The metric's name, and how to measure it."""
         if callable(metric):
             return getattr(metric, "__name__", "metric").strip("<>").replace("_", " "), metric
-        causal = is_causal(self.model) and self.lead.loss is None
+        name = "calibration perplexity" if self._causal else "calibration loss"
+        return name, lambda _: self._shown(mean_loss(self.lead))
 
-        def calibration(model: nn.Module) -> float:
-            value = mean_loss(self.lead)
-            return math.exp(min(value, 700.0)) if causal else value
+    @property
+    def _causal(self) -> bool:
+        return is_causal(self.model) and self.lead.loss is None
 
-        return "calibration perplexity" if causal else "calibration loss", calibration
+    def _shown(self, loss: float) -> float:
+        """The calibration metric at a mean loss."""
+        return math.exp(min(loss, 700.0)) if self._causal else loss
+
+    def _value(self, measure: Callable[[nn.Module], float]) -> float:
+        """The metric of the model as it stands."""
+        with evaluation_mode(self.model), torch.no_grad():
+            return float(measure(self.model))
 
     def _measure(self, run: Run, measure: Callable[[nn.Module], float]) -> SweepEntry:
         started = time.perf_counter()
-        with applied(run.results, run.layers), evaluation_mode(self.model), torch.no_grad():
-            value = float(measure(self.model))
+        with applied(run.results, run.layers):
+            value = self._value(measure)
         losses = [run.results.reports[layer.name].loss for layer in run.layers]
         known = [loss for loss in losses if loss is not None]
         return SweepEntry(

@@ -99,12 +99,13 @@ class CalledTwice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.twice, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 5)
+        self.stem, self.twice = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.mixed, self.head = nn.Conv2d(4, 4, 1), nn.Linear(4, 5)
 
     def forward(self, images):
         x = self.twice(self.stem(images).relu()).relu()
         x = self.twice(nn.functional.max_pool2d(x, 2)).relu()
-        return self.head(x.mean((2, 3)))
+        return self.head(self.mixed(x).relu().mean((2, 3)))
 
 
 PLAIN = {"convnet": ConvNet, "called twice": CalledTwice}

@@ -9,6 +9,7 @@ import torch
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot import sweep as sweep_module
 from optimum_moonshot.sweep_report import SweepEntry, SweepReport, choice, means, save_all, table
 
 LAMBDAS = (0.5, 1.0)
@@ -63,6 +64,19 @@ def test_calibration_perplexity_is_that_of_the_calibration_windows():
     best = report.best()
     pruner.choose(best)
     assert best.metric == pytest.approx(by_hand(pruner.model), rel=1e-5)
+
+
+@pytest.mark.parametrize("lambdas, passes", [([0.5, 1.0], 2), ([1.0], 2)])
+def test_the_dense_models_perplexity_comes_with_the_backward_passes(lambdas, passes, monkeypatch):
+    """At λ = 1 alone there are none, and it takes a pass of its own."""
+    seen = []
+    measured = sweep_module.mean_loss
+    monkeypatch.setattr(sweep_module, "mean_loss", lambda run: seen.append(run) or measured(run))
+    pruner, report = sweep(lambdas=lambdas)
+    assert len(seen) == passes
+    pruner.model.eval()
+    with torch.no_grad():
+        assert report.dense == pytest.approx(math.exp(measured(seen[0])), rel=1e-6)
 
 
 def test_the_model_stays_dense_until_one_is_chosen(tmp_path):
