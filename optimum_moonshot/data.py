@@ -48,6 +48,8 @@ class Corpus:
     files: dict[str, str] = field(default_factory=dict)  # of the splits; empty: all
     test: str = "test"  # the split that models are evaluated on
     documents: int | None = None  # how many of that split the literature reads
+    windows: int | None = None  # and how many windows of these
+    columns: frozenset[str] = frozenset()  # those by which a file of its form is known
     running: bool = True  # whether calibration windows come from the joined text, not each from a document
 
     def load(self, split: str) -> Dataset | IterableDataset:
@@ -57,10 +59,15 @@ class Corpus:
 
 C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
 CORPORA = {
-    "c4": Corpus("allenai/c4", " ", {"streaming": True}, C4_FILES, "validation", documents=1100, running=False),
+    "c4": Corpus(
+        "allenai/c4", " ", {"streaming": True}, C4_FILES, "validation",
+        documents=1100, windows=256, columns=frozenset({"text", "timestamp", "url"}), running=False,
+    ),
     "wikitext2": Corpus("Salesforce/wikitext", "\n\n", {"name": "wikitext-2-raw-v1"}),
-    "ptb": Corpus("ptb-text-only/ptb_text_only", " ", {"revision": "refs/convert/parquet"}),
-}
+    "ptb": Corpus(
+        "ptb-text-only/ptb_text_only", " ", {"revision": "refs/convert/parquet"}, columns=frozenset({"sentence"})
+    ),
+}  # fmt: skip
 ACCEPTED = (
     f"use {', '.join(CORPORA)}, the path of a {', '.join(FORMATS)} file, a list of strings, a datasets.Dataset, "
     "or an iterable of model inputs"
@@ -126,20 +133,27 @@ def load_calibration(
     return CalibrationData(batches, num_samples, max(tokens, default=None), described, digest(batches), tuple(notes))
 
 
-def read_text(source: Any) -> str:
-    """Text to evaluate a model on: a named data set's test split as the literature joins it, or all text of `source`.
+def evaluation_text(source: Any) -> tuple[str, int | None]:
+    """Text to evaluate a model on: a named data set's test split as the literature reads it, or all text of `source`.
 
-    Records of files, data sets and lists are joined by a blank line.
+    Also how many of its windows the literature reads; None is all.
+
+    Records of files, data sets and lists are joined by a blank line; those with the columns of C4 (text, timestamp,
+    url) or PTB (sentence) as these are.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is no text.
     """
     if isinstance(source, str) and source in CORPORA:
         corpus = CORPORA[source]
-        return corpus.joiner.join(islice(_texts(partial(corpus.load, corpus.test), source), corpus.documents))
-    opened = _open(source)
-    require(isinstance(opened, _Texts), f"{describe(source)}: model inputs, where text is needed")
-    return ("\n\n" if opened.joiner is None else opened.joiner).join(opened.read(None))
+        texts = _texts(partial(corpus.load, corpus.test), source)
+    else:
+        opened = _open(source)
+        require(isinstance(opened, _Texts), f"{describe(source)}: model inputs, where text is needed")
+        corpus, texts = opened.corpus, opened.read(None)
+        if corpus is None:
+            return ("\n\n" if opened.joiner is None else opened.joiner).join(texts), None
+    return corpus.joiner.join(islice(texts, corpus.documents)), corpus.windows
 
 
 def describe(source: Any) -> str:
@@ -188,6 +202,7 @@ class _Texts:
     read: Callable[[torch.Generator | None], Iterator[str]]  # in order, or shuffled where a generator is given
     joiner: str | None = None  # makes them one running text; None: documents
     long_only: bool = False  # no document shorter than a window may be used
+    corpus: Corpus | None = None  # whose form it has
 
 
 @dataclass(frozen=True)
@@ -242,7 +257,8 @@ def _open_dataset(load: Load, what: str) -> _Texts | _Inputs:
     require(row is not None, f"{what} has no rows: give data that holds text or model inputs")
     if not any(name in row for name in INPUT_RANKS):
         _text_column(row)
-        return _Texts(partial(_texts, load, what))
+        corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
+        return _Texts(partial(_texts, load, what), corpus=corpus)
     extra = [name for name, value in row.items() if value is None or isinstance(value, str)]
     items = ({name: row[name] for name in row if name not in extra} for row in _rows(load, what))
     return _Inputs(items, single=True, notes=(f"columns left out: {', '.join(extra)}",) if extra else ())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from .data import describe, input_batches, read_text, short_name, tokenize, window_length
+from .data import describe, evaluation_text, input_batches, short_name, tokenize, window_length
 from .errors import check_whole, require
 from .images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
 from .losses import checked_labels
@@ -22,7 +22,6 @@ from .report import Measurement
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
 SLICE_BYTES = 64 * 2**20
-WINDOWS = {"c4": 256}  # how many windows of a data set the literature reads, where not all
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ def perplexity(
         model: with logits [B, T, vocabulary]; left as it was.
         tokenizer: the model's Hugging Face tokenizer.
         dataset: "wikitext2", "c4" or "ptb" as in the literature; the path of a .txt, .json, .jsonl, .json.gz, .jsonl.gz
-            or .parquet file, a list of strings or a `datasets.Dataset`, whose texts a blank line joins.
+            or .parquet file, a list of strings or a `datasets.Dataset`, whose texts a blank line joins. What has the
+            columns of C4 (text, timestamp, url) or PTB (sentence) is read as these are, so a downloaded shard will do.
         sequence_length: tokens of a window; None is the model's longest, at most 2048.
         batch_size: windows that pass through the model at a time.
         max_windows: the first so many windows at most; None is all, and 256 for "c4".
@@ -69,8 +69,8 @@ def perplexity(
         check_whole("max_windows", max_windows, 1)
     require(tokenizer is not None, "tokenizer=None: perplexity of text needs the model's tokenizer")
     length = window_length(sequence_length, max_positions(model))
-    most = max_windows or (WINDOWS.get(dataset) if isinstance(dataset, str) else None)
-    windows = _windows(tokenize(tokenizer, read_text(dataset)), length, most)
+    text, most = evaluation_text(dataset)
+    windows = _windows(tokenize(tokenizer, text), length, max_windows or most, describe(dataset))
     _check(model, windows)
     total = torch.zeros((), dtype=torch.float64)
     with (
@@ -173,11 +173,11 @@ def vocabulary_size(model: nn.Module) -> int:
     return getattr(text, "vocab_size", None) or 1
 
 
-def _windows(ids: list[int], length: int, most: int | None) -> Tensor:
+def _windows(ids: list[int], length: int, most: int | None, name: str) -> Tensor:
     """Windows [W, length] that do not overlap, without the rest that fills none."""
     count = len(ids) // length
     mend = "give more text" + (f" or set sequence_length={len(ids)}" if len(ids) >= 2 else "")
-    require(count > 0, f"the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
+    require(count > 0, f"{name}: the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
     count = min(count, most or count)
     return torch.tensor(ids[: count * length]).view(count, length)
 

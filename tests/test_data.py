@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from optimum_moonshot import data
-from optimum_moonshot.data import CalibrationData, load_calibration, read_text
+from optimum_moonshot.data import CalibrationData, evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 
 TEXT = " ".join(str(number) for number in range(1000))  # every window of it occurs once
@@ -180,7 +180,7 @@ def test_files_of_records(tmp_path, name):
     found = load(path, num_samples=6)
     assert all(any(window in text for text in LONG) for window in strings(found))
     assert found.source == str(path) and found.num_samples == 6
-    assert read_text(str(path)) == "\n\n".join(LONG)
+    assert evaluation_text(str(path))[0] == "\n\n".join(LONG)
 
 
 def test_other_files(tmp_path, monkeypatch, book):

@@ -1,6 +1,7 @@
 """Perplexity against a loop written out and the model's own loss, and what stops it; the named data sets of both
 calibration and evaluation, on a stand-in for the Hub."""
 
+import gzip
 import json
 import math
 from types import SimpleNamespace
@@ -127,7 +128,7 @@ class TestSources:
         (tmp_path / "a.txt").write_text("\n\n".join(lines))
         (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
         (tmp_path / "a.json").write_text(json.dumps([{"content": line} for line in lines]))
-        dataset = Dataset.from_dict({"sentence": lines})
+        dataset = Dataset.from_dict({"sentence": lines, "label": [0, 1, 0]})
         dataset.to_parquet(tmp_path / "a.parquet")
         expected = by_hand(model, tokenizer, "\n\n".join(lines), 32)
         files = [str(tmp_path / f"a.{suffix}") for suffix in ("txt", "jsonl", "json", "parquet")]
@@ -135,6 +136,22 @@ class TestSources:
             found = perplexity(model, tokenizer, source)
             assert found.value == pytest.approx(expected, rel=1e-5)
             assert found.dataset == data.describe(source)
+
+    def test_a_shard_of_c4_is_read_as_c4(self, model, tokenizer, tmp_path):
+        rows = [{"text": f"{i} ", "timestamp": "2019-04-25T12:57:54Z", "url": "https://x.org"} for i in range(1300)]
+        path = tmp_path / "c4-validation.00000-of-00008.json.gz"
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+        text = " ".join(f"{i} " for i in range(1100))
+        assert data.evaluation_text(str(path)) == data.evaluation_text(Dataset.from_list(rows)) == (text, 256)
+        found = perplexity(model, tokenizer, str(path), sequence_length=8)
+        assert found.windows == 256
+        assert found.value == pytest.approx(by_hand(model, tokenizer, text, 8, most=256), rel=1e-5)
+        assert perplexity(model, tokenizer, str(path), sequence_length=8, max_windows=300).windows == 300
+
+    def test_a_table_of_ptb_is_read_as_ptb(self, model, tokenizer, tmp_path):
+        Dataset.from_dict({"sentence": TEXT.split("1")}).to_parquet(tmp_path / "test.parquet")
+        found = perplexity(model, tokenizer, tmp_path / "test.parquet")
+        assert found.value == pytest.approx(by_hand(model, tokenizer, " ".join(TEXT.split("1")), 32), rel=1e-5)
 
 
 class Hub:
@@ -192,13 +209,13 @@ class TestNamed:
     def test_c4_evaluation(self, model, tokenizer, monkeypatch):
         hub = Hub("text", [str(i) for i in range(1200)])
         monkeypatch.setattr(data, "load_dataset", hub)
-        assert data.read_text("c4") == " ".join(str(i) for i in range(1100))
+        assert data.evaluation_text("c4") == (" ".join(str(i) for i in range(1100)), 256)
         assert hub.calls == [(("allenai/c4",), C4_TEST)]
         assert perplexity(model, tokenizer, "c4", sequence_length=8).windows == 256
         assert perplexity(model, tokenizer, "c4", sequence_length=8, max_windows=3).windows == 3
 
     def test_default_is_wikitext2(self, model, tokenizer, monkeypatch):
-        monkeypatch.setattr(evaluation, "read_text", lambda source: TEXT if source == "wikitext2" else "")
+        monkeypatch.setattr(evaluation, "evaluation_text", lambda source: ({"wikitext2": TEXT}[source], None))
         assert perplexity(model, tokenizer).dataset == "wikitext2"
 
     @pytest.mark.parametrize("name", ["c4", "wikitext2", "ptb"])
