@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from .report import LayerReport, PruneReport
 
 PLOT_NAME = "moonshot_report.png"
-_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555", "#ee8866", "#000000")
-_MARKERS = "osD^vP*X<>"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555", "#ee8866", "#000000")
+MARKERS = "osD^vP*X<>"
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -43,8 +43,8 @@ def plot_report(report: PruneReport) -> Figure:
     axes = figure.subplots(2 if measured else 1, sharex=True, squeeze=False)[:, 0]
     for number, (kind, layers) in enumerate(by_kind(report).items()):
         style = dict(
-            color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
+            color=COLORS[number % len(COLORS)],
+            marker=MARKERS[number % len(MARKERS)],
             markersize=4,
             linewidth=1.2,
             alpha=0.85,

@@ -41,7 +41,7 @@ class Mean(NamedTuple):
 
 @dataclasses.dataclass
 class SweepReport:
-    """All variants of one sweep, in the order in which they were asked for."""
+    """All variants of one sweep, in the order in which they were asked for. In JSON, what is not finite is null."""
 
     solver: str
     metric: str  # what `SweepEntry.metric` is, such as "calibration perplexity"
@@ -86,11 +86,13 @@ class SweepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""
-        return dataclasses.asdict(self)
+        return _finite(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SweepReport:
-        return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
+        dense = math.nan if values["dense"] is None else values["dense"]
+        entries = [{k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]]
+        return cls(**{**values, "dense": dense, "entries": [SweepEntry(**entry) for entry in entries]})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> SweepReport:
@@ -105,6 +107,15 @@ class SweepReport:
         with writing("output", Path(folder)):
             text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
             (Path(folder) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(values: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def means(reports: Sequence[SweepReport]) -> dict[tuple[str, float, float], Mean]:
@@ -130,10 +141,19 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), error)
 
 
-def choice(reports: Sequence[SweepReport], pattern: str, sparsity: float) -> float:
-    """The λ with the best mean of one pattern and sparsity; the larger one where two are equal."""
+def choice(reports: Sequence[SweepReport], pattern: str, sparsity: float) -> float | None:
+    """The λ with the best mean of one pattern and sparsity; the larger one where two are equal.
+
+    A λ whose metric is NaN is no choice; None where it is that for every λ.
+    """
     found = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
-    return max(found, key=lambda lam: (found[lam] if reports[0].maximize else -found[lam], lam))
+    known = [lam for lam, value in found.items() if not math.isnan(value)]
+    return max(known, key=lambda lam: (found[lam] if reports[0].maximize else -found[lam], lam), default=None)
+
+
+def baseline_lam(solver: str) -> float:
+    """The λ of the single-objective method that a solver comes from: CAP minimises the Fisher loss alone."""
+    return 0.0 if solver == "cap" else 1.0
 
 
 def table(reports: Sequence[SweepReport]) -> str:
@@ -174,66 +194,8 @@ def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
                 for entry in report.entries:
                     shared = {"solver": report.solver, "seed": report.config["seed"]}
                     writer.writerow({**shared, **dataclasses.asdict(entry)})
+        from .sweep_plots import plot_by_lambda, plot_by_sparsity  # matplotlib takes its time
+
         plot_by_lambda(reports, folder / "metric_by_lambda.png")
         if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:
             plot_by_sparsity(reports, folder / "metric_by_sparsity.png")
-
-
-def plot_by_lambda(reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
-    """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked."""
-    figure, axes = _axes("λ (1: reconstruction alone, 0: Fisher alone)", reports[0].metric)
-    found = means(reports)
-    for pattern, sparsity in reports[0].settings():
-        points = sorted((lam, m) for (p, s, lam), m in found.items() if (p, s) == (pattern, sparsity))
-        line = _line(axes, points, label(pattern, sparsity))
-        ends = [(lam, m.value) for lam, m in points if lam in (0.0, 1.0)]
-        axes.scatter(*zip(*ends, strict=True), s=90, facecolors="none", edgecolors=line, zorder=3) if ends else None
-        best = choice(reports, pattern, sparsity)
-        axes.scatter([best], [dict(points)[best].value], marker="*", s=140, color=line, zorder=4)
-    axes.scatter([], [], s=90, facecolors="none", edgecolors="grey", label="one objective")
-    axes.scatter([], [], marker="*", s=140, color="grey", label="best λ")
-    _finish(figure, axes, reports, path)
-
-
-def plot_by_sparsity(reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
-    """The metric against unstructured sparsity: the best λ of each and λ = 1, the baseline, with standard errors."""
-    figure, axes = _axes("sparsity", reports[0].metric)
-    found = means(reports)
-    sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
-    best = {s: choice(reports, "unstructured", s) for s in sparsities}
-    baseline = [(s, found["unstructured", s, 1.0]) for s in sparsities if ("unstructured", s, 1.0) in found]
-    if baseline:
-        _line(axes, baseline, f"{reports[0].solver}, λ = 1")
-    _line(axes, [(s, found["unstructured", s, best[s]]) for s in sparsities], f"MOONSHOT-{reports[0].solver}, best λ")
-    for s in sparsities:
-        place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-        axes.annotate(f"λ={best[s]:g}", (s, found["unstructured", s, best[s]].value), **place)
-    axes.axhline(mean([report.dense for report in reports]).value, color="grey", linestyle=":", label="dense")
-    _finish(figure, axes, reports, path)
-
-
-def _axes(x: str, y: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # no pyplot: a caller's figures and backend stay as they are
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _line(axes: Any, points: list[tuple[float, Mean]], name: str) -> str:
-    """A line with error bars; returns its colour."""
-    xs, ys, errors = [x for x, _ in points], [m.value for _, m in points], [m.error for _, m in points]
-    return axes.errorbar(xs, ys, yerr=errors if any(errors) else None, marker="o", capsize=3, label=name)[0].get_color()
-
-
-def _finish(figure: Any, axes: Any, reports: Sequence[SweepReport], path: str | os.PathLike) -> None:
-    values = [value.value for value in means(reports).values()]
-    if not reports[0].maximize and min(values) > 0 and max(values) > 8 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-    seeds = f", mean ± standard error of {len(reports)} seeds" if len(reports) > 1 else ""
-    axes.set_title(f"{reports[0].solver}{seeds}", fontsize=10)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
