@@ -35,16 +35,16 @@ BINS, LOWEST, HIGHEST = 100, 0.95, 1.5
 SLICE_BYTES = 64 * 2**20
 
 
-def allocate(
+def block_scores(
     config: MoonshotConfig,
     blocks: Sequence[Sequence[PrunableLayer]],
     input_squares: dict[str, Tensor],
     progress: bool = False,
-) -> tuple[dict[str, Pattern], str]:
-    """OWL's or AlphaPruning's pattern of every layer, and a note for the report.
+) -> list[float]:
+    """OWL's or AlphaPruning's score of every block of the dense model; no sparsity enters it.
 
     Args:
-        config: ``allocation="owl"`` or ``"alpha"``, the total sparsity and the method's parameters.
+        config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
         blocks: the layers that get the same sparsity.
         input_squares: layer → Σ x² of its inputs in the dense model, [d_in]; OWL alone uses them.
         progress: show a bar: AlphaPruning takes the singular values of every matrix.
@@ -52,20 +52,27 @@ def allocate(
     Raises:
         MoonshotError: AlphaPruning on a block whose spectra have no tail.
     """
-    sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
-    by_block = [sum(sizes[layer.name] for layer in block) for block in blocks]
     if config.allocation == "owl":
-        scores = [
+        return [
             outlier_share(
                 [layer.matrix for layer in block], [input_squares[layer.name] for layer in block], config.owl_threshold
             )
             for block in blocks
         ]
+    bar = tqdm(blocks, desc="singular values", unit="block", leave=False, disable=not progress)
+    return [_mean_exponent(block) for block in bar]
+
+
+def allocate(
+    config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], scores: list[float]
+) -> tuple[dict[str, Pattern], str]:
+    """The pattern of every layer at the configuration's sparsity by the blocks' scores, and a note for the report."""
+    sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
+    by_block = [sum(sizes[layer.name] for layer in block) for block in blocks]
+    if config.allocation == "owl":
         sparsities = owl_sparsities(scores, by_block, config.sparsity, config.owl_lambda)
         note = "OWL, after one more forward pass"
     else:
-        bar = tqdm(blocks, desc="singular values", unit="block", leave=False, disable=not progress)
-        scores = [_mean_exponent(block) for block in bar]
         sparsities = alpha_sparsities(scores, by_block, config.sparsity, config.alpha_tau)
         note = "AlphaPruning"
     named = {layer.name: sparsity for block, sparsity in zip(blocks, sparsities, strict=True) for layer in block}

@@ -146,6 +146,7 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self.config, lambdas, sparsities, patterns)
+        require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
         sweep = Sweep(self.model, chosen, self.tokenizer, loss, progress, self.processor)
         with called_by(self.model, forward):
             report = sweep.execute(calibration, metric, maximize, work_dir)

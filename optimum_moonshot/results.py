@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import MoonshotError, writing
+from .errors import MoonshotError, require, writing
 from .layers import PrunableLayer
 from .report import BlockReport, LayerReport
 from .staging import replace_file
@@ -30,9 +30,14 @@ class Results:
     Args:
         folder: where each result is written at once; None keeps them in memory.
         fingerprint: of everything that the results depend on. Files of another run are thrown away, with a note.
+        field: the argument that the folder came with, for messages.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, fingerprint: str):
+    def __init__(self, folder: str | os.PathLike | None, fingerprint: str, field: str = "resume_dir"):
+        require(
+            folder is None or isinstance(folder, str | os.PathLike), f"{field}={folder!r}: give the path of a folder"
+        )
+        self.field = field
         self.folder = None if folder is None else Path(folder)
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
@@ -40,13 +45,13 @@ class Results:
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
         if self.folder is not None:
-            with writing("resume_dir", self.folder):
+            with writing(self.field, self.folder):
                 self._open(fingerprint)
 
     def _open(self, fingerprint: str) -> None:
         manifest = self.folder / _MANIFEST
         if self.folder.exists() and not manifest.exists() and any(self.folder.iterdir()):
-            raise MoonshotError(f"resume_dir={str(self.folder)!r} holds other files: give an empty or a new folder")
+            raise MoonshotError(f"{self.field}={str(self.folder)!r} holds other files: give an empty or a new folder")
         if manifest.exists():
             if json.loads(manifest.read_text())["fingerprint"] == fingerprint:
                 self._restore()
@@ -100,7 +105,7 @@ class Results:
     def _save(self, folder: Path, report: LayerReport | BlockReport, weights: dict[str, Tensor]) -> Path:
         path = folder / f"{report.name}.safetensors"
         partial = path.with_suffix(".partial")
-        with writing("resume_dir", self.folder):
+        with writing(self.field, self.folder):
             folder.mkdir(exist_ok=True)
             save_file(weights, partial, {"report": json.dumps(dataclasses.asdict(report))})
             os.replace(partial, path)

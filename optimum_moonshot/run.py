@@ -3,6 +3,7 @@
 The model stays as it is until every layer has its result.
 """
 
+import copy
 import dataclasses
 import os
 import time
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
 
-from .allocation import allocate
+from .allocation import allocate, block_scores
 from .config import MoonshotConfig
 from .data import CalibrationData, load_calibration
 from .errors import FactorizationError, MoonshotError, require
@@ -63,6 +64,13 @@ class Run:
         self.solving = self.recovering = 0.0
         self.losses: list[Tensor | None] = []  # of the dense model on the calibration data, batch by batch
 
+    def at(self, config: MoonshotConfig) -> "Run":
+        """The same run with a configuration that differs in λ alone; what λ does not change is shared."""
+        other = copy.copy(self)
+        other.config, other.notes = config, list(self.notes)
+        other.lam = config.resolve_lam("vision" if self.vision else "language")
+        return other
+
     def execute(self, calibration: Any, resume_dir: str | os.PathLike | None) -> PruneReport:
         started = time.perf_counter()
         self._prepare(calibration)
@@ -73,7 +81,7 @@ class Run:
         try:
             with frozen(self.model), bar:
                 bar.update(len(self.results.reports))
-                self._allocate()
+                self._allocate(self._scores())
                 for layer, statistics in self._statistics():
                     bar.set_postfix_str(layer.name)
                     self._put(*self._solve(layer, statistics))
@@ -178,24 +186,30 @@ class Run:
     def model_dtype(self) -> torch.dtype:
         return self.layers[0].parameter.dtype
 
-    def _results(self, resume_dir: str | os.PathLike | None) -> Results:
+    def _results(self, resume_dir: str | os.PathLike | None, field: str = "resume_dir") -> Results:
         if resume_dir is None:
             return Results(None, "")
         settings = {**self.config.to_dict(), "offload_dir": None, "max_memory": None}
         digest = self.data.digest if self.data else ""
-        return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers))
+        return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers), field)
 
-    def _allocate(self, squares: dict[str, Tensor] | None = None) -> None:
-        """OWL's or AlphaPruning's patterns, by the dense model; OWL takes a forward pass of its own for `squares`."""
+    def _scores(self) -> list[float] | None:
+        """OWL's (by a forward pass of its own) or AlphaPruning's scores of the dense model; None without either."""
         unfinished = any(layer not in self.results for layer in self.layers)
         if self.config.allocation not in ("owl", "alpha") or not unfinished:
-            return
-        if squares is None:
-            squares = self._input_squares() if self.config.allocation == "owl" else {}
-        blocks = [block.layers for block in self.structure.blocks if block.layers]
-        blocks += [(layer,) for layer in self.structure.outside]
-        self.patterns, note = allocate(self.config, blocks, squares, self.progress)
-        self.notes.append(note)
+            return None
+        squares = self._input_squares() if self.config.allocation == "owl" else {}
+        return block_scores(self.config, self._allocated_blocks(), squares, self.progress)
+
+    def _allocate(self, scores: list[float] | None) -> None:
+        """The patterns that follow from the scores, if there are any."""
+        if scores is not None:
+            self.patterns, note = allocate(self.config, self._allocated_blocks(), scores)
+            self.notes.append(note)
+
+    def _allocated_blocks(self) -> list[tuple[PrunableLayer, ...]]:
+        inside = [block.layers for block in self.structure.blocks if block.layers]
+        return inside + [(layer,) for layer in self.structure.outside]
 
     def _input_squares(self) -> dict[str, Tensor]:
         """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model."""

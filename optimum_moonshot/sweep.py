@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .config import MoonshotConfig
-from .errors import MoonshotError, require
+from .errors import MoonshotError, require, writing
 from .layers import PrunableLayer
 from .losses import is_causal, sample_losses
 from .passes import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
@@ -51,6 +51,8 @@ def variants(
     for name, values in (("lambdas", lambdas), ("sparsities", own), ("patterns", patterns)):
         listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         require(listed, f"{name}={values!r}: give a list")
+        plain = all(isinstance(value, int | float | str) or value is None for value in values)
+        require(plain, f"{name}={list(values)}: give a list of {'strings' if name == 'patterns' else 'numbers'}")
         require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
     settings = [(p, s) for p in patterns for s in ((None,) if isinstance(p, str) and ":" in p else own)]
     return [
@@ -79,9 +81,14 @@ class Sweep:
     ):
         options = (tokenizer, loss, progress, processor)
         self.model, self.progress = model, progress
-        self.runs = [Run(model, variant, *options) for variant in variants]
+        first: dict[tuple, Run] = {}  # of every pattern and sparsity
+        for variant in variants:
+            if (variant.pattern, variant.sparsity) not in first:
+                first[variant.pattern, variant.sparsity] = Run(model, variant, *options)
+        self.runs = [first[variant.pattern, variant.sparsity].at(variant) for variant in variants]
         # The run whose passes all share: the smallest λ needs every statistic that the others do.
-        self.lead = Run(model, min(self.runs, key=lambda run: run.lam).config, *options)
+        least = min(self.runs, key=lambda run: run.lam)
+        self.lead = least.at(least.config)
         for run in self.runs:
             others = {layer.name for layer in self.lead.layers} ^ {layer.name for layer in run.layers}
             require(
@@ -90,6 +97,7 @@ class Sweep:
                 f"{', '.join(sorted(others)[:3])}; ignore these, or sweep the patterns one by one",
             )
         self.entries: list[SweepEntry] = []
+        self.lent = 0  # how many variants are applied at the moment
 
     def execute(
         self, calibration: Any, metric: str | Callable[[nn.Module], float], maximize: bool, work_dir: Any
@@ -100,6 +108,7 @@ class Sweep:
             metric == "calibration" or callable(metric),
             f'metric={metric!r}: give "calibration" or a function of the model',
         )
+        require(isinstance(maximize, bool), f"maximize={maximize!r}: give True or False")
         lead = self.lead
         self.prepare(calibration, work_dir)
         name, measure = self._metric(metric)
@@ -134,10 +143,17 @@ class Sweep:
     def _share(self, work_dir: str | os.PathLike | None) -> None:
         """Give every run the lead's data, and results of its own."""
         lead = self.lead
+        path = work_dir is None or isinstance(work_dir, str | os.PathLike)
+        require(path, f"work_dir={work_dir!r}: give the path of a folder")
+        if work_dir is not None:
+            with writing("work_dir", work_dir):
+                Path(work_dir).mkdir(parents=True, exist_ok=True)
         for run in self.runs:
-            run.data, run.storage, run.notes = lead.data, lead.storage, list(lead.notes)
+            run.data, run.storage = lead.data, lead.storage
+            run.notes += lead.data.notes
             folder = None if work_dir is None else Path(work_dir) / _folder(run)
-            run.results = run._results(folder)
+            run.results = run._results(folder, "work_dir")
+            run.notes += run.results.notes
         lead.results = _Together([run.results for run in self.runs])
 
     def solve(self) -> None:
@@ -150,27 +166,36 @@ class Sweep:
     def _solve(self) -> None:
         bar = tqdm(total=len(self.lead.layers), desc="pruning", unit="layer", disable=not self.progress)
         with frozen(self.model), bar:
-            squares = self.lead._input_squares() if self.lead.config.allocation == "owl" else {}
+            scores, known = self.lead._scores(), len(self.lead.notes)
             for run in self.runs:
-                run._allocate(squares)
+                run._allocate(scores)
             for layer, statistics in self.lead._statistics(self.runs):
                 bar.set_postfix_str(layer.name)
-                for lam in dict.fromkeys(run.lam for run in self.runs):
-                    runs = [run for run in self.runs if run.lam == lam and layer not in run.results]
-                    self._solve_layer(layer, statistics, runs)
+                runs = [run for run in self.runs if layer not in run.results]
+                for lam in dict.fromkeys(run._lam(layer) for run in runs):
+                    self._solve_layer(layer, statistics, [run for run in runs if run._lam(layer) == lam])
                 bar.update(1)
+        for run in self.runs:
+            run.notes += self.lead.notes[known:]  # of the passes, which were the lead's
 
     def _solve_layer(self, layer: PrunableLayer, statistics: Any, runs: list[Run]) -> None:
-        """A layer by the runs of one λ, together: some solvers remove once for all sparsities."""
-        if runs:
-            patterns = [run.patterns[layer.name] for run in runs]
-            for run, solved in zip(runs, runs[0]._solve_by(layer, statistics, patterns), strict=True):
-                run._put(*solved)
+        """A layer by the runs that have one λ for it, together: some solvers remove once for all sparsities.
+
+        Runs that have one pattern for it too share the result, as those of all λ do where the Fisher loss is kept from
+        a layer.
+        """
+        patterns = list(dict.fromkeys(run.patterns[layer.name] for run in runs))
+        solved = runs[0]._solve_by(layer, statistics, patterns)
+        for pattern, (report, weight) in zip(patterns, solved, strict=True):
+            alike = [run for run in runs if run.patterns[layer.name] == pattern]
+            for run in alike:
+                run._put(dataclasses.replace(report, seconds=report.seconds / len(alike)), weight)
 
     def _metric(self, metric: str | Callable[[nn.Module], float]) -> tuple[str, Callable[[nn.Module], float]]:
         """The metric's name, and how to measure it."""
         if callable(metric):
-            return getattr(metric, "__name__", "metric").strip("<>").replace("_", " "), metric
+            name = getattr(metric, "__name__", "metric")
+            return "metric" if name == "<lambda>" else name.replace("_", " "), metric
         name = "calibration perplexity" if self._causal else "calibration loss"
         return name, lambda _: self._shown(mean_loss(self.lead))
 
@@ -185,7 +210,11 @@ class Sweep:
     def _value(self, measure: Callable[[nn.Module], float]) -> float:
         """The metric of the model as it stands."""
         with evaluation_mode(self.model), torch.no_grad():
-            return float(measure(self.model))
+            found = measure(self.model)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise MoonshotError(f"metric: it returned {found!r}; let it return a number") from None
 
     def _measure(self, run: Run, measure: Callable[[nn.Module], float]) -> SweepEntry:
         started = time.perf_counter()
@@ -206,14 +235,21 @@ class Sweep:
         require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
         return self.runs[self.entries.index(entry)]
 
-    def applied(self, entry: SweepEntry) -> AbstractContextManager:
+    @contextmanager
+    def applied(self, entry: SweepEntry) -> Iterator[None]:
         """Meanwhile the model has a variant's weights."""
         run = self._run(entry)
-        return applied(run.results, run.layers)
+        self.lent += 1
+        try:
+            with applied(run.results, run.layers):
+                yield
+        finally:
+            self.lent -= 1
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one variant into the model."""
         run = self._run(entry)
+        require(not self.lent, "choose: the end of applied() would put the dense weights back; choose after it")
         run.results.commit(run.layers)
         for each in self.runs:
             each.results.discard()

@@ -56,7 +56,7 @@ def plot_by_sparsity(reports: Sequence[SweepReport], path: str | os.PathLike) ->
         axes.xaxis.set_major_formatter(FixedFormatter([f"{s:g}" for s in sparsities]))
     for s, lam in best.items():
         if lam is not None:
-            value = values[("unstructured", s, lam)].value
+            value = sum(values["unstructured", s, lam])  # above the error bar
             place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 9}
             axes.annotate(f"λ={lam:g}", (s, value), **place)
     axes.margins(0.1, 0.15)

@@ -10,6 +10,7 @@ from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot import sweep as sweep_module
+from optimum_moonshot.sweep_plots import plot_by_lambda, plot_by_sparsity
 from optimum_moonshot.sweep_report import SweepEntry, SweepReport, choice, means, save_all, table
 
 LAMBDAS = (0.5, 1.0)
@@ -170,6 +171,12 @@ def test_a_failure_leaves_the_model_as_it_was(place, monkeypatch):
         ({"lambdas": []}, "lambdas"),
         ({"lambdas": [0.5, 0.5]}, "twice"),
         ({"lambdas": [1.5]}, "lam=1.5"),
+        ({"lambdas": [None]}, r"lambdas=\[None\]: give numbers"),
+        ({"lambdas": [[0.5]]}, "give a list of numbers"),
+        ({"maximize": "yes"}, "maximize='yes'"),
+        ({"metric": lambda model: None}, "metric: it returned None; let it return a number"),
+        ({"metric": lambda model: torch.ones(2)}, "metric: it returned tensor"),
+        ({"work_dir": 3}, "work_dir=3"),
         ({"sparsities": 0.5}, "sparsities"),
         ({"patterns": "2:4"}, "patterns"),
         ({"patterns": ["2:4", "7:5"]}, "7:5"),
@@ -197,6 +204,68 @@ def report(seed=0, maximize=False, lambdas=(0.0, 0.5, 1.0), sparsities=(0.5, 0.7
     return SweepReport("wanda", "perplexity", maximize, 4.0, entries, {"seed": seed}, None, {"total": 1.0}, {})
 
 
+def test_layers_without_the_fisher_loss_are_solved_once(monkeypatch):
+    from optimum_moonshot.solvers.sparsegpt import SparseGPT
+
+    calls, real = [], SparseGPT.solve
+    monkeypatch.setattr(SparseGPT, "solve", lambda self, *arguments: calls.append(1) or real(self, *arguments))
+    pruner, report = sweep(changes={"fisher": "attention"}, lambdas=[0.0, 0.5, 1.0])
+    assert len(calls) == 3 * (4 * 3 + 3)  # decoder layers · (four of the attention by λ, three others)
+    monkeypatch.undo()
+    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+        alone = MoonshotPruner(make("llama"), config(fisher="attention", lam=entry.lam))
+        alone.prune(token_batches(), progress=False)
+        for layer, expected in zip(run.layers, alone.report.layers, strict=True):
+            found = run.results.reports[layer.name]
+            assert (found.lam, found.loss) == (expected.lam, pytest.approx(expected.loss, rel=1e-3))
+    total = sum(run.solving for run in pruner._sweep.runs)
+    assert total == pytest.approx(sum(r.seconds for run in pruner._sweep.runs for r in run.results.reports.values()))
+
+
+@pytest.mark.parametrize("allocation, once", [("alpha", "tail_exponent"), ("owl", "outlier_share")])
+def test_what_lambda_does_not_change_is_computed_once(allocation, once, monkeypatch):
+    from optimum_moonshot import allocation as module
+
+    calls, real = [], getattr(module, once)
+    monkeypatch.setattr(module, once, lambda *arguments: calls.append(1) or real(*arguments))
+    pruner, report = sweep(changes={"allocation": allocation}, sparsities=[0.5, 0.7])
+    assert len(calls) == (len(pruner._sweep.lead.layers) if allocation == "alpha" else 3)
+    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+        alone = MoonshotPruner(make("llama"), config(allocation=allocation, sparsity=entry.sparsity, lam=entry.lam))
+        alone.prune(token_batches(), progress=False)
+        assert run.patterns == {layer.name: run.patterns[layer.name] for layer in run.layers}
+        assert [layer.asked for layer in alone.report.layers] == [run.patterns[la.name].sparsity for la in run.layers]
+        assert alone.report.notes == run.notes
+
+
+def test_notes_are_those_of_a_run_of_its_own():
+    changes = {"solver": "osscar", "pattern": "structured"}
+    pruner, report = sweep(changes=changes, sparsities=[0.01, 0.5], lambdas=[1.0])
+    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+        alone = MoonshotPruner(make("llama"), config(**changes, lam=1.0) if entry.sparsity == 0.5 else config(
+            **{**changes, "sparsity": 0.01}, lam=1.0))  # fmt: skip
+        assert alone.prune(token_batches(), progress=False).notes == run.notes
+    assert any("keep all columns" in note for note in pruner._sweep.runs[0].notes)
+    assert not any("keep all columns" in note for note in pruner._sweep.runs[1].notes)
+
+
+def test_nothing_is_chosen_while_a_variant_is_applied():
+    pruner, report = sweep()
+    with pytest.raises(MoonshotError, match="choose after it"), pruner.applied(report.entries[0]):
+        pruner.choose(report.entries[1])
+    pruner.choose(report.entries[1])
+
+
+def test_a_metric_without_a_name_is_called_a_metric():
+    assert sweep(metric=lambda model: 1.0, lambdas=[1.0])[1].metric == "metric"
+
+
+def test_a_folder_that_cannot_be_written_is_named_as_given(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MoonshotError, match="work_dir="):
+        sweep(work_dir=tmp_path / "file")
+
+
 def test_the_best_is_the_smallest_or_the_largest():
     assert report().best(sparsity=0.7).lam == 0.5
     assert report(maximize=True).best(sparsity=0.7).lam == 1.0  # 0 and 1 tie: the larger λ
@@ -204,6 +273,79 @@ def test_the_best_is_the_smallest_or_the_largest():
         report().best()
     with pytest.raises(MoonshotError, match="the sweep has"):
         report().best(pattern="2:4")
+
+
+def with_values(found, values):
+    """A report with other values, by its entries' order."""
+    entries = [dataclasses.replace(e, metric=values.get(n, e.metric)) for n, e in enumerate(found.entries)]
+    return dataclasses.replace(found, entries=entries)
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path):
+    broken = with_values(report(), {0: math.nan, 3: math.inf, 4: math.nan})
+    assert broken.best(sparsity=0.5).lam == choice([broken], "unstructured", 0.5) == 0.5
+    assert broken.best(sparsity=0.7).lam == choice([broken], "unstructured", 0.7) == 1.0
+    assert "nan*" not in broken.table() and broken.table().count("*") == 3  # two, and what it means
+    broken.save(tmp_path)
+    text = (tmp_path / "sweep.json").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    again = SweepReport.load(tmp_path)
+    assert math.isnan(again.entries[0].metric) and again.entries[1] == broken.entries[1]
+    nothing = with_values(report(sparsities=(0.5,)), dict.fromkeys(range(3), math.nan))
+    assert choice([nothing], "unstructured", 0.5) is None and nothing.table().count("*") == 1
+    nothing.save(tmp_path / "nothing")
+    with pytest.raises(MoonshotError, match="NaN for every"):
+        nothing.best()
+
+
+def drawn(monkeypatch, function, reports):
+    """The figure that a plot writes."""
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, dpi: figures.append(self))
+    function(reports, "unused.png")
+    return figures[0]
+
+
+def test_lines_marks_and_changes_in_the_plot_by_lambda(monkeypatch):
+    reports = [report(0), report(1)]
+    figure = drawn(monkeypatch, plot_by_lambda, reports)
+    left, right = figure.axes
+    found = means(reports)
+    for number, sparsity in enumerate((0.5, 0.7)):
+        line = left.containers[number]
+        assert list(line[0].get_ydata()) == [found["unstructured", sparsity, lam].value for lam in (0.0, 0.5, 1.0)]
+        change = [100 * (r.entries[3 * number + 1].metric / r.entries[3 * number + 2].metric - 1) for r in reports]
+        assert right.containers[number][0].get_ydata()[1] == pytest.approx(sum(change) / 2)
+    ends = {
+        tuple(point)
+        for marks in left.collections
+        if hasattr(marks, "get_offsets")
+        for point in marks.get_offsets().tolist()
+    }
+    assert {(lam, found["unstructured", 0.5, lam].value) for lam in (0.0, 1.0)} <= ends
+    assert left.get_ylabel() == "perplexity" and "λ" in left.get_xlabel() and "%" in right.get_ylabel()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one objective", "best λ", "0.5", "0.7"]
+    assert len(drawn(monkeypatch, plot_by_lambda, [report(sparsities=(0.5,))]).axes) == 1  # nothing to hide beside
+
+
+@pytest.mark.parametrize("solver, single", [("wanda", 1.0), ("cap", 0.0)])
+def test_the_plot_by_sparsity_compares_with_the_single_objective(monkeypatch, solver, single):
+    one = dataclasses.replace(report(), solver=solver)
+    left, right = drawn(monkeypatch, plot_by_sparsity, [one]).axes
+    baseline, ours = (list(line[0].get_ydata()) for line in left.containers)
+    found = means([one])
+    assert baseline == [found["unstructured", s, single].value for s in (0.5, 0.7)]
+    assert ours == [found["unstructured", s, 0.5].value for s in (0.5, 0.7)]
+    assert all(value < 0 for value in right.containers[1][0].get_ydata())
+    assert [text.get_text() for text in right.texts] == ["λ=0.5", "λ=0.5"]
+    without = dataclasses.replace(one, entries=[e for e in one.entries if e.lam == 0.5])
+    assert len(drawn(monkeypatch, plot_by_sparsity, [without]).axes) == 1
+
+
+def test_what_is_no_number_is_marked_in_the_plot(monkeypatch):
+    broken = with_values(report(), {0: math.inf, 3: math.nan})
+    names = [text.get_text() for text in drawn(monkeypatch, plot_by_lambda, [broken]).legends[0].get_texts()]
+    assert names.count("not finite") == 1
 
 
 def test_seeds_give_means_and_standard_errors():
