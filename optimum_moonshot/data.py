@@ -120,7 +120,7 @@ def load_calibration(
     for name, value, least in (("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
         check_whole(name, value, least)
     length = window_length(sequence_length, max_positions)
-    described, opened = describe(source), _open(source)
+    described, opened = describe(source), open_source(source)
     if isinstance(opened, _Inputs):
         batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), opened.notes
     else:
@@ -148,7 +148,7 @@ def evaluation_text(source: Any) -> tuple[str, int | None]:
         corpus = CORPORA[source]
         texts = _texts(partial(corpus.load, corpus.test), source)
     else:
-        opened = _open(source)
+        opened = open_source(source)
         require(isinstance(opened, _Texts), f"{describe(source)}: model inputs, where text is needed")
         corpus, texts = opened.corpus, opened.read(None)
         if corpus is None:
@@ -215,7 +215,7 @@ class _Inputs:
         return (as_batch(item, f"item {i} of the data", self.single) for i, item in enumerate(self.items))
 
 
-def _open(source: Any) -> _Texts | _Inputs:
+def open_source(source: Any) -> _Texts | _Inputs:
     """Which kind of source this is; nothing is downloaded yet, nor read beyond a first row."""
     if isinstance(source, str) and source in CORPORA:
         corpus = CORPORA[source]
@@ -394,6 +394,6 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
 
 def input_batches(source: Any) -> Iterator[Batch]:
     """All batches of model inputs of a source, as they come; text is an error."""
-    opened = _open(source)
+    opened = open_source(source)
     require(isinstance(opened, _Inputs), f"{describe(source)}: text, where model inputs are needed")
     return opened.batches()

@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers as hf
 
+from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.masks import find_pruned, follows
 from optimum_moonshot.patterns import NM
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-SHORT = dict(steps=10, num_samples=8, length=64)
+SHORT = dict(num_samples=8, sequence_length=64)
 
 
 @pytest.fixture
@@ -30,7 +31,8 @@ def run(name, monkeypatch, *args, **kwargs):
 
 def test_sparse_finetune(tiny, tmp_path, monkeypatch, capsys):
     output = str(tmp_path / "out")
-    found = run("sparse_finetune", monkeypatch, output, model=tiny, **SHORT)
+    config = MoonshotConfig(sparsity=0.7, **SHORT)
+    found = run("sparse_finetune", monkeypatch, output, model=tiny, steps=10, config=config)
     assert list(found) == ["dense", "pruned", "recovered"]
     assert found["recovered"][0] < found["pruned"][0]
     assert found["pruned"][1] == found["recovered"][1] == pytest.approx(0.7, abs=1e-3)
@@ -41,7 +43,8 @@ def test_sparse_finetune(tiny, tmp_path, monkeypatch, capsys):
 def test_sparse_lora(tiny, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     output = str(tmp_path / "out")
-    found = run("sparse_lora", monkeypatch, output, model=tiny, **SHORT)
+    config = MoonshotConfig(pattern="2:4", **SHORT)
+    found = run("sparse_lora", monkeypatch, output, model=tiny, steps=10, config=config)
     assert list(found) == ["dense", "pruned", "adapter", "merged"]
     assert found["merged"][0] == pytest.approx(found["adapter"][0], rel=1e-5)
     assert found["merged"][0] < found["pruned"][0] and found["merged"][1] == 0.5

@@ -10,10 +10,8 @@ import torch
 import transformers as hf
 from models import make, token_batches
 from test_masks import pruned, zeros
-from torch.nn import functional
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.distillation import Distillation
 from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
 
@@ -262,6 +260,7 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path):
         (dict(config=replace(HALF, allocation="owl"), end_step=4, every=2), "allocation='owl'"),
         (dict(config=replace(HALF, allocation={"attn": 0.2}), end_step=4, every=2), "allocation={'attn'"),
         (dict(begin_step=3), "config=None: nothing is pruned"),
+        (dict(config=HALF, end_step=4, every=2, calibration=iter(())), "an iterator serves one pruning"),
         (dict(config=HALF, targets=("mlp",)), "give them to MoonshotConfig"),
         (dict(targets="mlp"), "targets='mlp': give a list"),
         (dict(teacher="dense"), "teacher is a str"),
@@ -275,6 +274,8 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path):
     late = dict(begin_step=5)
     with pytest.raises(MoonshotError, match="num_samples=6: the training data has 4 samples"):
         trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, **late), data=samples(4)).train()
+    with pytest.raises(MoonshotError, match='"nowhere.txt" is neither the name of a data set nor a file'):
+        trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, **late, calibration="nowhere.txt")).train()
     with pytest.raises(MoonshotError, match="targets: 'nowhere' is found in no module name"):
         trainer(tmp_path, make("llama"), MoonshotCallback(replace(CONFIG, targets=["nowhere"]), **late)).train()
 
@@ -354,74 +355,15 @@ def test_samples_without_a_label_are_left_out():
     assert labelled({"labels": torch.tensor([1, 2])})["labels"].tolist() == [1, 2]
 
 
-def test_distillation_is_the_formula():
-    student, teacher = pruned().train(), make("llama")
-    ids = torch.randint(3, 96, (2, 10))
-    labels = ids.clone()
-    labels[0, :4] = -100
-    plain = student(input_ids=ids, labels=labels)
-    distillation = Distillation(teacher, temperature=3.0, weight=0.3)
-    distillation.attach(student)
-    mixed = student(input_ids=ids, labels=labels).loss
-    scaled = student(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(40)).loss
-    student.eval()
-    assert torch.equal(student(input_ids=ids, labels=labels).loss, plain.loss)
-    distillation.detach()
-    student.train()
-    assert torch.equal(student(input_ids=ids, labels=labels).loss, plain.loss)
-    wanted = teacher(input_ids=ids).logits
-    divergences = []
-    for sample in range(2):
-        for position in range(9):
-            if labels[sample, position + 1] != -100:
-                p = functional.softmax(wanted[sample, position] / 3.0, -1)
-                q = functional.softmax(plain.logits[sample, position] / 3.0, -1)
-                divergences.append((p * (p / q).log()).sum())
-    expected = 0.7 * plain.loss + 0.3 * 9 * torch.stack(divergences).mean()
-    assert mixed.item() == pytest.approx(expected.item(), rel=1e-5)
-    summed = 0.7 * plain.loss * len(divergences) / 40 + 0.3 * 9 * torch.stack(divergences).sum() / 40
-    assert scaled.item() == pytest.approx(summed.item(), rel=1e-5)
-
-
-def test_a_student_learns_from_its_teacher(tmp_path):
-    """On random labels the teacher alone (weight 1) draws the student to the dense model's logits."""
-    dense = make("llama")
-    inputs = {"input_ids": torch.stack([sample["input_ids"] for sample in samples()])}
-
-    def distance(model):
-        with torch.no_grad():
-            return (model.eval()(**inputs).logits - dense(**inputs).logits).square().mean().item()
-
-    model = pruned()
-    before = distance(model)
-    callback = MoonshotCallback(teacher=dense, teacher_weight=1.0)
-    trainer(tmp_path, model.train(), callback, max_steps=40, learning_rate=3e-3, weight_decay=0.0).train()
-    assert distance(model) < 0.5 * before
-    assert not model._forward_hooks and not dense.training
-
-
-def test_a_teacher_that_does_not_fit_says_so(tmp_path):
-    model = pruned()
-    with pytest.raises(MoonshotError, match="it is the model that trains"):
-        trainer(tmp_path, model, MoonshotCallback(teacher=model)).train()
-    other = make("gpt2")
-    other.resize_token_embeddings(100)
-    with pytest.raises(MoonshotError, match="its logits have shape"):
-        trainer(tmp_path, pruned(), MoonshotCallback(teacher=other)).train()
-    own = trainer(tmp_path, pruned(), MoonshotCallback(teacher=make("llama")), label_smoothing_factor=0.1)
-    with pytest.raises(MoonshotError, match="distillation adds to a loss that the student makes"):
-        own.train()
-
-
 def test_trl(tmp_path, tokenizer):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": sample["input_ids"].tolist()} for sample in samples()]
     settings = dict(max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True)
-    arguments = trl.SFTConfig(output_dir=str(tmp_path), save_strategy="no", logging_steps=1, **settings)
 
-    def train(model, callback):
+    def train(model, callback, **changes):
         data = datasets.Dataset.from_list(rows)
+        arguments = trl.SFTConfig(output_dir=str(tmp_path), save_strategy="no", logging_steps=1, **settings, **changes)
         run = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback])
         run.train()
         assert run.state.log_history[-1]["moonshot_sparsity"] == 0.5
@@ -429,5 +371,6 @@ def test_trl(tmp_path, tokenizer):
 
     train(pruned(), MoonshotCallback())
     train(make("llama"), MoonshotCallback(CONFIG, begin_step=2))
+    train(make("llama"), MoonshotCallback(CONFIG, begin_step=2), packing=True, max_length=24)
     with pytest.raises(MoonshotError, match="SFTTrainer forms no logits"):
         train(pruned(), MoonshotCallback(teacher=make("llama")))

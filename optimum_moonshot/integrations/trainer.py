@@ -2,10 +2,11 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from transformers import TrainerCallback, set_seed
 
 from ..allocation import parse_rules
 from ..config import MoonshotConfig
+from ..data import open_source
 from ..errors import MoonshotError, check_expressions, check_whole, require
+from ..images import takes_images
 from ..layers import PrunableLayer
 from ..losses import IGNORED
 from ..masks import Masks, find_pruned, layer_follows
@@ -27,6 +30,8 @@ from ..run import Run
 from .distillation import Distillation
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
+# What flash attention is told beside the positions, when the samples of a batch lie end to end in one row.
+FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class MoonshotCallback(TrainerCallback):
@@ -85,6 +90,8 @@ class MoonshotCallback(TrainerCallback):
         else:
             require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
             calibration = config.calibration if calibration is None else calibration
+            once = end_step is not None and hasattr(calibration, "__next__")
+            require(not once, "calibration: an iterator serves one pruning; a schedule needs a list, or other data")
         self.config, self.calibration = config, calibration
         self.targets, self.ignore = check_expressions("targets", targets), check_expressions("ignore", ignore)
         self.schedule = {} if config is None else cubic_schedule(config, begin_step, end_step, every)
@@ -116,7 +123,9 @@ class MoonshotCallback(TrainerCallback):
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         require(not sharded, "a model that fully_shard has sharded cannot be pruned: prune it first, then train it")
         dataset = getattr(dataloader, "dataset", None)
-        if self.calibration is None and hasattr(dataset, "__len__"):
+        if isinstance(self.calibration, str | PathLike) and not takes_images(model):
+            open_source(self.calibration)  # such as a file that is not there
+        elif self.calibration is None and hasattr(dataset, "__len__"):
             few = f"num_samples={needed}: the training data has {len(dataset)} samples to prune with; lower num_samples"
             require(len(dataset) >= needed, few)
 
@@ -301,9 +310,19 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
     else:
         examples = iter(dataset)
     while chunk := list(islice(examples, size)):
-        batch = labelled(dict(dataloader.collate_fn(chunk)))
-        if batch is not None:
-            yield batch
+        for batch in collated(dataloader.collate_fn, chunk):
+            batch = labelled(batch)
+            if batch is not None:
+                yield batch
+
+
+def collated(collate: Callable[[list], Any], samples: list) -> list[dict[str, Any]]:
+    """Samples as batches: one, or one each where the collator lays them end to end in one row."""
+    batch = dict(collate(samples))
+    if FLATTENED.isdisjoint(batch):
+        return [batch]
+    batches = [batch] if len(samples) == 1 else [dict(collate([sample])) for sample in samples]
+    return [{name: value for name, value in batch.items() if name not in FLATTENED} for batch in batches]
 
 
 def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
