@@ -15,6 +15,8 @@ from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, p
 
 DEMO = Path(__file__).parent / "demo_model"
 LENGTH = 256
+CONFIG = MoonshotConfig(sparsity=0.7, sequence_length=LENGTH)
+Found = dict[str, tuple[float, float]]  # stage → perplexity, sparsity
 
 
 def windows(tokenizer, text: str, length: int) -> list[dict]:
@@ -24,35 +26,30 @@ def windows(tokenizer, text: str, length: int) -> list[dict]:
 
 
 def main(
-    output: str = "outputs/sparse_finetune",
-    model: str | Path = DEMO,
-    sparsity: float = 0.7,
-    steps: int = 200,
-    num_samples: int = 128,
-    length: int = LENGTH,
-) -> dict[str, tuple[float, float]]:
-    """Prune, train and save to `output`; returns {stage: (perplexity, sparsity)}."""
-    config = MoonshotConfig(sparsity=sparsity, num_samples=num_samples, sequence_length=length)
-    pruner, found = prune(model, config, length)
-    data = windows(pruner.tokenizer, (DEMO / "calibration.txt").read_text(encoding="utf-8"), length)
+    output: str = "outputs/sparse_finetune", model: str | Path = DEMO, steps: int = 200, config: MoonshotConfig = CONFIG
+) -> Found:
+    """Prune, train and save to `output`."""
+    pruner, data, found = prune(model, config)
     callback = MoonshotCallback()  # keeps the zeros, checks them at the end and says so
     Trainer(pruner.model, training(output, steps), train_dataset=data, callbacks=[callback]).train()
     pruner.save_pretrained(output)
 
     # From here on nothing needs this package: the checkpoint is an ordinary one, with zeros in it.
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    found["recovered"] = (heldout_perplexity(loaded, tokenizer, length), callback.masks.sparsity())
+    found["recovered"] = (heldout_perplexity(loaded, tokenizer, config.sequence_length), callback.masks.sparsity())
     show(found)
     return found
 
 
-def prune(model: str | Path, config: MoonshotConfig, length: int) -> tuple[MoonshotPruner, dict]:
-    """The pruner with its pruned model, and {stage: (perplexity, sparsity)} so far."""
+def prune(model: str | Path, config: MoonshotConfig) -> tuple[MoonshotPruner, list[dict], Found]:
+    """The pruner with its pruned model, data to train on, and what was found so far."""
+    text, length = DEMO / "calibration.txt", config.sequence_length
     pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
+    data = windows(pruner.tokenizer, text.read_text(encoding="utf-8"), length)
     found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
-    report = pruner.prune(str(DEMO / "calibration.txt"))
+    report = pruner.prune(str(text))
     found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
-    return pruner, found
+    return pruner, data, found
 
 
 def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingArguments:
@@ -74,7 +71,7 @@ def heldout_perplexity(model, tokenizer, length: int) -> float:
     return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=length).value
 
 
-def show(found: dict[str, tuple[float, float]]) -> None:
+def show(found: Found) -> None:
     """Print a table of perplexities and sparsities."""
     table = Table("model", "perplexity", "sparsity")
     for name, (value, sparsity) in found.items():
