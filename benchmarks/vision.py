@@ -20,9 +20,6 @@ from vision_models import batches, cifar10, resnet20
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy
 
-SPARSITIES = (0.5, 0.7, 0.8, 0.9)
-COLUMNS = (*map(str, SPARSITIES), "2:4")
-
 
 def run(model: nn.Module, solver: str, options) -> dict:
     """{λ: {sparsity or pattern: [top-1 of every seed]}}, and what it took."""
@@ -36,7 +33,7 @@ def run(model: nn.Module, solver: str, options) -> dict:
         report = MoonshotPruner(model, config).sweep(
             batches(images[chosen], labels[chosen], 64),
             lambdas=options.lambdas,
-            sparsities=SPARSITIES,
+            sparsities=options.sparsities,
             patterns=("unstructured", "2:4"),
             metric=lambda pruned: accuracy(pruned, test).value,
             maximize=True,
@@ -47,7 +44,7 @@ def run(model: nn.Module, solver: str, options) -> dict:
             found.setdefault(f"{entry.lam:g}", {}).setdefault(column, []).append(entry.metric)
         print(
             f"seed {seed}:",
-            {lam: [round(100 * row[c][-1], 1) for c in COLUMNS] for lam, row in found.items()},
+            {lam: {name: round(100 * values[-1], 1) for name, values in row.items()} for lam, row in found.items()},
             flush=True,
         )
     return {"dense": accuracy(model, test).value, "top1": found, "processor_seconds": time.process_time() - started}
@@ -59,9 +56,10 @@ def mean_error(values: list[float]) -> str:
 
 
 def show(title: str, found: dict) -> None:
-    table = Table("λ", *COLUMNS, title=f"{title}, top-1, dense {found['dense']:.2%}")
+    columns = next(iter(found["top1"].values()))
+    table = Table("λ", *columns, title=f"{title}, top-1, dense {found['dense']:.2%}")
     for lam, row in found["top1"].items():
-        table.add_row(lam, *(mean_error(row[name]) for name in COLUMNS))
+        table.add_row(lam, *(mean_error(row[name]) for name in columns))
     Console(width=100).print(table)
 
 
@@ -72,6 +70,8 @@ def main() -> None:
     arguments.add_argument("--solver", help="default: obc for ResNet-20, cap for DeiT")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=512)
+    arguments.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9], help="beside 2:4")
+    arguments.add_argument("--name", help="of the results; default: vision_ and the model")
     arguments.add_argument("--lambdas", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25, 0.0])
     options = arguments.parse_args()
     if options.model == "resnet20":
@@ -79,8 +79,10 @@ def main() -> None:
     else:
         model, solver = DeiTForImageClassification.from_pretrained(options.deit).eval(), options.solver or "cap"
     found = run(model, solver, options)
-    settings = {name: value for name, value in vars(options).items() if name != "deit"} | {"solver": solver}
-    write(f"vision_{options.model}", {"options": settings, **found})
+    settings = {name: value for name, value in vars(options).items() if name not in ("deit", "name")} | {
+        "solver": solver
+    }
+    write(options.name or f"vision_{options.model}", {"options": settings | {"solver": solver}, **found})
     show(f"{options.model}, {solver}", found)
 
 
