@@ -1,0 +1,161 @@
+"""A run that fails, or is killed: the model stays as it was, the message names the cause, and work is not lost."""
+
+import pytest
+import torch
+from models import make, token_batches
+from test_pruner import assert_same, config, prune, weights
+from torch import nn
+
+from optimum_moonshot import MoonshotError, MoonshotPruner
+from optimum_moonshot import run as run_module
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["capture", "backward", "solve", "commit"])
+def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
+    model = make("llama").train()
+    model.model.layers[1].eval()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    before, modes = weights(model), [module.training for module in model.modules()]
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    countdown = [5]
+
+    def fail_later(original):
+        def wrapped(*args, **kwargs):
+            countdown[0] -= 1
+            if countdown[0] < 0:
+                raise error
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    if place == "capture":
+        monkeypatch.setattr(nn.Linear, "forward", fail_later(nn.Linear.forward))
+    elif place == "backward":
+        monkeypatch.setattr(torch.autograd, "backward", fail_later(torch.autograd.backward))
+    elif place == "solve":
+        monkeypatch.setattr(SparseGPT, "solve", fail_later(SparseGPT.solve))
+    else:
+        countdown[0] = 8
+        original = torch.Tensor.copy_
+        armed = []
+        real = run_module.Results.commit
+
+        def commit(self, layers):
+            armed.append(True)
+            return real(self, layers)
+
+        def copy(self, *args, **kwargs):
+            if armed:
+                countdown[0] -= 1
+                if countdown[0] == 0:
+                    raise error
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(run_module.Results, "commit", commit)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(error):
+        prune(model)
+    monkeypatch.undo()
+    assert_same(model, before)
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == 1
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+    assert not hasattr(model.config, "moonshot")
+
+
+def test_success_leaves_modes_gradients_and_hooks_as_they_were():
+    model = make("llama").train()
+    prune(model)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_under_no_grad_it_works_and_under_inference_mode_it_says_so():
+    with torch.no_grad():
+        assert prune(make("llama")).report.sparsity == 0.5
+    with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
+        prune(make("llama"))
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole, resumed = make("llama"), make("llama")
+    prune(whole)
+    original, count = SparseGPT.solve, [0]
+
+    def die(self, objective, pattern):
+        count[0] += 1
+        if count[0] == 11:
+            raise Boom
+        return original(self, objective, pattern)
+
+    monkeypatch.setattr(SparseGPT, "solve", die)
+    folder = tmp_path / "partial"
+    with pytest.raises(Boom):
+        MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
+    assert len(list(folder.glob("*.safetensors"))) == 10
+    report = MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
+    assert count[0] == 11 + 21 - 10
+    assert not folder.exists() and any("10 layers were taken over" in note for note in report.notes)
+    assert_same(resumed, weights(whole))
+
+
+def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
+    original = SparseGPT.solve
+    monkeypatch.setattr(SparseGPT, "solve", lambda *args: (_ for _ in ()).throw(Boom()))
+    folder = tmp_path / "partial"
+    with pytest.raises(Boom):
+        MoonshotPruner(make("llama"), config()).prune(token_batches(), progress=False, resume_dir=folder)
+    monkeypatch.setattr(SparseGPT, "solve", original)
+    model, other = make("llama"), make("llama")
+    report = MoonshotPruner(model, config(lam=0.5)).prune(token_batches(), progress=False, resume_dir=folder)
+    assert any("discarded" in note for note in report.notes)
+    prune(other, lam=0.5)
+    assert_same(model, weights(other))
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(MoonshotError, match="resume_dir.*holds other files"):
+        MoonshotPruner(make("llama"), config()).prune(token_batches(), resume_dir=tmp_path)
+
+
+def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    from optimum_moonshot import results
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    model = make("llama")
+    before = weights(model)
+    monkeypatch.setattr(results, "save_file", full)
+    with pytest.raises(MoonshotError, match="resume_dir=.*cannot be written.*No space left"):
+        MoonshotPruner(model, config()).prune(token_batches(), progress=False, resume_dir=tmp_path / "partial")
+    assert_same(model, before)
+
+
+def test_bad_weights_activations_and_gradients_name_the_layer():
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(MoonshotError, match=r"model\.layers\.1\.mlp\.up_proj: its weight holds NaN"):
+        prune(model)
+    model = make("llama")
+    model.model.layers[1].input_layernorm.weight.data[0] = float("inf")
+    with pytest.raises(MoonshotError, match=r"layers\.1.*q_proj: its inputs \(activations\) hold NaN"):
+        prune(model, lam=1)
+    with pytest.raises(MoonshotError, match="calibration loss is nan"):
+        prune(model)
+    model = make("llama")
+    scale = model.model.layers[1].mlp.up_proj
+    scale.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("nan"),))
+    with pytest.raises(MoonshotError, match=r"q_proj: its gradients hold NaN"):
+        prune(model)
