@@ -1,9 +1,11 @@
 """Errors a user can act on: each message names the field, the value and the mend."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -42,6 +44,11 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
     return expressions
 
 
+def check_path(name: str, value: Any) -> None:
+    """Raise `MoonshotError` unless `value` is a path, or something else in a string that is not empty."""
+    require(isinstance(value, str | os.PathLike) and value != "", f"{name}={value!r}: give a path")
+
+
 def reason(error: BaseException) -> str:
     """The first line of what an error says, or its name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -54,6 +61,16 @@ def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise MoonshotError(f"{field}={str(path)!r} cannot be written: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MoonshotError(f"{path} is damaged: {error}") from None
+    require(isinstance(values, dict), f"{path} is damaged: it holds no JSON object")
+    return values
 
 
 class FactorizationError(MoonshotError):

@@ -1,5 +1,7 @@
 """Files that appear in a folder together, once all of them are written."""
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import require, writing
+from .errors import check_path, require, writing
 
 # Files of another model, or of an earlier save, that would be loaded in place of, or on top of, the new ones.
 WEIGHT_FILES = (
@@ -18,6 +20,7 @@ WEIGHT_FILES = (
     "adapter_model.*",
     "adapter_config.json",
 )
+_PREFIX, _CONFIG = ".saving-", "config.json"
 
 
 @contextmanager
@@ -29,11 +32,15 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full; it names the argument `field`.
     """
+    check_path(field, directory)
     directory = Path(directory)
     require(not directory.is_file(), f"{field}={str(directory)!r} is a file: give a folder")
     with writing(field, directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
+        _remove_abandoned(directory)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory) as staging, contextlib.ExitStack() as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock.enter_context(_locked(staging))
             yield Path(staging)
             _move(Path(staging), directory)
 
@@ -51,11 +58,30 @@ def is_weights(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WEIGHT_FILES)
 
 
+def _remove_abandoned(directory: Path) -> None:
+    """What saves that were killed have left behind; a save that runs holds the lock of its folder."""
+    for path in directory.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def _locked(folder: str | os.PathLike) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _move(staging: Path, directory: Path) -> None:
+    """config.json goes first and comes last: a folder that a kill leaves half old, half new cannot be loaded."""
     for path in directory.iterdir():
-        if is_weights(path) and not (staging / path.name).exists():
+        replaced = (staging / path.name).exists()
+        if path.name == _CONFIG if replaced else is_weights(path):
             path.unlink()
-    for path in sorted(staging.iterdir()):
+    for path in sorted(staging.iterdir(), key=lambda path: (path.name == _CONFIG, path.name)):
         target = directory / path.name
         if target.is_dir():
             shutil.rmtree(target)

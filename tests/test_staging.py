@@ -1,0 +1,66 @@
+"""Files that appear together: what a killed save leaves behind, and in which order the files come."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimum_moonshot import MoonshotError
+from optimum_moonshot.staging import staged
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLED = """
+import os, signal, sys
+from optimum_moonshot.staging import staged
+with staged("directory", sys.argv[1]) as folder:
+    (folder / "model.safetensors").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / "model.safetensors").write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 2
+    assert (tmp_path / "model.safetensors").read_text() == "old"
+    with staged("directory", tmp_path) as folder:
+        assert names(tmp_path) == [folder.name, "model.safetensors"]
+        (folder / "model.safetensors").write_text("new")
+    assert names(tmp_path) == ["model.safetensors"] and (tmp_path / "model.safetensors").read_text() == "new"
+
+
+def test_a_save_that_runs_is_left_alone(tmp_path):
+    with staged("directory", tmp_path) as first:
+        (first / "a").write_text("1")
+        with staged("directory", tmp_path) as second:
+            assert first.is_dir()
+            (second / "b").write_text("2")
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
+    """Old weights would go unnoticed under a new config.json, and the other way round."""
+    for name in ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "mine.txt"):
+        (tmp_path / name).write_text("old")
+    moved = []
+
+    def interrupted(source, target):
+        moved.append(target.name)
+        assert not (tmp_path / "config.json").exists()
+        if len(moved) == 2:
+            raise OSError("interrupted")
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(MoonshotError, match="interrupted"), staged("directory", tmp_path) as folder:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            (folder / name).write_text("new")
+    assert moved == ["model.safetensors", "tokenizer.json"]
+    assert names(tmp_path) == ["mine.txt", "model.safetensors"]
