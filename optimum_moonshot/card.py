@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.repocard_data import CardData
 from jinja2 import Environment, StrictUndefined
 from torch import nn
+from transformers.models.auto import modeling_auto as auto
+from yaml import YAMLError
 
-from .checkpoint import parsed, pruned_layers
-from .images import takes_images
-from .packing import packed_bytes
+from .checkpoint import pruned_layers, stored_bytes
+from .errors import read_json
 from .plots import PLOT_NAME, by_kind, save_plot
 from .report import PruneReport
 from .staging import replace_file
@@ -25,8 +28,20 @@ _MARKER = "<!-- the dense model's own card follows -->"
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _AFTER_EVALUATION = "## Size and cost"
 _TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")
-_SOLVERS = {"sparsegpt": "SparseGPT", "wanda": "Wanda", "magnitude": "magnitude pruning"}
+_SOLVERS = {
+    "sparsegpt": "SparseGPT", "wanda": "Wanda", "obc": "OBC", "cap": "CAP", "osscar": "OSSCAR",
+    "magnitude": "magnitude pruning",
+}  # fmt: skip
 _CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
+_TASKS = {
+    "AutoModelForCausalLM": ("text-generation", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "AutoModelForMaskedLM": ("fill-mask", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "AutoModelForImageClassification": ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "AutoModelForImageTextToText": ("image-text-to-text", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    "AutoModelForSequenceClassification": (
+        "text-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -52,9 +67,9 @@ def find_base(name_or_path: str) -> Base:
         return Base()
     try:
         card = ModelCard.load(path if folder else name, ignore_metadata_errors=True)
-    except EntryNotFoundError:
-        return Base(name)
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError, YAMLError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return Base(name)  # the Hub has none
         _log.warning("the card of %s cannot be read, so its licence is not taken over: %s", name_or_path, error)
         return Base(name)
     return _split(name, card)
@@ -64,7 +79,7 @@ def _split(name: str | None, card: ModelCard) -> Base:
     """What of a card is the dense model's: all of it, or what is below the mark in one of ours."""
     data, text = card.data.to_dict(), card.text.strip()
     if "moonshot" not in data:
-        return Base(name, data, text)
+        return Base(name, data, f"{text}\n{_leftover(data)}".strip())
     ours = data["moonshot"]
     data["tags"] = [tag for tag in data.get("tags", ()) if tag not in (ours["solver"], ours["pattern"])]
     _, _, below = text.partition(_MARKER)
@@ -72,19 +87,25 @@ def _split(name: str | None, card: ModelCard) -> Base:
     return Base(name or data.get("base_model"), data, below)
 
 
+def _leftover(data: dict[str, Any]) -> str:
+    """What a card's YAML says of the dense model alone: where it was measured, on what it was trained, its terms."""
+    rest = {name: value for name, value in data.items() if name not in (*_TAKEN_OVER, "tags", "library_name")}
+    return f"\n````yaml\n{CardData(**rest).to_yaml()}\n````" if rest else ""
+
+
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of a model's weights on disk, dense and packed."""
+    """Bytes of a pruned model's weights on disk, dense and packed."""
     dense = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
-    saved, seen = 0, set()
-    for name, layer in pruned_layers(model).items():
-        tensor = model.get_parameter(name)
-        if tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        pattern = parsed(layer.pattern)
-        values = int(tensor.count_nonzero()) if pattern is None else tensor.numel() // pattern.m * pattern.n
-        saved += max(0, tensor.nbytes - packed_bytes(layer.matrix, values, tensor.element_size()))
-    return dense, dense - saved
+    layers = {model.get_parameter(name): layer for name, layer in pruned_layers(model).items()}  # tied ones once
+    return dense, dense - sum(tensor.nbytes - stored_bytes(tensor, layer) for tensor, layer in layers.items())
+
+
+def find_auto_class(architecture: str) -> tuple[str, str | None]:
+    """The transformers class that loads a model, and its task on the Hub, None where that is not known."""
+    for cls, (task, mapping) in _TASKS.items():
+        if any(architecture in ([name] if isinstance(name, str) else name) for name in mapping.values()):
+            return cls, task
+    return (architecture if hasattr(transformers, architecture) else "AutoModelForCausalLM"), None
 
 
 @dataclass(frozen=True)
@@ -97,31 +118,30 @@ class Facts:
     lam: float | None
     dense_bytes: int
     packed_bytes: int
-    vision: bool
+    architecture: str  # the model's class
 
     @classmethod
-    def gather(cls, model: nn.Module, report: PruneReport, name: str, format: str) -> "Facts":
+    def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
         """From a pruned transformers model."""
         base = find_base(getattr(model, "name_or_path", ""))
-        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), takes_images(model))
+        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
-        """From the card in the folder of a pruned model; None where there is none of ours.
+        """From the card in the folder of a pruned model; None where there is none of ours, or it was changed too much.
 
         Without a name, the model has the one that the card's first heading says.
         """
-        path = folder / "README.md"
-        card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
-        known = {} if card is None else card.data.to_dict()
-        if "moonshot" not in known:
+        try:
+            card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
+            told = card.data.to_dict()["moonshot"]
+            size = told["weight_bytes"]["dense"], told["weight_bytes"]["packed"]
+            (architecture,) = read_json(folder / "config.json")["architectures"]
+            heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+            name = name or (heading[1].strip() if heading else folder.resolve().name)
+            return cls(name, format, _split(None, card), told["lambda"], *size, architecture)
+        except (OSError, ValueError, KeyError, TypeError, YAMLError):
             return None
-        told = known["moonshot"]
-        vision = known.get("pipeline_tag") == "image-classification"
-        size = told["weight_bytes"]
-        heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
-        name = name or (heading[1].strip() if heading else folder.resolve().name)
-        return cls(name, format, _split(None, card), told["lambda"], size["dense"], size["packed"], vision)
 
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
@@ -161,7 +181,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         layers=len(report.layers),
         compaction=report.compacted,
         format=facts.format,
-        auto_class="AutoModelForImageClassification" if facts.vision else "AutoModelForCausalLM",
+        auto_class=find_auto_class(facts.architecture)[0],
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
@@ -182,7 +202,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
 def _data(report: PruneReport, facts: Facts) -> ModelCardData:
     config, base = report.config, facts.base
     taken = {name: base.data[name] for name in _TAKEN_OVER if base.data.get(name) is not None}
-    taken.setdefault("pipeline_tag", _task(facts))
+    taken.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
     source = (report.calibration or {}).get("source")
     return ModelCardData(
         model_name=facts.name,
@@ -213,7 +233,7 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     """Every measurement, before and after; what is not finite is no JSON and stays out."""
     return [
         EvalResult(
-            task_type=_task(facts),
+            task_type=find_auto_class(facts.architecture)[1] or "other",
             dataset_type=name,
             dataset_name=name,
             metric_type=values.get("metric", "perplexity"),
@@ -224,10 +244,6 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
         for state, when in (("dense", "before pruning"), ("pruned", "after pruning"))
         if values[state] is not None and math.isfinite(values[state])
     ]
-
-
-def _task(facts: Facts) -> str:
-    return "image-classification" if facts.vision else "text-generation"
 
 
 def _asked(report: PruneReport) -> float | None:

@@ -20,19 +20,19 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from .config import MoonshotConfig
-from .errors import MoonshotError, require
+from .errors import MoonshotError, read_json, require
 from .layers import find_structure
+from .names import META, PACKED, parameter_names
 from .packing import check_packed, pack, packed_bytes, unpack
 from .patterns import NM, Unstructured, parse_pattern
 
 FORMATS = ("dense", "packed")
 VERSION = 1
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
-PACKED, META = "_packed", "_meta"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Tensors = dict[str, Tensor]
@@ -81,8 +81,16 @@ def model_class(config: Any) -> type:
     return getattr(transformers, architecture, AutoModelForCausalLM)
 
 
+def read_model_config(folder: Path, **options: Any) -> Any:
+    """A checkpoint's configuration, or a `MoonshotError` for one that transformers cannot read."""
+    try:
+        return AutoConfig.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise MoonshotError(f"{folder}: its model is unknown to transformers ({error})") from error
+
+
 def pruned_layers(model: nn.Module) -> Layers:
-    """The weights that `model.config.moonshot` says are pruned, under every name that a checkpoint may give them.
+    """The weights that `model.config.moonshot` says are pruned, under every name that they have in the model.
 
     Raises:
         MoonshotError: the model is not a pruned one.
@@ -106,28 +114,30 @@ def pruned_layers(model: nn.Module) -> Layers:
     return found
 
 
-def pack_files(source: Path, target: Path, layers: Layers) -> None:
+def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     """Write the weights of a dense checkpoint packed, wherever that is smaller, and config.json with the format.
 
     Args:
         source: folder of the dense checkpoint.
         target: folder of the packed one; may be the same.
-        layers: of `pruned_layers`; tensors of other names or shapes stay dense.
+        model: the pruned model, possibly on the meta device; what is not pruned in it stays dense.
 
     Raises:
         MoonshotError: a layer that is not n:m, with its name, or no layer that packing makes smaller.
     """
-    packed = []
+    layers, packed = pruned_layers(model), []
+    places = parameter_names(model, _stored_names(source))
 
     def change(tensors: Tensors, _: Layers) -> tuple[Tensors, Layers]:
         entries = {}
         for name in list(tensors):
-            layer = layers.get(name)
-            if layer is None or layer.shape != tuple(tensors[name].shape) or not _is_smaller(tensors[name], layer):
+            layer = layers.get(places.get(name))
+            tensor = tensors[name]
+            if layer is None or layer.shape != tuple(tensor.shape) or stored_bytes(tensor, layer) == tensor.nbytes:
                 continue
-            tensor = tensors.pop(name)
+            del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
-            with naming(name):
+            with naming(places[name]):
                 tensors[name + PACKED], tensors[name + META] = layer.pack(tensor)
         packed.extend(entries)
         return tensors, entries
@@ -151,10 +161,19 @@ def unpack_files(source: Path, target: Path) -> None:
     _write_config(source, target, None)
 
 
-def _is_smaller(tensor: Tensor, layer: PackedLayer) -> bool:
+def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
+    """What a pruned weight takes in a packed checkpoint, where it stays dense if that is smaller."""
     pattern = parsed(layer.pattern)
     values = tensor.numel() * pattern.n // pattern.m if pattern else int(tensor.count_nonzero())
-    return packed_bytes(layer.matrix, values, tensor.dtype.itemsize) < tensor.nbytes
+    return min(tensor.nbytes, packed_bytes(layer.matrix, values, tensor.dtype.itemsize))
+
+
+def _stored_names(folder: Path) -> list[str]:
+    names = []
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+    return names
 
 
 def _rewrite(source: Path, target: Path, change: Callable[[Tensors, Layers], tuple[Tensors, Layers | None]]) -> None:
@@ -176,9 +195,9 @@ def _rewrite(source: Path, target: Path, change: Callable[[Tensors, Layers], tup
         places |= dict.fromkeys(tensors, path.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if (source / _INDEX).exists():
-        index = json.loads((source / _INDEX).read_text(encoding="utf-8"))
-        index["metadata"]["total_size"] = total
-        _write_json(target / _INDEX, {**index, "weight_map": dict(sorted(places.items()))})
+        index = read_json(source / _INDEX)
+        metadata = {**index.get("metadata", {}), "total_size": total}
+        _write_json(target / _INDEX, {**index, "metadata": metadata, "weight_map": dict(sorted(places.items()))})
 
 
 def _describe(tensors: Tensors, layers: Layers) -> str:
@@ -208,7 +227,8 @@ def packed_layers(metadata: dict[str, str]) -> tuple[Layers, dict[str, str]]:
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes, in row-major order."""
-    return sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    content = tensor.contiguous().flatten()
+    return sha256(content.view(torch.uint8).numpy().data if content.numel() else b"").hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -217,20 +237,29 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         MoonshotError: there are none, or one that the index names is missing.
     """
-    if (folder / _INDEX).exists():
-        places = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        for name, file in places.items():
-            require((folder / file).is_file(), f"{folder}: {file} is missing, which holds {name}")
-        return [folder / file for file in sorted(set(places.values()))]
-    require((folder / _SINGLE).is_file(), f"{folder} holds no {_SINGLE} and no {_INDEX}")
-    return [folder / _SINGLE]
+    places = index_places(folder)
+    for name, file in places.items():
+        require((folder / file).is_file(), f"{folder}: {file} is missing, which holds {name}")
+    require(bool(places) or (folder / _SINGLE).is_file(), f"{folder} holds no {_SINGLE} and no {_INDEX}")
+    return [folder / file for file in sorted(set(places.values()) or {_SINGLE})]
+
+
+def index_places(folder: Path) -> dict[str, str]:
+    """The file of every tensor of a checkpoint in several files; empty where there is one file only."""
+    path = folder / _INDEX
+    if not path.exists():
+        return {}
+    places = read_json(path).get("weight_map")
+    known = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
+    require(known, f"{path} is damaged: it has no weight_map")
+    return places
 
 
 def checkpoint_format(folder: Path) -> str:
     """ "dense" or "packed", by config.json."""
     config = _read_config(folder)
     quantization = config.get("quantization_config") or {}
-    if quantization.get("quant_method") != METHOD:
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return "dense"
     check_version(quantization)
     return quantization["format"]
@@ -247,7 +276,7 @@ def check_version(quantization: dict[str, Any]) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     require(path.is_file(), f"{folder} holds no config.json: give the folder of a checkpoint")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def _write_config(source: Path, target: Path, quantization: dict[str, Any] | None) -> None:

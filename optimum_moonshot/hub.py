@@ -25,16 +25,24 @@ def open_repository(
         The full name.
 
     Raises:
-        MoonshotError: the token is refused, the repository holds files, or the Hub cannot be reached.
+        MoonshotError: the token is refused, the repository holds files or is private where it should be public (or the
+            other way), or the Hub cannot be reached.
     """
+    require(isinstance(repo_id, str), f'push_to_hub: repo_id={repo_id!r}: give "user/name"')
     with _explained(repo_id):
         api = HfApi(token=token)
         full = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        held = [name for name in api.list_repo_files(full) if name != ".gitattributes"]
+        found = api.model_info(full)
+        held = [file.rfilename for file in found.siblings if file.rfilename != ".gitattributes"]
         require(
             exist_ok or not held,
             f"push_to_hub: {full} exists and holds {len(held)} files, such as {(held or [''])[0]}; exist_ok=True adds "
             "a commit that replaces its weights",
+        )
+        require(
+            private is None or found.private == private,
+            f"push_to_hub: private={private}, but {full} exists and is {'private' if found.private else 'public'}; "
+            "change that on the Hub, or leave private out",
         )
         return full
 

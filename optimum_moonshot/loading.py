@@ -7,30 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig
 
 from .checkpoint import (
-    META,
-    PACKED,
     PackedLayer,
     checkpoint_format,
     digest,
     dtype_name,
+    index_places,
     model_class,
     naming,
     packed_layers,
     parsed,
+    read_model_config,
     weight_files,
 )
-from .errors import MoonshotError, require
+from .config import MoonshotConfig
+from .errors import MoonshotError, check_path, require
+from .names import META, PACKED, parameter_names
 from .packing import check_packed, is_nm
 from .report import REPORT_NAME, PruneReport
+from .semi_structured import check_batch_shape, use_semi_structured
 
 RUNTIMES = ("dense", "packed", "semi_structured")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+# They load what was not verified, or something else than a model.
+_REFUSED = ("config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors", "variant")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
@@ -58,23 +62,34 @@ def load_pruned(
         MoonshotError: a missing, truncated or damaged file, with the name of the layer it happened to; counts or shapes
             that do not fit; a checkpoint that is not pruned.
     """
+    check_path("name_or_path", name_or_path)
     require(runtime in RUNTIMES, f"runtime={runtime!r}: use one of {', '.join(RUNTIMES)}")
+    check_batch_shape(batch_shape)
+    _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in _HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
     format = verify(folder)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
-    config = AutoConfig.from_pretrained(folder, **shared)
+    config = read_model_config(folder, **shared)
     require(hasattr(config, "moonshot"), f"{name_or_path}: config.json has no entry moonshot: the model is not pruned")
     if runtime == "packed":
         mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
         require(format == "packed", f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
         config.quantization_config["runtime"] = "packed"
-    model = model_class(config).from_pretrained(folder, config=config, **model_kwargs)
+    model, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **model_kwargs)
+    _check_loaded(info)
+    if format == "dense":
+        _check_zeros(folder, model)
     if runtime == "semi_structured":
-        from .semi_structured import use_semi_structured
-
         use_semi_structured(model, batch_shape)
     return model
+
+
+def _check_options(name_or_path: str | os.PathLike, options: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        require(name not in options, f"{name}: load_pruned takes none; call the model's from_pretrained with it")
+    again = isinstance(options.get("quantization_config"), MoonshotConfig)
+    require(not again, f"quantization_config: {name_or_path} is pruned already; load it without one")
 
 
 def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
@@ -87,12 +102,12 @@ def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
         return Path(name_or_path)
     try:
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(_FILES), **hub))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
         raise MoonshotError(f"{name_or_path} is no folder, and no repository that can be read: {error}") from error
 
 
 def verify(folder: Path) -> str:
-    """Check every byte of a packed checkpoint, and of a dense one what can be: lengths, and the zeros of its report.
+    """Check every byte of a packed checkpoint, and of a dense one that no file is cut off or missing.
 
     Returns:
         Its format, "dense" or "packed".
@@ -101,7 +116,6 @@ def verify(folder: Path) -> str:
         MoonshotError: with the name of the layer that is damaged, cut off or missing.
     """
     format, found = checkpoint_format(folder), set()
-    zeros = _reported_zeros(folder) if format == "dense" else {}
     for path in weight_files(folder):
         metadata = _header(path)
         try:
@@ -116,10 +130,6 @@ def verify(folder: Path) -> str:
                 for name, layer in layers.items():
                     with naming(name):
                         _check_layer(file.get_tensor(name + PACKED), file.get_tensor(name + META), layer)
-                for name in names & zeros.keys():
-                    counted = int((file.get_tensor(name) == 0).sum())
-                    with naming(name):
-                        require(counted >= zeros[name], f"it has {counted} zeros, its report says {zeros[name]}")
         except SafetensorError as error:
             raise MoonshotError(f"{path} is damaged: {error}") from None
         found |= names
@@ -168,6 +178,30 @@ def _check_layer(values, meta, layer: PackedLayer) -> None:
     require(pattern is None or is_nm(meta, layer.matrix[1], pattern), f"it is not {pattern}")
 
 
+def _check_index(folder: Path, found: set[str]) -> None:
+    missing = sorted(index_places(folder).keys() - found)
+    require(not missing, f"{_layer((missing or [''])[0])}: the index names it, no file holds it")
+
+
+def _check_loaded(info: dict[str, Any]) -> None:
+    """Raise `MoonshotError` for weights that the files do not have, or the model does not."""
+    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    require(not missing, f"{_layer((missing or [''])[0])}: no file holds it, nor {len(missing) - 1} others")
+    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
+
+
+def _check_zeros(folder: Path, model: nn.Module) -> None:
+    """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than its report says."""
+    zeros = _reported_zeros(folder)
+    for path in weight_files(folder) if zeros else ():
+        with safe_open(path, "pt") as file:
+            for stored, name in parameter_names(model, file.keys()).items():
+                if name in zeros:
+                    counted = int((file.get_tensor(stored) == 0).sum())
+                    with naming(name):
+                        require(counted >= zeros[name], f"it has {counted} zeros, its report says {zeros[name]}")
+
+
 def _reported_zeros(folder: Path) -> dict[str, int]:
     """How many zeros each weight of a dense checkpoint has at least; empty without a report, or after compaction."""
     if not (folder / REPORT_NAME).is_file():
@@ -175,10 +209,3 @@ def _reported_zeros(folder: Path) -> dict[str, int]:
     report = PruneReport.load(folder)
     layers = () if report.compaction else report.layers
     return {f"{layer.name}.weight": round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
-
-
-def _check_index(folder: Path, found: set[str]) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        missing = sorted(json.loads(index.read_text(encoding="utf-8"))["weight_map"].keys() - found)
-        require(not missing, f"{_layer((missing or [''])[0])}: the index names it, no file holds it")

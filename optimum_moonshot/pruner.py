@@ -21,7 +21,7 @@ from .passes import Batch, Forward, called_by
 from .path import SparsityPath, prune_path
 from .report import PruneReport
 from .run import Run
-from .saving import save_model
+from .saving import check_saving, save_model
 from .sweep import Sweep, variants
 from .sweep_report import SweepEntry, SweepReport
 
@@ -274,6 +274,7 @@ class MoonshotPruner:
                 broke; nothing is published then.
         """
         require(self.report is not None, _NOT_PRUNED)
+        check_saving(self.model, format, options)
         full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
         with tempfile.TemporaryDirectory() as folder:
             processors = (self.tokenizer, self.processor)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .errors import require
+from .errors import MoonshotError, read_json, require
 from .objective import RelativeLoss
 from .staging import replace_file
 
@@ -224,10 +224,18 @@ class PruneReport:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "PruneReport":
-        """Read what `save` wrote, from the file or its folder."""
+        """Read what `save` wrote, from the file or its folder.
+
+        Raises:
+            MoonshotError: the file is damaged.
+        """
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise MoonshotError(f"{path} is damaged: it is no report of a run ({error!r})") from None
 
 
 def _short(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Write a pruned model as a checkpoint, dense or packed, with its report and model card: all of it or nothing."""
 
+import inspect
 import os
 import shutil
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from .card import Facts, update_evaluations, write_card
 from .checkpoint import (
@@ -17,10 +18,10 @@ from .checkpoint import (
     checkpoint_format,
     model_class,
     pack_files,
-    pruned_layers,
+    read_model_config,
     unpack_files,
 )
-from .errors import MoonshotError, require, writing
+from .errors import check_path, require, writing
 from .report import REPORT_NAME, Measured, PruneReport
 from .staging import is_weights, staged
 
@@ -46,24 +47,34 @@ def save_model(
     Raises:
         MoonshotError: the folder cannot be written, the disk is full, or a layer is not n:m any more.
     """
-    check_format(format)
+    check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
-    require(
-        not plain or format == "dense", f"format='packed': {type(model).__name__} is no PreTrainedModel; use 'dense'"
-    )
     with staged("directory", directory) as staging:
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
             model.save_pretrained(staging, **options)
         if format == "packed":
-            pack_files(staging, staging, pruned_layers(model))
+            pack_files(staging, staging, model)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):
                 processor.save_pretrained(staging)
         report.save(staging)
         if not plain:
-            write_card(staging, report, Facts.gather(model, report, name or Path(directory).resolve().name, format))
+            write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
+
+
+def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:
+    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any."""
+    check_format(format)
+    plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
+    require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
+    known = () if plain else inspect.signature(model.save_pretrained).parameters
+    for name, value in options.items():
+        require(name != "push_to_hub", "push_to_hub: call the pruner's own push_to_hub, which writes the card too")
+        require(name != "is_main_process", "is_main_process: call it in one process, which writes everything")
+        require(name in known, f"{name}={value!r}: {cls}.save_pretrained has no such option")
+        require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
 
 
 def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
@@ -79,9 +90,10 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
         MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
     """
     check_format(format)
+    check_path("source", source)
     folder = Path(source)
     require(checkpoint_format(folder) != format, f"{source} is a {format} checkpoint already")
-    layers = _skeleton_layers(folder, loading) if format == "packed" else None
+    model = _skeleton(folder, loading) if format == "packed" else None
     inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
     entries = [path for path in folder.iterdir() if path.resolve() not in inside]
     with staged("output", output) as staging:
@@ -90,10 +102,10 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
                 shutil.copytree(path, staging / path.name)
             elif path.is_file() and not is_weights(path):
                 shutil.copy2(path, staging)
-        if layers is None:
+        if model is None:
             unpack_files(folder, staging)
         else:
-            pack_files(folder, staging, layers)
+            pack_files(folder, staging, model)
         facts = Facts.read(staging, Path(output).resolve().name, format)
         if facts is not None and (staging / REPORT_NAME).is_file():
             write_card(staging, PruneReport.load(staging), facts)
@@ -131,13 +143,9 @@ def saved_report(folder: Path) -> PruneReport:
     return PruneReport.load(folder)
 
 
-def _skeleton_layers(folder: Path, loading: dict[str, Any]):
-    """What is pruned in a checkpoint, from its model without weights."""
-    try:
-        config = AutoConfig.from_pretrained(folder, **loading)
-    except (OSError, ValueError, KeyError) as error:
-        raise MoonshotError(f"{folder}: its model is unknown to transformers ({error})") from error
+def _skeleton(folder: Path, loading: dict[str, Any]) -> nn.Module:
+    """The model of a checkpoint, without weights."""
+    config = read_model_config(folder, **loading)
     cls = model_class(config)
     with torch.device("meta"):
-        model = cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)
-    return pruned_layers(model)
+        return cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)

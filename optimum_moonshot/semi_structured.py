@@ -24,9 +24,7 @@ def use_semi_structured(model: nn.Module, batch_shape: tuple[int, int]) -> dict[
     Returns:
         What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
     """
-    require(len(batch_shape) == 2, f"batch_shape={batch_shape!r}: give samples and tokens")
-    for size in batch_shape:
-        check_whole("batch_shape", size, 1)
+    check_batch_shape(batch_shape)
     tokens, chosen = batch_shape[0] * batch_shape[1], {}
     for name, layer in pruned_layers(model).items():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -37,6 +35,14 @@ def use_semi_structured(model: nn.Module, batch_shape: tuple[int, int]) -> dict[
     for reason in sorted({reason for reason in chosen.values() if reason.startswith("dense: ")}):
         _log.warning("%d layers stay dense: %s", list(chosen.values()).count(reason), reason.removeprefix("dense: "))
     return chosen
+
+
+def check_batch_shape(batch_shape: tuple[int, int]) -> None:
+    """Raise `MoonshotError` unless this is a number of samples and one of tokens."""
+    pair = isinstance(batch_shape, tuple | list) and len(batch_shape) == 2
+    require(pair, f"batch_shape={batch_shape!r}: give samples and tokens")
+    for size in batch_shape:
+        check_whole("batch_shape", size, 1)
 
 
 def _choose(module: nn.Module, layer: PackedLayer, tokens: int) -> str:

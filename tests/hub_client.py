@@ -72,9 +72,12 @@ def main(folder):
         "refused": error(lambda: push("me/refused", token="hf_wrong")),
         "url": push("me/small", private=True),
         "exists": error(lambda: push("me/small")),
+        "public": error(lambda: push("me/small", private=False, exist_ok=True)),
         "cut": error(lambda: push("me/cut")),
         "cut again": error(lambda: push("me/cut")),
         "bad name": error(lambda: push("a//b")),
+        "no name": error(lambda: push(None)),
+        "bad format": error(lambda: push("me/none", format="zip")),
     }
     done["local files intact"] = files(folder / "saved") == before
     loaded = hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto")

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from matplotlib.image import imread
 from models import image_batches, make, token_batches
 
@@ -73,17 +74,64 @@ def test_a_card_is_carried_through_a_second_pruning(tmp_path):
     assert text.count("# Mine") == 1 and text.count("Card of the dense model") == 1
 
 
+def test_the_yaml_of_the_dense_models_card_is_not_lost(tmp_path):
+    make("llama").save_pretrained(tmp_path / "base")
+    ours = {"license": "mit", "tags": ["mine"], "library_name": "transformers"}
+    theirs = {
+        "base_model": "org/older",
+        "datasets": ["org/text"],
+        "extra_gated_prompt": "Line one\n```\ncode: ü\n```\n",
+    }
+    (tmp_path / "base" / "README.md").write_text(f"---\n{yaml.safe_dump({**ours, **theirs})}---\n# Mine\n")
+    for source, target in (("base", "first"), ("first", "second")):
+        pruner = MoonshotPruner.from_pretrained(tmp_path / source, MoonshotConfig(solver="magnitude", pattern="2:4"))
+        pruner.prune(progress=False)
+        pruner.save_pretrained(tmp_path / target)
+        data, text = card(tmp_path / target)
+        assert data["license"] == "mit" and not theirs.keys() & data.keys()
+        _, block = text.split("# Card of the dense model")[1].split("````yaml\n")
+        assert yaml.safe_load(block.split("\n````")[0]) == theirs
+
+
+def test_a_card_that_somebody_changed_is_copied(tmp_path):
+    pruned(solver="magnitude", lam=None).save_pretrained(tmp_path / "dense")
+    path = tmp_path / "dense" / "README.md"
+    original = path.read_bytes()
+    for content in (original.replace(b"weight_bytes", b"bytes_of_weights"), b"", b"\xff\xfe", b"---\n[\n---\n"):
+        path.write_bytes(content)
+        convert(tmp_path / "dense", tmp_path / "packed", "packed")
+        assert (tmp_path / "packed" / "README.md").read_bytes() == content
+
+
+def test_the_card_of_a_compacted_model(tmp_path):
+    """Its zeros are gone: nothing is left to pack."""
+    pruner = MoonshotPruner(make("llama"), MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
+    pruner.prune(progress=False)
+    before, after = pruner.compact().parameters
+    pruner.save_pretrained(tmp_path)
+    data, text = card(tmp_path)
+    sizes = data["moonshot"]["weight_bytes"]
+    assert sizes["packed"] == sizes["dense"] == sum(p.nbytes for p in pruner.model.parameters())
+    assert f"{before:,} → {after:,} parameters" in text
+
+
 def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, caplog, monkeypatch):
     assert find_base("") == find_base(str(tmp_path)) == find_base("/no/such/folder/of/mine")
     (tmp_path / "README.md").write_text("no header at all")
     assert find_base(str(tmp_path)).text == "no header at all" and find_base(str(tmp_path)).name is None
+    (tmp_path / "README.md").write_text("---\n[\n---\nno YAML")
+    assert find_base(str(tmp_path)) == find_base("") and "its licence is not taken over" in caplog.text
+    caplog.clear()
 
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no network")
+    for error in (ConnectionError("no network"), LocalEntryNotFoundError("offline"), EntryNotFoundError("no card")):
 
-    monkeypatch.setattr(ModelCard, "load", unreachable)
-    assert find_base("org/model").name == "org/model"
-    assert "its licence is not taken over" in caplog.text
+        def failing(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr(ModelCard, "load", failing)
+        caplog.clear()
+        assert find_base("org/model").name == "org/model"
+        assert ("its licence is not taken over" in caplog.text) == (type(error) is not EntryNotFoundError)
 
 
 def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):
@@ -115,9 +163,12 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     assert data["moonshot"]["sparsity_asked"] == pytest.approx(asked, abs=0.01)
     assert data["moonshot"]["sparsity"] == pytest.approx(pruner.report.sparsity, abs=1e-6)
     assert data["moonshot"]["lambda"] == settings.get("lam", 0.9)
-    vision = name == "vit"
-    assert data["pipeline_tag"] == ("image-classification" if vision else "text-generation")
-    assert ("AutoModelForImageClassification" in text) == vision
+    task, cls = {
+        "vit": ("image-classification", "AutoModelForImageClassification"),
+        "bert": ("fill-mask", "AutoModelForMaskedLM"),
+    }.get(name, ("text-generation", "AutoModelForCausalLM"))
+    assert data["pipeline_tag"] == task == data["model-index"][0]["results"][0]["task"]["type"]
+    assert f"from transformers import {cls}\n" in text and f"model = {cls}.from_pretrained" in text
     assert ("Left dense although chosen" in text) == bool(pruner.report.skipped)
     if "allocation" in settings:
         assert "| allocation of the sparsity | alpha |" in text and "% to " in text

@@ -35,6 +35,7 @@ SETTINGS = [
     dict(pattern="2:4", targets=["lm_head", r"\.[0-2]\."]),
     dict(pattern="2:4", ignore=[r"\.1\.", "attn"]),
     dict(pattern="4:16"),  # fits no layer of 24 inputs
+    dict(pattern="unstructured", sparsity=1.0),  # nothing is left to store
 ]
 
 
@@ -44,6 +45,7 @@ SETTINGS = [
         *(("llama", settings) for settings in SETTINGS),
         *(("gpt2", settings) for settings in SETTINGS[::2]),
         *((name, SETTINGS[4]) for name in ("llama-tied-biased", "opt", "mixtral")),
+        *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names
     ],
     ids=str,
 )
@@ -54,7 +56,7 @@ def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
         pruner.save_pretrained(folders[0], format="packed")
         convert(folders[0], folders[1], "dense")
         convert(folders[1], folders[2], "packed")
-        assert_same(pruner.model, hf.AutoModelForCausalLM.from_pretrained(folders[0]))
+        assert_same(pruner.model, type(pruner.model).from_pretrained(folders[0]))
         for folder in folders:
             assert_same(pruner.model, load_pruned(folder))
         first, last = tensors(folders[0]), tensors(folders[2])
@@ -67,8 +69,21 @@ def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
                 expected = pruner.model.get_submodule(module_name).weight
                 expected = expected.T if name == "gpt2" else expected
                 assert torch.equal(module.weight, expected)
-        if dtype == torch.float32:
+        if name == "llama" and dtype == torch.float32:
             assert torch.allclose(kept(INPUTS).logits, pruner.model(INPUTS).logits, atol=1e-4)
+
+
+def test_a_layer_that_is_stored_under_another_name_is_named_as_in_the_model(tmp_path):
+    pruner = pruned("vit")
+    layer = pruner.report.layers[4].name
+    with torch.no_grad():
+        pruner.model.get_submodule(layer).weight.fill_(1)
+    pruner.save_pretrained(tmp_path / "dense")
+    assert f"{layer}.weight" not in tensors(tmp_path / "dense")
+    with pytest.raises(MoonshotError, match=f"^{layer}: it is not 2:4"):
+        pruner.save_pretrained(tmp_path / "packed", format="packed")
+    with pytest.raises(MoonshotError, match=rf"^{layer}: it has \d+ zeros, its report says"):
+        load_pruned(tmp_path / "dense")
 
 
 def test_two_of_four_takes_nine_sixteenths_of_the_pruned_layers(packed):
@@ -165,6 +180,34 @@ def test_what_packing_does_not_make_smaller_stays_dense(tmp_path):
     assert "model.layers.0.mlp.up_proj.weight" in tensors(tmp_path)
     assert "model.layers.1.mlp.up_proj.weight_packed" in tensors(tmp_path)
     assert_same(pruner.model, hf.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(push_to_hub=True), "call the pruner's own push_to_hub"),
+        (dict(is_main_process=False), "call it in one process"),
+        (dict(max_shards=1), "max_shards=1: LlamaForCausalLM.save_pretrained has no such option"),
+        (dict(variant="fp16"), "a packed checkpoint has no variants"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_met_are_refused_before_anything_is_written(options, words, tmp_path):
+    with pytest.raises(MoonshotError, match=words):
+        pruned().save_pretrained(tmp_path / "out", format="packed", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_path_is_refused(tmp_path):
+    pruner = pruned()
+    for path in (None, 3, b"folder", ""):
+        for call in (
+            lambda path=path: pruner.save_pretrained(path),
+            lambda path=path: convert(path, tmp_path, "packed"),
+            lambda path=path: load_pruned(path),
+        ):
+            with pytest.raises(MoonshotError, match="(directory|source|name_or_path)=.*give a path"):
+                call()
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])

@@ -50,11 +50,13 @@ def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
     done, hub = session
     assert "refused the token for me/refused (401" in done["refused"] and "hf auth login" in done["refused"]
     assert "me/small exists and holds" in done["exists"] and "exist_ok=True" in done["exists"]
+    assert "private=False, but me/small exists and is private" in done["public"]
     for attempt in ("cut", "cut again"):  # the repository that the first one made is empty: no obstacle
         assert "broke" in done[attempt] and "nothing was published in me/cut, call it again" in done[attempt]
     assert hub.commits["me/cut"] == [] and hub.files["me/cut"].keys() == {".gitattributes"}
     assert "me/refused" not in hub.files
-    assert "is no name of a repository" in done["bad name"]
+    assert "is no name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
+    assert "format='zip'" in done["bad format"] and "me/none" not in hub.files
     assert done["local files intact"]
 
 

@@ -9,7 +9,7 @@ from checkpoints import assert_same, pruned
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from optimum_moonshot import MoonshotError, convert, load_pruned
+from optimum_moonshot import MoonshotConfig, MoonshotError, convert, load_pruned
 
 
 def layer_at(path, position):
@@ -123,6 +123,54 @@ def test_a_dense_checkpoint_that_lost_its_zeros_is_refused(tmp_path):
         load_pruned(tmp_path)
 
 
+def test_weights_that_no_file_holds_are_not_made_up(packed_copy, tmp_path):
+    """transformers fills them with random numbers, and warns."""
+    name = "model.layers.2.mlp.up_proj"
+    pruner = pruned()
+    pruner.save_pretrained(tmp_path / "dense")
+    rewrite(tmp_path / "dense" / "model.safetensors", lambda found, _: found.pop(f"{name}.weight"))
+    with pytest.raises(MoonshotError, match=f"^{name}: no file holds it"):
+        load_pruned(tmp_path / "dense")
+    change_config(packed_copy, lambda config: config.pop("quantization_config"))
+    with pytest.raises(MoonshotError, match="^model.layers.0.*: no file holds it, nor 20 others"):
+        load_pruned(packed_copy)
+
+
+def change_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("runtime", ["dense", "packed"])
+def test_files_that_do_not_fit_config_json_are_refused(packed_copy, runtime):
+    change_config(packed_copy, lambda config: config.update(num_hidden_layers=2))
+    with pytest.raises(MoonshotError, match=r"^model\.layers\.2\..*not in the model of config.json"):
+        load_pruned(packed_copy, runtime=runtime)
+    change_config(packed_copy, lambda config: config.update(intermediate_size=32))
+    with pytest.raises(MoonshotError, match=r"^model\.layers\.0\.mlp.*it was saved as \(.*, config.json says"):
+        load_pruned(packed_copy, runtime=runtime)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"weight_map": {"a": 1}}', b'{"layers": 1}'])
+def test_damaged_json_is_named(packed_copy, content, tmp_path):
+    for name in ("config.json", "model.safetensors.index.json", "moonshot_report.json"):
+        folder = tmp_path / name
+        convert(packed_copy, folder, "dense")
+        (folder / name).write_bytes(content)
+        damage = "its model is unknown" if name == "config.json" and len(content) > 3 else f"{name} is damaged"
+        with pytest.raises(MoonshotError, match=damage):
+            load_pruned(folder)
+
+
+def test_options_that_would_load_what_was_not_checked_are_refused(packed):
+    for name in ("config", "output_loading_info", "subfolder", "variant", "state_dict"):
+        with pytest.raises(MoonshotError, match=f"{name}: load_pruned takes none"):
+            load_pruned(packed[0], **{name: "x"})
+    with pytest.raises(MoonshotError, match="quantization_config: .* is pruned already"):
+        load_pruned(packed[0], quantization_config=MoonshotConfig(pattern="2:4"))
+
+
 def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(packed, caplog):
     folder, model = packed
     loaded = load_pruned(folder, runtime="semi_structured", batch_shape=(2, 8))
@@ -130,8 +178,9 @@ def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(
     assert len(loaded.moonshot_runtime) == 21
     assert all(reason.startswith("dense: ") for reason in loaded.moonshot_runtime.values())
     assert "0 of 21 layers run as 2:4 tensors at 16 tokens" in caplog.text and "stay dense" in caplog.text
-    with pytest.raises(MoonshotError, match="batch_shape"):
-        load_pruned(folder, runtime="semi_structured", batch_shape=(0, 8))
+    for shape in ((0, 8), (1, 2, 3), 8, None, (1, 2.5)):
+        with pytest.raises(MoonshotError, match="batch_shape"):
+            load_pruned(folder, runtime="semi_structured", batch_shape=shape)
 
 
 def test_a_repository_that_does_not_exist(monkeypatch):

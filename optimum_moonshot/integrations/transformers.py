@@ -14,9 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint import META, METHOD, PACKED, check_version, packed_layers
+from ..checkpoint import METHOD, PackedLayer, check_version, naming, packed_layers
 from ..config import MoonshotConfig
 from ..errors import require
+from ..names import PACKED, parameter_names
 from ..packing import PackedLinear
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,16 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
     quant_method = METHOD
 
-    def __init__(self, format: str, version: int, runtime: str = "dense", quant_method: str = METHOD):
+    def __init__(
+        self,
+        format: str | None = None,
+        version: int | None = None,
+        runtime: str = "dense",
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ):
         self.format, self.version, self.runtime, self.quant_method = format, version, runtime, quant_method
-        check_version({"format": format, "version": version})
+        check_version({"format": format, "version": version, **unknown})
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method, "format": self.format, "version": self.version}
@@ -40,13 +48,12 @@ class MoonshotQuantizer(HfQuantizer):
     """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model."""
 
     requires_calibration = False
-    # "weight" too: all of a model's weights pass through the converter, which leaves plain ones as they are.
-    serialized_names = {"weight": ["weight", "weight" + PACKED, "weight" + META]}
 
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.runtime = getattr(quantization_config, "runtime", "dense")
         self.processors: tuple[Any, Any] = (None, None)
+        self.kept: list[str] = []  # modules that stay packed in memory
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(self.quantization_config, MoonshotConfig):
@@ -60,16 +67,17 @@ class MoonshotQuantizer(HfQuantizer):
     ) -> None:
         if isinstance(self.quantization_config, MoonshotConfig):
             self._prepare_pruning(model)
-        elif self.runtime == "packed":
-            _keep_packed(model, checkpoint_files or [])
+        else:
+            found = _packed_layers(model, checkpoint_files or [])
+            self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
-        from .conversion import is_ours
+        from .conversion import Unpacking
 
         # Saving would reverse it; what is saved is dense.
-        model._weight_conversions = [entry for entry in model._weight_conversions if not is_ours(entry)]
+        model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.runtime == "packed":
             return
         self.remove_quantization_config(model)
@@ -97,10 +105,10 @@ class MoonshotQuantizer(HfQuantizer):
         with torch.enable_grad():
             model.moonshot_report = MoonshotPruner(model, self.quantization_config, *self.processors).prune()
 
-    def get_load_operations(self) -> dict[str, type]:
-        from .conversion import Unpack  # transformers' loader is imported after its quantizers
+    def get_weight_conversions(self) -> list[Any]:
+        from .conversion import Unpacking  # transformers' loader is imported after its quantizers
 
-        return {"deserialize": Unpack}
+        return [Unpacking(self.kept)] if self.pre_quantized else []
 
     def is_serializable(self) -> bool:
         _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
@@ -111,16 +119,38 @@ class MoonshotQuantizer(HfQuantizer):
         return False
 
 
-def _keep_packed(model: nn.Module, files: list[str]) -> None:
-    """Put a `PackedLinear` wherever the files hold a packed Linear; tied and other weights become dense."""
-    tied = getattr(model, "all_tied_weights_keys", {})
-    shared = {*tied, *tied.values()}
+def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, tuple[PackedLayer, tuple[int, ...]]]:
+    """Every packed weight of the files by its name in the model, with the shape of its values.
+
+    Raises:
+        MoonshotError: a weight that is not of the model's shape, with its name.
+    """
+    found = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            for name, layer in packed_layers(file.metadata() or {})[0].items():
-                parent, _, child = name.removesuffix(".weight").rpartition(".")
-                module = model.get_submodule(parent).get_submodule(child)
-                if isinstance(module, nn.Linear | Conv1D) and name not in shared:
-                    values = tuple(file.get_slice(name + PACKED).get_shape())
-                    packed = PackedLinear(layer.matrix, values, module.bias, module.weight.dtype)
-                    setattr(model.get_submodule(parent), child, packed)
+            layers = packed_layers(file.metadata() or {})[0]
+            for stored, name in parameter_names(model, layers).items():
+                layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
+                with naming(name):
+                    require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
+                found[name] = layer, tuple(file.get_slice(stored + PACKED).get_shape())
+    return found
+
+
+def _keep_packed(model: nn.Module, found: dict[str, tuple[PackedLayer, tuple[int, ...]]]) -> list[str]:
+    """Put a `PackedLinear` in the place of every packed Linear; tied and other weights become dense.
+
+    Returns:
+        The names of these modules.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    shared, kept = {*tied, *tied.values()}, []
+    for name, (layer, values) in found.items():
+        path = name.removesuffix(".weight")
+        parent, _, child = path.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, nn.Linear | Conv1D) and name not in shared:
+            packed = PackedLinear(layer.matrix, values, module.bias, module.weight.dtype)
+            setattr(model.get_submodule(parent), child, packed)
+            kept.append(path)
+    return kept

@@ -1,0 +1,35 @@
+"""The names of weights in a checkpoint's files, which for many architectures are not those in the model.
+
+transformers renames what it loads (ViT, vision-language models, …) and undoes that when it saves.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+PACKED, META = "_packed", "_meta"  # what follows the name of a packed weight
+
+
+def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """The name in the model of every stored weight that transformers loads as it is.
+
+    Those that it splits, merges or does not know are left out, and those whose packed tensors it would name otherwise.
+
+    Args:
+        model: a `PreTrainedModel`, possibly on the meta device.
+        stored: names in the files of a dense checkpoint.
+    """
+    # Both are imported after transformers' quantizers, from which this package is imported.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, found = model.state_dict(), {}
+    for name in stored:
+        known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        renamed = [rename_source_key(name + end, renamings, [])[0] for end in ("", PACKED, META)]
+        if converter is None and known in state and renamed == [renamed[0] + end for end in ("", PACKED, META)]:
+            found[name] = known
+    return found
