@@ -42,7 +42,8 @@ class MoonshotPruner:
 
     Args:
         model: a `PreTrainedModel`, on any device. It changes only when every layer has its result: a run that fails or
-            is interrupted leaves it as it was.
+            is interrupted leaves it as it was. One that was pruned while it was loaded can be saved and published at
+            once, with its report and card.
         config: what to do.
         tokenizer: for calibration on text; saved with the model.
         processor: the image processor, for calibration on images; saved with the model. For a plain module, a function
@@ -53,7 +54,9 @@ class MoonshotPruner:
         require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a PreTrainedModel")
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         self.model, self.config, self.tokenizer, self.processor = model, config, tokenizer, processor
-        self.report: PruneReport | None = None
+        self.report: PruneReport | None = getattr(
+            model, "moonshot_report", None
+        )  # of a model pruned while it was loaded
         self._sweep: Sweep | None = None
 
     @classmethod

@@ -11,7 +11,7 @@ import transformers as hf
 from models import make, token_batches
 from transformers.quantizers import auto
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, convert, load_pruned
 from optimum_moonshot.integrations.transformers import MoonshotQuantizer
 from optimum_moonshot.registration import register, register_soon
 
@@ -72,6 +72,16 @@ def test_pruning_while_loading_is_pruning_after_loading(base, tmp_path):
     convert(tmp_path, tmp_path / "packed", "packed")
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_pruned_while_loading_is_saved_with_its_report_and_card(base, tmp_path):
+    model = load(base, token_batches())
+    pruner = MoonshotPruner(model, MoonshotConfig(**SETTINGS))
+    pruner.save_pretrained(tmp_path, format="packed")
+    assert PruneReport.load(tmp_path) == model.moonshot_report
+    assert "import optimum_moonshot" in (tmp_path / "README.md").read_text()
+    again = load_pruned(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_pruning_while_loading_works_in_half_precision_and_without_gradients(base):
