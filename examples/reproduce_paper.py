@@ -1,58 +1,100 @@
 """The tables of MOONSHOT (arXiv 2604.13287) on any model: the paper's protocol, over seeds, in the paper's layout.
 
     python examples/reproduce_paper.py --model meta-llama/Llama-3.2-1B --table llama
-    python examples/reproduce_paper.py --model facebook/deit-small-patch16-224 --table vision \
+    python examples/reproduce_paper.py --model facebook/deit-small-patch16-224 --table vision --only CAP \
         --calibration imagenet/train --datasets imagenet/val --samples 4096
 
 Without a hub, give local folders and files of the same form; `--tasks none` leaves the zero-shot tasks out. The best λ
-is selected as in the paper, by the perplexity (or loss) on the calibration data. docs/paper.md lists every experiment
-with its command and the paper's numbers.
+is selected as in the paper, by the perplexity (or loss) on the calibration data, for each seed. docs/paper.md lists
+every experiment with its command and the paper's numbers.
 """
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy, perplexity
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
 from optimum_moonshot.images import takes_images
-from optimum_moonshot.sweep_report import Mean, mean
-from optimum_moonshot.zeroshot import PAPER_TASKS, zero_shot
+from optimum_moonshot.report import versions
+from optimum_moonshot.sweep_report import Mean, SweepEntry, baseline_lam, mean
+from optimum_moonshot.zeroshot import PAPER_TASKS, find_tasks, zero_shot
 
 LAMBDAS = {"language": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0), "vision": (0.0, 0.25, 0.5, 0.75, 1.0)}
-SPARSITIES = (0.5, 0.6, 0.7, 0.8)
+SOLVERS = {"language": ("sparsegpt", "wanda"), "vision": ("cap", "obc")}
+NAMES = {"sparsegpt": "SparseGPT", "wanda": "Wanda", "osscar": "OSSCAR", "cap": "CAP", "obc": "OBC"}
+ALLOCATIONS = {"uniform": "", "alpha": " (AlphaPruning)", "owl": " (OWL)"}
+TIMED = (0.5, 0.6, 0.7, 0.8, 0.9)  # the sparsities that OBC and CAP reach in one run
+
 Values = dict[str, float]  # metric → value of one model
 
 
 class Setting(NamedTuple):
-    """A row group of a table: what the baseline and MOONSHOT have in common."""
+    """A method at one sparsity."""
 
-    name: str
-    config: dict[str, Any]
-    baseline: float = 1.0  # λ of the single-objective method
+    solver: str
+    sparsity: float | None  # None: follows from n:m
+    pattern: str = "unstructured"
+    allocation: str = "uniform"
+    fisher: str | None = None  # None: as `--fisher` says
+    recompute: bool = False
+
+    @property
+    def label(self) -> str:
+        """The paper's first column."""
+        if self.sparsity is None:
+            return self.pattern
+        how = " (structured)" if self.pattern == "structured" else ALLOCATIONS[self.allocation]
+        return f"{self.sparsity:g}{how}"
+
+    @property
+    def method(self) -> str:
+        """The single-objective method."""
+        return NAMES[self.solver] + ("++" if self.recompute else "")
+
+    @property
+    def moonshot(self) -> str:
+        return f"MOONSHOT{' (all)' if self.fisher == 'all' else ''}-{self.method}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, {self.method}"
+
+    @property
+    def family(self) -> tuple:
+        """What settings share that one sweep serves."""
+        return self._replace(sparsity=None if self.sparsity is None else 0.0)
+
+
+def nm(solver: str, **more: Any) -> Setting:
+    return Setting(solver, None, "2:4", **more)
 
 
 LLAMA = (
-    Setting("0.1 structured, OSSCAR", {"solver": "osscar", "pattern": "structured", "sparsity": 0.1}),
-    *(
-        Setting(f"{name}, {solver}", {"solver": solver, **choice})
-        for solver in ("sparsegpt", "wanda")
-        for name, choice in (
-            ("0.6", {"sparsity": 0.6}),
-            ("0.6 AlphaPruning", {"sparsity": 0.6, "allocation": "alpha"}),
-            ("0.6 OWL", {"sparsity": 0.6, "allocation": "owl"}),
-            ("2:4", {"pattern": "2:4"}),
-        )
+    Setting("osscar", 0.1, "structured"),
+    *itertools.chain.from_iterable(
+        (*(Setting(solver, 0.6, allocation=allocation) for allocation in ALLOCATIONS), nm(solver))
+        for solver in SOLVERS["language"]
     ),
 )
-VISION = (
-    Setting("0.7, CAP", {"solver": "cap", "sparsity": 0.7}, 0.0),
-    Setting("2:4, CAP", {"solver": "cap", "pattern": "2:4"}, 0.0),
-    Setting("0.9, OBC", {"solver": "obc", "sparsity": 0.9}),
-    Setting("2:4, OBC", {"solver": "obc", "pattern": "2:4"}),
-)
+VISION = (Setting("cap", 0.7), nm("cap"), Setting("obc", 0.9), nm("obc"))
+
+
+class Row(NamedTuple):
+    """A row of a table: means over the seeds, and the λ of each."""
+
+    sparsity: str
+    method: str
+    values: dict[str, Mean]
+    lambdas: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part for part in (self.sparsity, self.method) if part)
 
 
 class Bench:
@@ -60,149 +102,245 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        first = self.pruner({"solver": "magnitude", "sparsity": 0.5}, options.seeds[0])
-        self.kind = "vision" if takes_images(first.model) else "language"
-        self.dense = self.evaluate(first)
+        pruner = self.pruner(Setting("magnitude", 0.5), options.seeds[0])
+        self.kind = "vision" if takes_images(pruner.model) else "language"
+        self.first = pruner
+        self.tasks = find_tasks(options.tasks) if options.tasks and self.kind == "language" else None
 
-    def pruner(self, choice: dict[str, Any], seed: int) -> MoonshotPruner:
+    def pruner(self, setting: Setting, seed: int, lam: float | None = None) -> MoonshotPruner:
         """A dense model with its configuration."""
-        if getattr(self, "kind", "language") == "language" and choice["solver"] != "magnitude":
-            choice = {"fisher": self.options.fisher, **choice}
-        config = MoonshotConfig(
-            seed=seed, num_samples=self.options.samples, sequence_length=self.options.sequence_length, **choice
-        )
-        return MoonshotPruner.from_pretrained(self.options.model, config, dtype=self.options.dtype)
+        options = self.options
+        choice = {name: getattr(setting, name) for name in ("solver", "sparsity", "pattern", "allocation", "recompute")}
+        if setting.solver != "magnitude" and self.kind == "language":
+            choice["fisher"] = setting.fisher or options.fisher
+        if setting.allocation == "alpha":
+            choice["alpha_tau"] = options.alpha_tau
+        size = {"num_samples": options.samples, "sequence_length": options.sequence_length}
+        config = MoonshotConfig(seed=seed, lam=lam, **size, **choice)
+        return MoonshotPruner.from_pretrained(options.model, config, dtype=options.dtype)
 
     def evaluate(self, pruner: MoonshotPruner) -> Values:
         """Perplexity by data set and accuracy by task; top-1 by data set for image models."""
         found: Values = {}
         for dataset in self.options.datasets:
-            if takes_images(pruner.model):
-                found[Path(dataset).name] = 100 * accuracy(pruner.model, dataset, pruner.processor).value
+            if self.kind == "vision":
+                result = accuracy(pruner.model, dataset, pruner.processor, progress=True)
+                found[Path(dataset).name] = 100 * result.value
             else:
                 length = self.options.sequence_length
-                result = perplexity(pruner.model, pruner.tokenizer, dataset, sequence_length=length)
+                result = perplexity(pruner.model, pruner.tokenizer, dataset, sequence_length=length, progress=True)
                 found[Path(dataset).name] = result.value
-        if self.options.tasks and not takes_images(pruner.model):
-            result = zero_shot(pruner.model, pruner.tokenizer, self.options.tasks)
+        if self.tasks:
+            result = zero_shot(pruner.model, pruner.tokenizer, self.tasks, progress=True)
             found |= {task: 100 * value for task, value in result.accuracy.items()}
             found["mean"] = 100 * result.mean
         return found
 
-    def sweep(self, setting: Setting, lambdas: tuple[float, ...], seed: int, all_of_them: bool) -> dict[str, Values]:
-        """The baseline's and the best λ's values; those of every λ with `all_of_them`."""
-        pruner = self.pruner(setting.config, seed)
-        report = pruner.sweep(self.options.calibration, lambdas=lambdas)
-        baseline = next(entry for entry in report.entries if entry.lam == setting.baseline)
-        wanted = {"baseline": baseline, "MOONSHOT": report.best()}
-        if all_of_them:
-            wanted = {f"λ = {entry.lam:g}": entry for entry in report.entries}
-        measured: dict[float, Values] = {}
-        for entry in wanted.values():
-            if entry.lam not in measured:
-                with pruner.applied(entry):
-                    measured[entry.lam] = {**self.evaluate(pruner), "λ": entry.lam}
-        return {row: dict(measured[entry.lam]) for row, entry in wanted.items()}
+    def sweep(self, settings: Sequence[Setting], lambdas: Sequence[float], seed: int) -> "Swept":
+        """One calibration for settings of one family."""
+        pruner = self.pruner(settings[0], seed)
+        sparsities = None if settings[0].sparsity is None else [setting.sparsity for setting in settings]
+        report = pruner.sweep(self.options.calibration, lambdas=list(lambdas), sparsities=sparsities)
+        return Swept(self, pruner, report)
 
-    def prune(self, choice: dict[str, Any], lam: float, seed: int) -> Values:
-        """One run; its values and seconds."""
-        pruner = self.pruner({**choice, "lam": lam}, seed)
-        report = pruner.prune(self.options.calibration)
-        return {**self.evaluate(pruner), "seconds": report.seconds["total"]}
+    @property
+    def lambdas(self) -> tuple[float, ...]:
+        return tuple(self.options.lambdas or LAMBDAS[self.kind])
+
+    def win_rate(self, ours: Values, baseline: Values) -> dict[str, float]:
+        """Percentage of the tasks that `ours` wins; a tie counts half."""
+        if not self.tasks:
+            return {}
+        pairs = [(ours[task], baseline[task]) for task in self.tasks.names]
+        return {"win rate": 100 * statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)}
 
 
-def win_rate(ours: Values, baseline: Values, tasks: list[str]) -> float:
-    """Percentage of the tasks that `ours` wins; a tie counts half."""
-    wins = [1.0 if ours[t] > baseline[t] else 0.5 if ours[t] == baseline[t] else 0.0 for t in tasks]
-    return 100 * statistics.mean(wins)
+class Swept:
+    """A sweep of one seed, whose variants are measured when they are asked for."""
+
+    def __init__(self, bench: Bench, pruner: MoonshotPruner, report: SweepReport):
+        self.bench, self.pruner, self.report = bench, pruner, report
+        self.measured: dict[SweepEntry, Values] = {}
+
+    def entries(self, setting: Setting) -> dict[float, SweepEntry]:
+        """By λ."""
+        same = [e for e in self.report.entries if setting.sparsity in (None, e.sparsity)]
+        return {entry.lam: entry for entry in same}
+
+    def best(self, setting: Setting) -> SweepEntry:
+        return self.report.best(setting.pattern, next(iter(self.entries(setting).values())).sparsity)
+
+    def values(self, entry: SweepEntry) -> Values:
+        if entry not in self.measured:
+            with self.pruner.applied(entry):
+                self.measured[entry] = self.bench.evaluate(self.pruner)
+        return dict(self.measured[entry])
 
 
-def over_seeds(runs: list[dict[str, Values]]) -> dict[str, dict[str, Mean]]:
-    """Row → metric → mean with standard error, of one dictionary of rows per seed."""
-    rows = runs[0]
-    return {row: {m: mean([run[row][m] for run in runs]) for m in rows[row]} for row in rows}
+def families(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
+    """Settings that one sweep serves."""
+    for family in dict.fromkeys(setting.family for setting in settings):
+        yield [setting for setting in settings if setting.family == family]
 
 
-def selected(bench: Bench, settings: tuple[Setting, ...]) -> Iterator[tuple[str, dict[str, Mean]]]:
-    """Rows of tables 2 and 3: the baseline against the λ that the calibration data select."""
+def over_seeds(sparsity: str, method: str, runs: list[Values], lambdas: Sequence[float] = ()) -> Row:
+    """Means with standard errors of one dictionary of metrics per seed."""
+    return Row(sparsity, method, {m: mean([run[m] for run in runs]) for m in runs[0]}, tuple(lambdas))
+
+
+def selected(bench: Bench, settings: Sequence[Setting]) -> Iterator[Row]:
+    """Tables 2, 3 and 8, figure of section 5.2: the baseline against the λ that the calibration data select.
+
+    The baseline of both fractions of table 8 is the same: λ = 1 gives no layer the Fisher loss.
+    """
+    for group in families(settings):
+        found: dict[Setting, list] = {setting: [] for setting in group}
+        for seed in bench.options.seeds:
+            swept = bench.sweep(group, bench.lambdas, seed)
+            for setting in group:
+                best = swept.best(setting)
+                single = swept.values(swept.entries(setting)[baseline_lam(setting.solver)])
+                ours = swept.values(best)
+                rates = bench.win_rate(single, ours), bench.win_rate(ours, single)
+                found[setting].append(({**single, **rates[0]}, {**ours, **rates[1]}, best.lam))
+        for setting, runs in found.items():
+            singles, ours, lambdas = zip(*runs, strict=True)
+            if setting.fisher != "all":
+                yield over_seeds(setting.label, setting.method, singles, [baseline_lam(setting.solver)] * len(runs))
+            yield over_seeds(setting.label, setting.moonshot, ours, lambdas)
+
+
+def by_lambda(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
+    """Every λ: table 1 and section 5.1, the Instruct models, all tables of the last appendix."""
+    for group in families(settings):
+        found: dict[tuple[Setting, float], list[Values]] = {key: [] for key in itertools.product(group, lambdas)}
+        for seed in bench.options.seeds:
+            swept = bench.sweep(group, lambdas, seed)
+            for setting, lam in found:
+                entries = swept.entries(setting)
+                values, single = swept.values(entries[lam]), entries.get(baseline_lam(setting.solver))
+                rate = bench.win_rate(values, swept.values(single)) if single and single.lam != lam else {}
+                found[setting, lam].append({**values, **rate})
+        for (setting, lam), runs in found.items():
+            yield over_seeds(setting.label, f"{setting.method}, λ = {lam:g}", runs)
+
+
+def recomputed(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
+    """Tables 5 and 6: every λ, in runs of their own, since the statistics differ by it."""
     for setting in settings:
+        found: dict[float, list[Values]] = {lam: [] for lam in lambdas}
+        single = baseline_lam(setting.solver)
+        for seed in bench.options.seeds:
+            runs = {}
+            for lam in lambdas:
+                pruner = bench.pruner(setting, seed, lam)
+                seconds = pruner.prune(bench.options.calibration).seconds["total"]
+                runs[lam] = {**bench.evaluate(pruner), "seconds": seconds}
+            for lam, values in runs.items():
+                rate = bench.win_rate(values, runs[single]) if single in runs and lam != single else {}
+                found[lam].append({**values, **rate})
+        for lam, values in found.items():
+            yield over_seeds(setting.label, f"{setting.method}, λ = {lam:g}", values)
+
+
+def times(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
+    """Table 4: seconds of one run; OBC and CAP reach five sparsities in it."""
+    for setting, lam in itertools.product(settings, lambdas):
+        several = setting.solver in SOLVERS["vision"] and setting.pattern == "unstructured"
         runs = []
         for seed in bench.options.seeds:
-            found = bench.sweep(setting, bench.options.lambdas or LAMBDAS[bench.kind], seed, False)
-            if bench.options.tasks and bench.kind == "language":
-                tasks = list(bench.options.tasks)
-                ours, theirs = found["MOONSHOT"], found["baseline"]
-                ours["win rate"], theirs["win rate"] = win_rate(ours, theirs, tasks), win_rate(theirs, ours, tasks)
-            runs.append(found)
-        for row, values in over_seeds(runs).items():
-            yield f"{setting.name}: {row}", values
+            pruner = bench.pruner(setting, seed, lam)
+            started = time.perf_counter()
+            if several:
+                pruner.prune_path(bench.options.calibration, list(TIMED))
+            else:
+                pruner.prune(bench.options.calibration)
+            runs.append({"seconds": time.perf_counter() - started})
+        label = f"{TIMED[0]:g} to {TIMED[-1]:g}" if several else setting.label
+        yield over_seeds(label, f"{setting.method}, λ = {lam:g}", runs)
 
 
-def by_lambda(bench: Bench, settings: tuple[Setting, ...]) -> Iterator[tuple[str, dict[str, Mean]]]:
-    """Every λ (section 5.1, and the tables of appendix A.11)."""
-    for setting in settings:
-        lambdas = bench.options.lambdas or LAMBDAS[bench.kind]
-        runs = [bench.sweep(setting, lambdas, seed, True) for seed in bench.options.seeds]
-        for row, values in over_seeds(runs).items():
-            yield f"{setting.name}: {row}", {name: value for name, value in values.items() if name != "λ"}
-
-
-def by_sparsity(bench: Bench, settings: tuple[Setting, ...]) -> Iterator[tuple[str, dict[str, Mean]]]:
-    """The best λ and the baseline at several sparsities (section 5.2)."""
-    for setting in settings:
-        if setting.config.get("pattern", "unstructured") == "unstructured" and "allocation" not in setting.config:
-            solver = setting.config["solver"]
-            several = [
-                Setting(f"{s:g}, {solver}", {**setting.config, "sparsity": s}, setting.baseline)
-                for s in bench.options.sparsities
-            ]
-            yield from selected(bench, tuple(several))
-
-
-def runs_of_their_own(
-    bench: Bench, settings: tuple[Setting, ...], changes: dict[str, dict[str, Any]], lambdas: tuple[float, ...]
-) -> Iterator[tuple[str, dict[str, Mean]]]:
-    """Rows that no sweep can share: pruning times, recomputation, attention against all layers."""
-    for setting in settings:
-        for name, change in changes.items():
-            for lam in lambdas:
-                choice = {**setting.config, **change}
-                runs = [{"row": bench.prune(choice, lam, seed)} for seed in bench.options.seeds]
-                yield f"{setting.name}{name}: λ = {lam:g}", over_seeds(runs)["row"]
-
-
-def rows(bench: Bench, table: str) -> Iterator[tuple[str, dict[str, Mean]]]:
-    """The rows of one table: its name, and a mean per metric."""
-    settings = VISION if bench.kind == "vision" else LLAMA
-    if bench.options.only:
-        settings = tuple(s for s in settings if any(part in s.name for part in bench.options.only))
-    plain = tuple(s for s in settings if "allocation" not in s.config and s.config["solver"] != "osscar")
-    lambdas = tuple(bench.options.lambdas or LAMBDAS[bench.kind])
-    tables: dict[str, Callable[[], Iterator]] = {
-        "main": lambda: selected(bench, settings),
-        "lambda": lambda: by_lambda(bench, settings),
-        "sparsity": lambda: by_sparsity(bench, settings),
-        "times": lambda: runs_of_their_own(bench, plain, {"": {}}, lambdas),
-        "recompute": lambda: runs_of_their_own(bench, plain, {"": {}, " ++": {"recompute": True}}, lambdas),
-        "layers": lambda: runs_of_their_own(
-            bench, plain, {" (attention)": {"fisher": "attention"}, " (all)": {"fisher": "all"}}, (0.9, 1.0)
-        ),
-    }
-    return tables[TABLES[table]]()
-
-
-# What the paper calls them, and where they are there.
+# What the paper calls its tables, and where they are there.
 TABLES = {
-    "vision": "main", "2": "main", "llama": "main", "3": "main", "times": "times", "4": "times",
-    "recompute": "recompute", "5": "recompute", "6": "recompute", "layers": "layers", "8": "layers",
-    "lambda": "lambda", "sparsity": "sparsity",
+    "objectives": "objectives", "1": "objectives", "vision": "main", "2": "main", "llama": "main", "3": "main",
+    "times": "times", "4": "times", "recompute": "recompute", "5": "recompute", "6": "recompute",
+    "layers": "layers", "8": "layers", "lambda": "lambda", "sparsity": "sparsity",
+    **{str(number): "lambda" for number in range(9, 20)},
 }  # fmt: skip
+KINDS = {
+    "vision": ("vision", "2", "13"), "language": ("llama", "3", "5", "6", "layers", "8", *map(str, range(9, 13)),
+    *map(str, range(14, 20))),
+}  # fmt: skip
+SOLVER_OF = {
+    **dict.fromkeys(("5", "9", "11", "15", "18"), "sparsegpt"), **dict.fromkeys(("6", "10", "12", "16", "19"), "wanda"),
+    **dict.fromkeys(("14", "17"), "osscar"),
+}  # fmt: skip
+SPARSITIES = {
+    "objectives": {"language": (0.5, 0.6), "vision": (0.5, 0.6, 0.7)},
+    "lambda": {"language": (0.5, 0.6, 0.7), "vision": TIMED},
+    "recompute": {"language": (0.5, 0.6, 0.7), "vision": TIMED},
+    "sparsity": {"language": (0.5, 0.6, 0.7, 0.8), "vision": TIMED},
+    "layers": {"language": (0.6,)},
+}
 
 
-def print_row(name: str, values: dict[str, Mean], metrics: list[str]) -> None:
-    """A Markdown row."""
-    cells = [f"{v.value:.2f} ± {v.error:.2f}" if (v := values.get(m)) else "" for m in metrics]
-    print("| " + " | ".join([name, *cells]) + " |", flush=True)
+def all_settings(what: str, kind: str, sparsities: Sequence[float] | None) -> list[Setting]:
+    """What a table compares."""
+    if what == "main":
+        return list(LLAMA if kind == "language" else VISION)
+    if what == "times":
+        return [setting for solver in SOLVERS[kind] for setting in (Setting(solver, 0.6), nm(solver))]
+    several = sparsities or SPARSITIES[what].get(kind, ())
+    found: list[Setting] = []
+    for solver in SOLVERS[kind]:
+        if what == "layers":
+            found += [Setting(solver, s, fisher=fisher) for fisher in ("attention", "all") for s in several]
+        elif what == "sparsity":
+            allocations = ALLOCATIONS if kind == "language" else ("uniform",)
+            found += [Setting(solver, s, allocation=allocation) for allocation in allocations for s in several]
+        else:
+            again = what == "recompute"
+            found += [*(Setting(solver, s, recompute=again) for s in several), nm(solver, recompute=again)]
+    structured = what == "lambda" and kind == "language"
+    return [*found, *([Setting("osscar", 0.1, "structured")] if structured else [])]
+
+
+def settings_of(bench: Bench, table: str) -> list[Setting]:
+    """What a table compares on this model, narrowed by `--only`."""
+    options = bench.options
+    other = next((kind for kind, names in KINDS.items() if kind != bench.kind and table in names), None)
+    if other:
+        raise SystemExit(f"--table {table} is for {other} models, and {options.model} is none")
+    found = all_settings(TABLES[table], bench.kind, options.sparsities)
+    found = [setting for setting in found if SOLVER_OF.get(table) in (None, setting.solver)]
+    parts = [part.lower() for part in options.only or [""]]
+    chosen = [setting for setting in found if any(part in setting.name.lower() for part in parts)]
+    if not chosen:
+        raise SystemExit(f"--only {' '.join(options.only)}: none of {'; '.join(s.name for s in found)}")
+    return chosen
+
+
+def rows(bench: Bench, table: str) -> Iterator[Row]:
+    """The rows of one table."""
+    what, settings = TABLES[table], settings_of(bench, table)
+    if what == "times":
+        return times(bench, settings, bench.options.lambdas or LAMBDAS["vision"])
+    if what == "recompute":
+        return recomputed(bench, settings, bench.lambdas)
+    if what in ("lambda", "objectives"):
+        return by_lambda(bench, settings, (0.0, 1.0) if what == "objectives" else bench.lambdas)
+    missing = {baseline_lam(setting.solver) for setting in settings} - set(bench.lambdas)
+    if missing:
+        raise SystemExit(f"--lambdas: add {', '.join(f'{lam:g}' for lam in missing)}, the baseline")
+    return selected(bench, settings)
+
+
+def print_row(row: Row, metrics: list[str], errors: bool) -> None:
+    """In Markdown."""
+    found = [row.values.get(metric) for metric in metrics]
+    shown = ["" if v is None else f"{v.value:.2f} ± {v.error:.2f}" if errors else f"{v.value:.2f}" for v in found]
+    lambdas = "/".join(f"{lam:g}" for lam in dict.fromkeys(row.lambdas))
+    print("| " + " | ".join([row.sparsity, row.method, *shown, lambdas]) + " |", flush=True)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -216,31 +354,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=None, help="the model's longest, at most 2048")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lambdas", nargs="+", type=float, help="default: the paper's")
-    parser.add_argument("--sparsities", nargs="+", type=float, default=list(SPARSITIES), help="of --table sparsity")
+    parser.add_argument("--sparsities", nargs="+", type=float, help="of tables that have several; default: the paper's")
     parser.add_argument("--fisher", default="attention", help="attention, as in the paper, or all")
+    parser.add_argument("--alpha-tau", type=float, default=0.1, help="the paper: 0.05 for Llama-3.2-1B, else 0.1")
     parser.add_argument("--only", nargs="+", help="settings whose names contain one of these, such as 2:4 or OWL")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", help="a JSON file for the table")
     options = parser.parse_args(arguments)
     options.tasks = [] if options.tasks == ["none"] else options.tasks
+    if options.output and not Path(options.output).resolve().parent.is_dir():
+        parser.error(f"--output {options.output}: its folder does not exist")
     return options
 
 
-def main(arguments: list[str] | None = None) -> dict[str, dict[str, Mean]]:
-    """Print a table, row by row as they are measured; returns it."""
+def main(arguments: list[str] | None = None) -> dict[str, Row]:
+    """Print a table, row by row as they are measured; returns its rows by name."""
     options = parse(arguments)
     bench = Bench(options)
-    metrics = [*bench.dense, *(["win rate"] if options.tasks else []), "λ", "seconds"]
-    print("| | " + " | ".join(metrics) + " |")
-    print("|---" * (len(metrics) + 1) + "|")
-    found = {"dense": {name: Mean(value, 0.0) for name, value in bench.dense.items()}}
-    print_row("dense", found["dense"], metrics)
-    for name, values in rows(bench, options.table):
-        found[name] = values
-        print_row(name, values, metrics)
+    found, following = {}, rows(bench, options.table)
+    if TABLES[options.table] == "times":
+        metrics = ["seconds"]
+    else:
+        dense = Row("Dense", "", {name: Mean(value, 0.0) for name, value in bench.evaluate(bench.first).items()})
+        following = itertools.chain([dense], following)
+        rates = ["win rate"] if bench.tasks else []
+        metrics = [*dense.values, *rates, *(["seconds"] if TABLES[options.table] == "recompute" else [])]
+    print("| " + " | ".join(["Sparsity", "Method", *metrics, "λ"]) + " |\n" + "|---" * (len(metrics) + 3) + "|")
+    for row in following:
+        found[row.name] = row
+        print_row(row, metrics, errors=bool(row.method) and len(options.seeds) > 1)
         if options.output:
-            table = {row: {m: v._asdict() for m, v in cells.items()} for row, cells in found.items()}
-            document = {"options": vars(options), "table": table}
+            table = [{**r._asdict(), "values": {m: v._asdict() for m, v in r.values.items()}} for r in found.values()]
+            document = {"options": vars(options), "versions": versions(), "table": table}
             Path(options.output).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return found
 
