@@ -1,5 +1,6 @@
 """One thread per test process: several processes with several threads each spend their time waiting for each other."""
 
+import os
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import transformers as hf
 from checkpoints import pruned
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 @pytest.fixture
