@@ -290,8 +290,29 @@ def test_sweep_writes_table_plots_and_the_best_model(capsys, tmp_path):
     assert "calibration perplexity" in printed and "saved       " in printed
     names = {path.name for path in output.iterdir()}
     assert names == {"seed-0", "seed-1", "sweep.csv", "metric_by_lambda.png", "model"}
+    assert not output.with_name("out.partial").exists()
     record = json.loads((output / "model" / "config.json").read_text(encoding="utf-8"))["moonshot"]
     assert f"λ = {record['lam']:g}, seed 1" in printed and record["config"]["seed"] == 1
+
+
+def test_a_killed_sweep_goes_on_with_the_same_command(capsys, tmp_path, monkeypatch):
+    from optimum_moonshot.solvers.wanda import Wanda
+
+    given = ["--solver", "wanda", "--patterns", "2:4", "--lambdas", "1", "--targets", "layers.0", "--num-samples", "4"]
+    given += ["--sequence-length", "16", "--calibration", DEMO / "calibration.txt", "--device", "cpu"]
+    argv = [str(part) for part in ("sweep", DEMO, "--output", tmp_path / "out", *given)]
+    real, calls = Wanda.solve, []
+
+    def solve(self, *arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Wanda, "solve", solve)
+    assert failure(capsys, *argv)[0] == 130
+    main(argv)
+    assert len(calls) == 4 + 7 - 3 and {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`optimum-cli moonshot sweep`: many λ, sparsities and patterns on one calibration, and the best of them."""
 
 import argparse
+import shutil
 import time
 from typing import Any
 
@@ -30,7 +31,13 @@ SWEPT = ("lam", "sparsity", "pattern", "seed")  # options of a single pruning th
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot sweep`."""
     add_model_options(parser)
-    parser.add_argument("--output", required=True, metavar="DIR", help="for table, plots and, with --save, the model")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="for table, plots and, with --save, the model; the variants' weights lie in DIR.partial meanwhile, and "
+        "the same command goes on from there after a kill",
+    )
     parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
     parser.add_argument("--lambdas", nargs="+", type=float, metavar="LAMBDA", help="default: 0 .1 .25 .5 .75 .9 1")
     parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="shares of the weights to remove")
@@ -69,22 +76,27 @@ def sweep(args: argparse.Namespace) -> None:
     if args.metric != "calibration":
         check_data("--metric", [args.metric])
     from optimum_moonshot import MoonshotPruner
+    from optimum_moonshot.errors import require
     from optimum_moonshot.sweep_report import choice, save_all, table
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
     pruner.model.to(device)
-    reports = []
+    reports, partial = [], output.with_name(output.name + ".partial")
     for config in configs:
+        if reports:
+            shutil.rmtree(partial)
         pruner.config = config
-        reports.append(pruner.sweep(calibration, **_what(args), **_metric(args, pruner, config)))
+        reports.append(pruner.sweep(calibration, work_dir=partial, **_what(args), **_metric(args, pruner, config)))
         reports[-1].save(output / f"seed-{config.seed}" if len(configs) > 1 else output)
     save_all(reports, output)
     print(table(reports), "", sep="\n")
     if args.save:
         lam = choice(reports, *reports[-1].settings()[0])
+        require(lam is not None, "--save: the metric is NaN for every λ, so that there is none to save")
         pruner.choose(next(entry for entry in reports[-1].entries if entry.lam == lam))
         pruner.save_pretrained(output / "model", format=args.format)
         print(f"saved       {output / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
+    shutil.rmtree(partial)
     print(f"written     {output}\nseconds     {time.perf_counter() - started:.1f}")
 
 
