@@ -68,7 +68,8 @@ def show(found: dict, dense: float, options) -> None:
     table = Table("method", *options.variants, title=f"held-out perplexity at {options.sparsity:g}, dense {dense:.1f}")
     for name, row in found.items():
         table.add_row(name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants))
-        table.add_row("seconds", *(f"{statistics.median(row[variant]['seconds']):.1f}" for variant in options.variants))
+        seconds = (row[variant]["seconds"] for variant in options.variants)
+        table.add_row("seconds", *(f"{statistics.median(known):.1f}" if known else "" for known in seconds))
     Console(width=120).print(table)
 
 
