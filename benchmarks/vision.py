@@ -4,13 +4,12 @@ First convolution (patch embedding) and classifier stay dense. Every seed draws 
 visited once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
 """
 
-import math
-import statistics
 import time
 from pathlib import Path
 
 import torch
 from common import parser, write
+from quality import mean_error
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -50,16 +49,11 @@ def run(model: nn.Module, solver: str, options) -> dict:
     return {"dense": accuracy(model, test).value, "top1": found, "processor_seconds": time.process_time() - started}
 
 
-def mean_error(values: list[float]) -> str:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return f"{100 * statistics.mean(values):.1f} ± {100 * error:.1f}"
-
-
 def show(title: str, found: dict) -> None:
     columns = next(iter(found["top1"].values()))
     table = Table("λ", *columns, title=f"{title}, top-1, dense {found['dense']:.2%}")
     for lam, row in found["top1"].items():
-        table.add_row(lam, *(mean_error(row[name]) for name in columns))
+        table.add_row(lam, *(mean_error([100 * value for value in row[name]]) for name in columns))
     Console(width=100).print(table)
 
 

@@ -12,7 +12,6 @@ every experiment with its command and the paper's numbers.
 import argparse
 import itertools
 import json
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accura
 from optimum_moonshot.images import takes_images
 from optimum_moonshot.report import versions
 from optimum_moonshot.sweep_report import Mean, SweepEntry, baseline_lam, mean
-from optimum_moonshot.zeroshot import PAPER_TASKS, find_tasks, zero_shot
+from optimum_moonshot.zeroshot import PAPER_TASKS, find_tasks, share_won, zero_shot
 
 LAMBDAS = {"language": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0), "vision": (0.0, 0.25, 0.5, 0.75, 1.0)}
 SOLVERS = {"language": ("sparsegpt", "wanda"), "vision": ("cap", "obc")}
@@ -151,8 +150,7 @@ class Bench:
         """Percentage of the tasks that `ours` wins; a tie counts half."""
         if not self.tasks:
             return {}
-        pairs = [(ours[task], baseline[task]) for task in self.tasks.names]
-        return {"win rate": 100 * statistics.mean(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)}
+        return {"win rate": 100 * share_won(ours, baseline, self.tasks.names)}
 
 
 class Swept:

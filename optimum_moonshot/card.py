@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from yaml import YAMLError
 from .checkpoint import pruned_layers, stored_bytes
 from .errors import read_json
 from .plots import PLOT_NAME, by_kind, save_plot
-from .report import PruneReport
+from .report import LayerReport, PruneReport, mean_over_weights
 from .staging import replace_file
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -218,7 +218,9 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "lambda": facts.lam,
             "sparsity_asked": _asked(report),
             "sparsity": round(report.sparsity, 6),
-            "sparsity_by_kind": {kind: round(_share(layers), 6) for kind, layers in _by_kind(report).items()},
+            "sparsity_by_kind": {
+                kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
+            },
             "calibration": _calibration(report),
             "seconds": {name: round(value, 1) for name, value in report.seconds.items()},
             "peak_memory_bytes": report.peak_memory,
@@ -250,17 +252,15 @@ def _asked(report: PruneReport) -> float | None:
     """The sparsity asked for, of all pruned layers together."""
     if any(layer.asked is None for layer in report.layers):
         return report.config["sparsity"]
-    return round(_share([replace(layer, sparsity=layer.asked) for layer in report.layers]), 6)
+    return round(mean_over_weights(report.layers, "asked"), 6)
+
+
+def _sparsity(layers: list[LayerReport]) -> float:
+    return mean_over_weights(layers, "sparsity")
 
 
 def _by_kind(report: PruneReport):
     return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
-
-
-def _share(layers) -> float:
-    """Zeros among the weights of some layers."""
-    sizes = [layer.shape[0] * layer.shape[1] for layer in layers]
-    return sum(layer.sparsity * size for layer, size in zip(layers, sizes, strict=True)) / sum(sizes)
 
 
 def _calibration(report: PruneReport) -> dict[str, Any] | None:
@@ -294,7 +294,7 @@ def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
     for kind, layers in [*_by_kind(report).items(), ("**all**", report.layers)]:
         asked = sorted({layer.asked for layer in layers if layer.asked is not None})
         wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
-        rows.append((kind, str(len(layers)), wanted, f"{100 * _share(layers):.2f}%"))
+        rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
     return rows
 
 

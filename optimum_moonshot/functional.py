@@ -66,14 +66,14 @@ def prune_weight_path(
         MoonshotError: as `prune_weight`, and a solver or pattern without such a path.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
-    check_path(config, sparsities)
+    check_ranked(config, sparsities)
     patterns = [dataclasses.replace(config, sparsity=sparsity).parsed_pattern for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
     results = solver.solve_path(objective, patterns)
     return {sparsity: _in_dtype(result, weight) for sparsity, result in zip(sparsities, results, strict=True)}
 
 
-def check_path(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
+def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     """Raise `MoonshotError` unless one elimination serves several sparsities, and a list of them is given."""
     able = [name for name in solver_names() if issubclass(solver_class(name), Ranked)]
     require(

@@ -16,15 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from .errors import MoonshotError, check_expressions, require
 from .layers import MATRICES, PrunableLayer, adapted_layers
-from .packing import PackedLinear
+from .packing import INTEGERS, PackedLinear
 from .patterns import NM
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 # A matrix with a smaller share of zeros was hardly pruned: padding rows of a head are no mask.
 LEAST_SPARSITY = 0.05
-# Whole numbers as wide as a floating-point type.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextmanager
@@ -219,7 +217,7 @@ def clear(tensor: Tensor, keep: Tensor) -> None:
     bool into int quickly, and into float slowly.
     """
     local = _local(tensor)
-    local.view(BITS[local.itemsize]).mul_(keep)
+    local.view(INTEGERS[local.itemsize]).mul_(keep)
 
 
 def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:

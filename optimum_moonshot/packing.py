@@ -19,7 +19,8 @@ from torch.nn import functional
 from .errors import require
 from .patterns import NM
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Whole numbers as wide as a floating-point type.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP = 1 << 17  # bytes of `meta` unpacked together: the shifts take 12 times the room of the weights they give
 
 
@@ -39,7 +40,7 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
         MoonshotError: a group of m with more than n nonzeros.
     """
     matrix = matrix.contiguous()
-    integers, keep = matrix.view(_INTEGERS[matrix.dtype.itemsize]), matrix != 0
+    integers, keep = matrix.view(INTEGERS[matrix.dtype.itemsize]), matrix != 0
     meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
     if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
         _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
@@ -84,7 +85,7 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
         f"weight_meta is {meta.dtype} {list(meta.shape)} where a weight of {d_out}×{d_in} needs "
         f"uint8 [{d_out}, {-(-d_in // 8)}]",
     )
-    known = values.is_floating_point() and values.dtype.itemsize in _INTEGERS
+    known = values.is_floating_point() and values.dtype.itemsize > 1
     require(known, f"weight_packed has dtype {values.dtype}: at least 16 bits and floating point are needed")
     counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
     stored = list(values.shape) if values.ndim == 2 else int(values.numel())
@@ -132,7 +133,7 @@ def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Ten
     per = values.shape[1] * window // d_in
     shifts = _shifts(window, per, bits, meta.device)
     codes, words = meta.flatten(), torch.empty(len(meta) * d_in * bits // 64, dtype=torch.int64, device=meta.device)
-    integers = values.contiguous().view(_INTEGERS[values.dtype.itemsize]).view(-1, 8 // window, 1, per)
+    integers = values.contiguous().view(INTEGERS[values.dtype.itemsize]).view(-1, 8 // window, 1, per)
     step = 8 * bits // 64
     for start in range(0, len(codes), _STEP):
         part = integers[start : start + _STEP].to(torch.int64)

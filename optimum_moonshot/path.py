@@ -10,11 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from .errors import require
 from .report import PruneReport
-from .sweep import Sweep, applied
+from .sweep import Sweep, applied, write
 
 
 class SparsityPath:
@@ -52,17 +50,7 @@ class SparsityPath:
             The report, also kept as the pruner's.
         """
         run = self._run(sparsity)
-        dense = {}
-        with torch.no_grad():
-            try:
-                for layer in run.layers:
-                    dense[layer.name] = layer.matrix.to("cpu", copy=True)
-                    layer.assign(run.results.weight(layer))
-            except BaseException:
-                for layer in run.layers:
-                    if layer.name in dense:
-                        layer.assign(dense[layer.name])
-                raise
+        write(run.results, run.layers)
         report = run._finish(self._calibrating + run.solving)
         self._report(report)
         return report

@@ -14,7 +14,7 @@ from .checkpoint import model_class
 from .compact import Compaction, compact_model
 from .config import MoonshotConfig
 from .errors import require
-from .functional import check_path
+from .functional import check_ranked
 from .hub import open_repository, upload
 from .images import takes_images
 from .passes import Batch, Forward, called_by
@@ -192,7 +192,7 @@ class MoonshotPruner:
             MoonshotError: a solver or pattern without such a path, bad data, layers or statistics.
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
-        check_path(self.config, sparsities)
+        check_ranked(self.config, sparsities)
         configs = variants(self.config, [self.config.lam], sparsities, None)
         self._sweep = None
         sweep = Sweep(self.model, configs, self.tokenizer, loss, progress, self.processor)

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -113,8 +114,7 @@ class PruneReport:
     @property
     def sparsity(self) -> float:
         """Zeros among all weights of the pruned layers."""
-        total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
-        return sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in self.layers) / total
+        return mean_over_weights(self.layers, "sparsity")
 
     def record_evaluation(
         self,
@@ -240,6 +240,12 @@ class PruneReport:
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
+    """The mean of a field of some layers, each with as many votes as it has weights."""
+    total = sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    return sum(getattr(layer, field) * layer.shape[0] * layer.shape[1] for layer in layers) / total
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:

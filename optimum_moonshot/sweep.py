@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .config import MoonshotConfig
@@ -269,18 +269,29 @@ class _Together:
 @contextmanager
 def applied(results: Results, layers: list[PrunableLayer]) -> Iterator[None]:
     """The model with the results' weights; dense again on exit."""
-    dense = {}
+    dense = write(results, layers)
     try:
-        with torch.no_grad():
-            for layer in layers:
-                dense[layer.name] = layer.matrix.to("cpu", copy=True)
-                layer.assign(results.weight(layer).to(layer.parameter.device))
         yield
     finally:
         with torch.no_grad():
             for layer in layers:
-                if layer.name in dense:
-                    layer.assign(dense[layer.name].to(layer.parameter.device))
+                layer.assign(dense[layer.name])
+
+
+@torch.no_grad()
+def write(results: Results, layers: list[PrunableLayer]) -> dict[str, Tensor]:
+    """Write the results' weights into the model, and return the dense ones; if that fails, these are put back."""
+    dense: dict[str, Tensor] = {}
+    try:
+        for layer in layers:
+            dense[layer.name] = layer.matrix.to("cpu", copy=True)
+            layer.assign(results.weight(layer))
+    except BaseException:
+        for layer in layers:
+            if layer.name in dense:
+                layer.assign(dense[layer.name])
+        raise
+    return dense
 
 
 def mean_loss(run: Run) -> float:

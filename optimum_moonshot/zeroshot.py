@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,12 @@ from .report import Measurement, versions
 PAPER_TASKS = ("boolq", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "piqa", "openbookqa")
 PAPER = "paper"  # all of them by one word
 METRIC = "acc,none"
+
+
+def share_won(ours: Mapping[str, float], baseline: Mapping[str, float], tasks: Iterable[str]) -> float:
+    """Share of the tasks where `ours` is above the baseline; a tie counts half."""
+    pairs = [(ours[task], baseline[task]) for task in tasks]
+    return statistics.mean(1.0 if mine > other else 0.5 if mine == other else 0.0 for mine, other in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +55,7 @@ class ZeroShot:
             MoonshotError: the two were not measured on the same tasks in the same way.
         """
         self.check_comparable(list(baseline.accuracy), baseline.num_fewshot, baseline.limit)
-        pairs = [(value, baseline.accuracy[task]) for task, value in self.accuracy.items()]
-        return statistics.mean(1.0 if mine > other else 0.5 if mine == other else 0.0 for mine, other in pairs)
+        return share_won(self.accuracy, baseline.accuracy, self.accuracy)
 
     def check_comparable(self, tasks: Sequence[str], num_fewshot: int, limit: int | None) -> None:
         """Raise `MoonshotError` unless this is of these tasks, measured in this way."""

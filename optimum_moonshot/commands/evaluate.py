@@ -7,6 +7,7 @@ from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from ..errors import MoonshotError
 from .common import (
     IMAGES_HELP,
     UsageError,
@@ -117,7 +118,6 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _reference(args: argparse.Namespace, option: str) -> Any:
     """The results of another model, which must have something in common with what is asked for."""
-    from optimum_moonshot.errors import MoonshotError
     from optimum_moonshot.eval_report import EvalReport
 
     given = getattr(args, option)
@@ -148,7 +148,6 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
     """The zero-shot tasks; unknown ones, and those that do not compare with the references', are found here."""
     if not args.tasks:
         return None
-    from optimum_moonshot.errors import MoonshotError
     from optimum_moonshot.zeroshot import find_tasks
 
     try:
@@ -163,7 +162,6 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
 
 def _check_record(args: argparse.Namespace) -> None:
     from optimum_moonshot.data import short_name
-    from optimum_moonshot.errors import MoonshotError
     from optimum_moonshot.saving import saved_report
 
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from ..errors import MoonshotError, require
 from .common import (
     FORMAT_HELP,
     FORMATS,
@@ -76,7 +77,6 @@ def sweep(args: argparse.Namespace) -> None:
     if args.metric != "calibration":
         check_data("--metric", [args.metric])
     from optimum_moonshot import MoonshotPruner
-    from optimum_moonshot.errors import require
     from optimum_moonshot.sweep_report import choice, save_all, table
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
@@ -88,7 +88,8 @@ def sweep(args: argparse.Namespace) -> None:
         pruner.config = config
         reports.append(pruner.sweep(calibration, work_dir=partial, **_what(args), **_metric(args, pruner, config)))
         reports[-1].save(output / f"seed-{config.seed}" if len(configs) > 1 else output)
-    save_all(reports, output)
+    if len(configs) > 1:
+        save_all(reports, output)
     print(table(reports), "", sep="\n")
     if args.save:
         lam = choice(reports, *reports[-1].settings()[0])
@@ -102,7 +103,6 @@ def sweep(args: argparse.Namespace) -> None:
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
-    from optimum_moonshot.errors import MoonshotError
     from optimum_moonshot.sweep import variants
 
     args.seed, args.pattern = seed, args.patterns[0]

@@ -25,7 +25,7 @@ from ..losses import IGNORED
 from ..masks import Masks, find_pruned, layer_follows
 from ..patterns import NM
 from ..pruner import MoonshotPruner
-from ..report import PruneReport
+from ..report import PruneReport, mean_over_weights
 from ..run import Run
 from .distillation import Distillation
 
@@ -270,8 +270,7 @@ def stated(patterns: dict[str, NM], layers: int) -> str:
 def mean_loss(report: PruneReport) -> float | None:
     """L_λ of the pruned layers, a mean over their weights."""
     layers = [layer for layer in report.layers if layer.loss is not None]
-    total = sum(layer.shape[0] * layer.shape[1] for layer in layers)
-    return sum(layer.loss * layer.shape[0] * layer.shape[1] for layer in layers) / total if layers else None
+    return mean_over_weights(layers, "loss") if layers else None
 
 
 @contextmanager
