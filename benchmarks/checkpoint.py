@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
-from optimum_moonshot.checkpoint import PackedLayer
-from optimum_moonshot.patterns import NM
-from optimum_moonshot.semi_structured import milliseconds, unsupported
+from optimum_moonshot.checkpoint.packed_files import PackedLayer
+from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.runtime.semi_structured import milliseconds, unsupported
 
 SHAPES = {  # d_out, d_in of q/o, k/v, gate/up and down
     "Llama-3.2-1B": [(2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)],

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import reference
 
-from optimum_moonshot.objective import BlockQuadratic, Quadratic, RowFisher, diagonal_blocks
-from optimum_moonshot.patterns import Structured, Unstructured
+from optimum_moonshot.objective.patterns import Structured, Unstructured
+from optimum_moonshot.objective.quadratic import BlockQuadratic, Quadratic, RowFisher, diagonal_blocks
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.obc import OBC
 from optimum_moonshot.solvers.osscar import OSSCAR

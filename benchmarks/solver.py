@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import reference
 
 from optimum_moonshot import MoonshotConfig, prune_weight
-from optimum_moonshot.linalg import damped_inverse_factor
+from optimum_moonshot.objective.linalg import damped_inverse_factor
 
 SAMPLES, LAM, SPARSITY = 128, 0.9, 0.6
 # Rows pruned together at each d_in: ours, and as many as the literal algorithm has memory for.

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.evaluation import perplexity
+from optimum_moonshot.evaluation.text import perplexity
 
 DEMO = Path(__file__).parent / "demo_model"
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
-from optimum_moonshot.images import takes_images
-from optimum_moonshot.report import versions
-from optimum_moonshot.sweep_report import Mean, SweepEntry, baseline_lam, mean
-from optimum_moonshot.zeroshot import PAPER_TASKS, find_tasks, share_won, zero_shot
+from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, share_won, zero_shot
+from optimum_moonshot.model.facts import takes_images
+from optimum_moonshot.reports.environment import versions
+from optimum_moonshot.reports.seeds import Mean, SweepEntry, baseline_lam, mean
 
 LAMBDAS = {"language": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0), "vision": (0.0, 0.25, 0.5, 0.75, 1.0)}
 SOLVERS = {"language": ("sparsegpt", "wanda"), "vision": ("cap", "obc")}

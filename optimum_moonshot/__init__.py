@@ -2,30 +2,32 @@
 
 Names are imported when they are first used, so that `optimum-cli`, which imports this package on every call, starts
 without torch. The import also makes `AutoModelForCausalLM.from_pretrained` read packed checkpoints and take a
-`MoonshotConfig` as `quantization_config`; see registration.py for how without importing transformers.
+`MoonshotConfig` as `quantization_config`; see integrations/registration.py for how without importing transformers.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from .registration import register_soon
+from .integrations.registration import register_soon
+from .moved import answer_old_names
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .compact import Compaction, compact_model
+    from .checkpoint.loading import load_pruned
+    from .checkpoint.saving import convert
     from .config import MoonshotConfig
     from .errors import MoonshotError
-    from .evaluation import accuracy, perplexity
+    from .evaluation.images import accuracy
+    from .evaluation.text import perplexity
+    from .evaluation.zeroshot import zero_shot
     from .functional import prune_weight, prune_weight_path
     from .integrations.trainer import MoonshotCallback
-    from .loading import load_pruned
     from .masks import keep_sparsity
+    from .model.compaction import Compaction, compact_model
     from .pruner import MoonshotPruner
-    from .report import LayerReport, PruneReport
-    from .saving import convert
+    from .reports.prune_report import LayerReport, PruneReport
+    from .reports.sweep_report import SweepReport
     from .solvers import register_solver
-    from .sweep_report import SweepReport
-    from .zeroshot import zero_shot
 
 __all__ = [
     "Compaction",
@@ -50,24 +52,24 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Compaction": "compact",
-    "LayerReport": "report",
+    "Compaction": "model.compaction",
+    "LayerReport": "reports.prune_report",
     "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
-    "PruneReport": "report",
-    "SweepReport": "sweep_report",
-    "accuracy": "evaluation",
-    "compact_model": "compact",
-    "convert": "saving",
+    "PruneReport": "reports.prune_report",
+    "SweepReport": "reports.sweep_report",
+    "accuracy": "evaluation.images",
+    "compact_model": "model.compaction",
+    "convert": "checkpoint.saving",
     "keep_sparsity": "masks",
-    "load_pruned": "loading",
-    "perplexity": "evaluation",
+    "load_pruned": "checkpoint.loading",
+    "perplexity": "evaluation.text",
     "prune_weight": "functional",
     "prune_weight_path": "functional",
     "register_solver": "solvers",
-    "zero_shot": "zeroshot",
+    "zero_shot": "evaluation.zeroshot",
 }
 
 
@@ -83,4 +85,5 @@ def __dir__():
     return sorted({*globals(), *__all__})
 
 
+answer_old_names()
 register_soon()

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from .allocation import METHODS, apply_rules, parse_rules
 from .errors import check_expressions, check_number, check_whole, require
-from .patterns import Pattern, parse_pattern
+from .objective.allocation_rules import METHODS, apply_rules, parse_rules
+from .objective.patterns import Pattern, parse_pattern
 from .solvers import Solver, solver_class
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".

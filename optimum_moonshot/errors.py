@@ -1,14 +1,8 @@
 """Errors a user can act on: each message names the field, the value and the mend."""
 
-import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 
 class MoonshotError(ValueError):
@@ -52,25 +46,6 @@ def check_path(name: str, value: Any) -> None:
 def reason(error: BaseException) -> str:
     """The first line of what an error says, or its name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into a `MoonshotError` that names the argument it came with."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise MoonshotError(f"{field}={str(path)!r} cannot be written: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MoonshotError(f"{path} is damaged: {error}") from None
-    require(isinstance(values, dict), f"{path} is damaged: it holds no JSON object")
-    return values
 
 
 class FactorizationError(MoonshotError):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .config import MoonshotConfig
 from .errors import require
-from .linalg import all_finite
-from .objective import DiagonalQuadratic, Quadratic, diagonal_blocks
-from .patterns import Pattern, Unstructured
+from .objective.linalg import all_finite
+from .objective.patterns import Pattern, Unstructured
+from .objective.quadratic import DiagonalQuadratic, Quadratic, diagonal_blocks
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 from .solvers.base import block_size
 from .solvers.ranked import Ranked

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from .errors import MoonshotError, check_expressions, require
-from .layers import MATRICES, PrunableLayer, adapted_layers
-from .packing import INTEGERS, PackedLinear
-from .patterns import NM
+from .model.layers import MATRICES, PrunableLayer, adapted_layers
+from .objective.patterns import NM
+from .packing.bitmask import INTEGERS
+from .runtime.packed_linear import PackedLinear
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig
 
-from .checkpoint import model_class
-from .compact import Compaction, compact_model
+from .checkpoint.hub import open_repository, upload
+from .checkpoint.packed_files import model_class
+from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig
+from .data.batches import Batch
 from .errors import require
 from .functional import check_ranked
-from .hub import open_repository, upload
-from .images import takes_images
-from .passes import Batch, Forward, called_by
-from .path import SparsityPath, prune_path
-from .report import PruneReport
-from .run import Run
-from .saving import check_saving, save_model
-from .sweep import Sweep, variants
-from .sweep_report import SweepEntry, SweepReport
+from .model.calls import Forward, called_by
+from .model.compaction import Compaction, compact_model
+from .model.facts import load_processor, load_tokenizer
+from .pruning.run import Run
+from .pruning.sparsity_path import SparsityPath, prune_path
+from .pruning.sweep import Sweep, variants
+from .reports.prune_report import PruneReport
+from .reports.seeds import SweepEntry
+from .reports.sweep_report import SweepReport
 
 _INFERENCE_MODE = "torch.inference_mode() forbids gradients: prune outside of it"
 _NO_SWEEP = "no sweep to choose from: call pruner.sweep(calibration) first"
@@ -283,21 +285,3 @@ class MoonshotPruner:
             processors = (self.tokenizer, self.processor)
             save_model(self.model, processors, self.report, folder, format, name=full, **options)
             return upload(folder, full, token=token, commit_message=commit_message)
-
-
-def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
-    """A model's tokenizer; None where there is none, as for image models: text calibration then says so."""
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path, **options)
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:
-    """The image processor that lies beside an image model; None for other models, or where there is none."""
-    if not takes_images(model):
-        return None
-    try:
-        return AutoImageProcessor.from_pretrained(name_or_path, **options)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None  # calibration on images then says so

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optimum_moonshot import MoonshotCallback, MoonshotError, keep_sparsity
 from optimum_moonshot.masks import Masks, find_pruned
-from optimum_moonshot.patterns import NM
+from optimum_moonshot.objective.patterns import NM
 
 
 def steps(model, optimizer):

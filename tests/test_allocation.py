@@ -14,7 +14,11 @@ from test_golden import ROOT
 from test_pruner import assert_same, config, prune, weights
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.allocation import (
+from optimum_moonshot.functional import build_objective
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.pruning.allocation import (
     alpha_sparsities,
     apportion,
     exact_patterns,
@@ -22,11 +26,7 @@ from optimum_moonshot.allocation import (
     owl_sparsities,
     tail_exponent,
 )
-from optimum_moonshot.functional import build_objective
-from optimum_moonshot.layers import find_structure
-from optimum_moonshot.passes import frozen
-from optimum_moonshot.patterns import Unstructured
-from optimum_moonshot.run import Run
+from optimum_moonshot.pruning.run import Run
 from optimum_moonshot.solvers import solver_class, solver_names
 
 GOLDEN = ROOT / "../shared/golden/allocation.safetensors"

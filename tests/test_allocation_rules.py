@@ -8,9 +8,9 @@ from models import make
 from test_pruner import prune
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
-from optimum_moonshot.allocation import apply_rules, parse_rules
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.objective.allocation_rules import apply_rules, parse_rules
+from optimum_moonshot.objective.patterns import NM, Unstructured
 
 
 def test_an_allocation_by_name():

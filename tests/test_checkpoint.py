@@ -13,7 +13,7 @@ from models import make
 from safetensors import safe_open
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
-from optimum_moonshot.packing import PackedLinear
+from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 
 @contextmanager

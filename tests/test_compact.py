@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
-from optimum_moonshot import compact as compact_module
-from optimum_moonshot.structured import find_column_groups
+from optimum_moonshot.model import compaction as compact_module
+from optimum_moonshot.model.column_groups import find_column_groups
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
 NEURONS = {"intermediate_size": (24, 19)}

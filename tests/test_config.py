@@ -8,7 +8,7 @@ import pytest
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.solvers import solver_class, solver_names
 
 NAN, INF = float("nan"), float("inf")

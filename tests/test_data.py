@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from optimum_moonshot import data
-from optimum_moonshot.data import CalibrationData, evaluation_text, load_calibration
+from optimum_moonshot.data import text as data
+from optimum_moonshot.data.text import CalibrationData, evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 
 TEXT = " ".join(str(number) for number in range(1000))  # every window of it occurs once

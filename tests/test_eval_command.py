@@ -11,10 +11,11 @@ from test_zeroshot import TASK
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, perplexity
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.eval_report import EvalReport
-from optimum_moonshot.evaluation import Accuracy, Perplexity
-from optimum_moonshot.saving import record
-from optimum_moonshot.zeroshot import ZeroShot
+from optimum_moonshot.checkpoint.saving import record
+from optimum_moonshot.evaluation.images import Accuracy
+from optimum_moonshot.evaluation.report import EvalReport
+from optimum_moonshot.evaluation.text import Perplexity
+from optimum_moonshot.evaluation.zeroshot import ZeroShot
 
 SHORT = ["--sequence-length", "64", "--device", "cpu"]
 

@@ -14,9 +14,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from optimum_moonshot import data, evaluation
+from optimum_moonshot.data import text as data
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.evaluation import Perplexity, max_positions, perplexity
+from optimum_moonshot.evaluation import text as evaluation
+from optimum_moonshot.evaluation.text import Perplexity, perplexity
+from optimum_moonshot.model.facts import max_positions
 
 TEXT = " ".join(str(number) for number in range(140))
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

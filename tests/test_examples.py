@@ -9,7 +9,7 @@ import transformers as hf
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.masks import find_pruned, follows
-from optimum_moonshot.patterns import NM
+from optimum_moonshot.objective.patterns import NM
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SHORT = dict(num_samples=8, sequence_length=64)

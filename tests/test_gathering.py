@@ -6,16 +6,17 @@ from golden.make import grouped_layer, layer
 from models import image_batches, make, token_batches
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, gathering
-from optimum_moonshot import run as run_module
-from optimum_moonshot.accumulators import STAGED, LayerTotals, Part, Plan, RowMatrices, Samples
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.calibration.accumulators import STAGED, LayerTotals, Part, Plan, RowMatrices, Samples
+from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.errors import FactorizationError
-from optimum_moonshot.layers import PrunableLayer
-from optimum_moonshot.objective import BlockQuadratic, Quadratic, RowFisher, Totals, diagonal_blocks
-from optimum_moonshot.patterns import NM, Unstructured
-from optimum_moonshot.slices import ranges
+from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.objective.patterns import NM, Unstructured
+from optimum_moonshot.objective.quadratic import BlockQuadratic, Quadratic, RowFisher, Totals, diagonal_blocks
+from optimum_moonshot.objective.row_slices import ranges
+from optimum_moonshot.pruning import run as run_module
+from optimum_moonshot.pruning import schedule as gathering
 from optimum_moonshot.solvers import solver_class, solver_names
-from optimum_moonshot.storage import Storage
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]
 

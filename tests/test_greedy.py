@@ -8,12 +8,12 @@ import torch
 from golden.make import layer
 from test_sparsegpt import indefinite
 
-from optimum_moonshot import slices as slices_module
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective import Quadratic
-from optimum_moonshot.patterns import NM, Unstructured
+from optimum_moonshot.objective import row_slices as slices_module
+from optimum_moonshot.objective.patterns import NM, Unstructured
+from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import greedy, ranked
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.greedy import Elimination, removals, take_square

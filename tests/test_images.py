@@ -12,9 +12,11 @@ from models import image_batches, make
 from PIL import Image as Picture
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, images
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.images import class_numbers, load_images, open_images, takes_images
+from optimum_moonshot.data import images
+from optimum_moonshot.data.images import class_numbers, load_images, open_images
+from optimum_moonshot.model.facts import takes_images
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_moonshot.errors import FactorizationError, MoonshotError
-from optimum_moonshot.linalg import damped_inverse_factor, escalate, inverse_factor
+from optimum_moonshot.objective.linalg import damped_inverse_factor, escalate, inverse_factor
 
 
 def definite(*shape, seed=0):

@@ -10,8 +10,8 @@ from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, keep_sparsity
 from optimum_moonshot.masks import Masks, clear, find_pruned, follows
-from optimum_moonshot.packing import PackedLinear
-from optimum_moonshot.patterns import NM
+from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),

@@ -5,8 +5,8 @@ import reference
 import torch
 from golden.make import layer
 
-from optimum_moonshot import objective
-from optimum_moonshot.objective import DiagonalQuadratic, Quadratic, scales
+from optimum_moonshot.objective import quadratic as objective
+from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic, scales
 
 LAMS = [0.0, 0.1, 0.5, 0.9, 1.0]
 

@@ -7,17 +7,9 @@ import torch
 from torch import nn
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.packing import (
-    PackedLinear,
-    check_packed,
-    find_window,
-    is_nm,
-    pack,
-    packed_bytes,
-    unpack,
-    unpack_bits,
-)
-from optimum_moonshot.patterns import NM
+from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.packing.bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack, unpack_bits
+from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 PATTERNS = [None, NM(2, 4), NM(4, 8), NM(1, 4), NM(1, 2), NM(3, 7), NM(4, 16), NM(2, 2)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -63,7 +55,7 @@ def test_both_ways_of_unpacking_agree(pattern):
 
 
 def test_unpacking_in_several_steps(monkeypatch):
-    monkeypatch.setattr("optimum_moonshot.packing._STEP", 5)
+    monkeypatch.setattr("optimum_moonshot.packing.bitmask._STEP", 5)
     matrix = reference.random_matrix(7, 48, NM(2, 4), torch.bfloat16)
     values, meta = pack(matrix, NM(2, 4))
     assert torch.equal(unpack(values, meta, 48), matrix)

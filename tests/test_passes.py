@@ -6,11 +6,12 @@ import torch
 from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
-from optimum_moonshot import convolution
-from optimum_moonshot.layers import find_structure
-from optimum_moonshot.passes import ChainPasses, WholePasses, frozen, is_chain
-from optimum_moonshot.statistics import Collector
-from optimum_moonshot.storage import Storage
+from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.observer import Collector
+from optimum_moonshot.calibration.passes import ChainPasses, WholePasses, is_chain
+from optimum_moonshot.model import convolution
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
 
 CHAINS = [*CAUSAL, "vit", "deit"]
 CONVOLUTIONAL = [name for name in (*VISION, *PLAIN) if name not in CHAINS]

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.patterns import NM, Structured, Unstructured, parse_pattern, smallest
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured, parse_pattern, smallest
 
 
 @pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 0.6, 0.999, 1])

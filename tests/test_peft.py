@@ -9,7 +9,7 @@ from test_masks import loss_of, pruned, zeros
 
 from optimum_moonshot import MoonshotCallback, MoonshotError, MoonshotPruner
 from optimum_moonshot.masks import find_pruned, follows
-from optimum_moonshot.patterns import NM
+from optimum_moonshot.objective.patterns import NM
 
 peft = pytest.importorskip("peft")
 from optimum_moonshot.integrations.peft import SparseLinear, sparse_lora  # noqa: E402

@@ -7,11 +7,11 @@ from models import CAUSAL, ENCODERS, image_batches, make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
-from optimum_moonshot import run as run_module
-from optimum_moonshot import statistics as statistics_module
+from optimum_moonshot.calibration import observer as statistics_module
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.layers import find_structure
-from optimum_moonshot.patterns import Unstructured
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.pruning import run as run_module
 from optimum_moonshot.solvers import solver_class, solver_names
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 

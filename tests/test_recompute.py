@@ -11,13 +11,14 @@ from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
-from optimum_moonshot.layers import find_structure
-from optimum_moonshot.passes import frozen, is_chain
-from optimum_moonshot.recompute import RecomputedPasses, find_entrance, lent
-from optimum_moonshot.run import shorten
+from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.observer import Collector
+from optimum_moonshot.calibration.passes import is_chain
+from optimum_moonshot.calibration.recompute import RecomputedPasses, find_entrance, lent
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pruning.run import shorten
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
-from optimum_moonshot.statistics import Collector
-from optimum_moonshot.storage import Storage
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
 

@@ -8,9 +8,9 @@ from models import ENCODERS, image_batches, make, token_batches
 from reference_recovery import hidden_states, recover, relative_errors
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
-from optimum_moonshot import recovery as recovery_module
-from optimum_moonshot.layers import find_structure
-from optimum_moonshot.recovery import STEP_SAMPLES, Recovery, divide, part_size
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pruning import recovery as recovery_module
+from optimum_moonshot.pruning.recovery import STEP_SAMPLES, Recovery, divide, part_size
 
 SAMPLES = 16
 

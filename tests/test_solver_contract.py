@@ -9,7 +9,7 @@ from golden.make import grouped_layer, layer
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.functional import build_objective, prune_weight
-from optimum_moonshot.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SHAPE = (24, 144, 10)  # more than one block of columns, and not a multiple of it

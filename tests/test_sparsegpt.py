@@ -10,7 +10,7 @@ from golden.make import grouped_layer, layer
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective import Quadratic
+from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import sparsegpt
 
 PATTERNS = pytest.mark.parametrize("pattern", [0.6, "2:4"])

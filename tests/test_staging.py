@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.staging import staged
+from optimum_moonshot.files import staged
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLED = """
 import os, signal, sys
-from optimum_moonshot.staging import staged
+from optimum_moonshot.files import staged
 with staged("directory", sys.argv[1]) as folder:
     (folder / "model.safetensors").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,9 +6,9 @@ import gc
 import pytest
 import torch
 
-from optimum_moonshot import storage as storage_module
+from optimum_moonshot.calibration import memory as storage_module
+from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.storage import Storage
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,9 @@ import transformers as hf
 from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, spread, token_batches
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, structured
-from optimum_moonshot.structured import find_column_groups
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.model import column_groups as structured
+from optimum_moonshot.model.column_groups import find_column_groups
 
 # Columns per head (with its key-value head) and heads, neurons of the feed-forward layer; None where there are none.
 EXPECTED = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_moonshot import MoonshotConfig, prune_weight
-from optimum_moonshot.threads import each
+from optimum_moonshot.objective.parallel import each
 
 CPU = torch.device("cpu")
 

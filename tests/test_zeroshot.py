@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_moonshot import MoonshotError, PruneReport, zeroshot
-from optimum_moonshot.zeroshot import PAPER_TASKS, ZeroShot, zero_shot
+from optimum_moonshot import MoonshotError, PruneReport
+from optimum_moonshot.evaluation import zeroshot
+from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, ZeroShot, zero_shot
 
 pytest.importorskip("lm_eval")
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo_model"

@@ -125,8 +125,8 @@ def make_meter(
     model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int, limit: int | None = None
 ) -> Meter:
     """`limit`: the first so many windows or images alone."""
-    from optimum_moonshot import accuracy, perplexity
-    from optimum_moonshot.images import takes_images
+    from .. import accuracy, perplexity
+    from ..model.facts import takes_images
 
     options = {"batch_size": batch_size, "progress": True}
     if takes_images(model):
@@ -136,7 +136,7 @@ def make_meter(
 
 
 def make_config(args: argparse.Namespace):
-    from optimum_moonshot import MoonshotConfig
+    from .. import MoonshotConfig
 
     given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
     given |= {"allocation": read_allocation(given["allocation"])} if "allocation" in given else {}
@@ -148,7 +148,7 @@ def make_config(args: argparse.Namespace):
 
 def read_allocation(given: str) -> str | dict:
     """One of the methods, or what a JSON file says."""
-    from optimum_moonshot.allocation import METHODS
+    from ..objective.allocation_rules import METHODS
 
     if given in METHODS:
         return given
@@ -185,7 +185,7 @@ def output_folder(args: argparse.Namespace) -> Path:
 
 
 def calibration_source(args: argparse.Namespace, config) -> str | None:
-    from optimum_moonshot.solvers import solver_class
+    from ..solvers import solver_class
 
     if args.calibration is None:
         return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
@@ -194,7 +194,7 @@ def calibration_source(args: argparse.Namespace, config) -> str | None:
 
 
 def check_data(flag: str, sources: list[str]) -> None:
-    from optimum_moonshot.data import CORPORA, is_hub_name
+    from ..data.text import CORPORA, is_hub_name
 
     for source in sources:
         known = source in CORPORA or Path(source).expanduser().exists() or is_hub_name(source)

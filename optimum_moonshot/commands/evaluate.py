@@ -72,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """`moonshot eval`: measure, print, and write each result as soon as it is known."""
     device = find_device(args.device)
     _check_options(args)
-    from optimum_moonshot.eval_report import EvalReport
+    from ..evaluation.report import EvalReport
 
     references = {option: _reference(args, option) for option in ("baseline", "dense")}
     tasks = _tasks(args, list(references.values()))
@@ -118,7 +118,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _reference(args: argparse.Namespace, option: str) -> Any:
     """The results of another model, which must have something in common with what is asked for."""
-    from optimum_moonshot.eval_report import EvalReport
+    from ..evaluation.report import EvalReport
 
     given = getattr(args, option)
     if given is None:
@@ -134,8 +134,8 @@ def _reference(args: argparse.Namespace, option: str) -> Any:
 
 def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
     """Perplexities compare on windows of one length."""
-    from optimum_moonshot.data import window_length
-    from optimum_moonshot.evaluation import max_positions
+    from ..data.text import window_length
+    from ..model.facts import max_positions
 
     length = window_length(args.sequence_length, max_positions(model))
     for dataset in args.dataset if reference is not None else ():
@@ -148,7 +148,7 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
     """The zero-shot tasks; unknown ones, and those that do not compare with the references', are found here."""
     if not args.tasks:
         return None
-    from optimum_moonshot.zeroshot import find_tasks
+    from ..evaluation.zeroshot import find_tasks
 
     try:
         tasks = find_tasks(args.tasks)
@@ -161,8 +161,8 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
 
 
 def _check_record(args: argparse.Namespace) -> None:
-    from optimum_moonshot.data import short_name
-    from optimum_moonshot.saving import saved_report
+    from ..checkpoint.saving import saved_report
+    from ..data.text import short_name
 
     try:
         saved_report(Path(args.model))
@@ -175,7 +175,7 @@ def _check_record(args: argparse.Namespace) -> None:
 
 def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any):
     """One result after another."""
-    from optimum_moonshot.zeroshot import zero_shot
+    from ..evaluation.zeroshot import zero_shot
 
     if args.dataset:
         meter = make_meter(model, tokenizer, processor, args.sequence_length, args.batch_size, args.limit)
@@ -210,7 +210,7 @@ def _compared(args: argparse.Namespace, report: Any, baseline: Any) -> dict[str,
 
 
 def _record(args: argparse.Namespace, report: Any, dense: Any) -> None:
-    from optimum_moonshot.saving import record
+    from ..checkpoint.saving import record
 
     card = record(args.model, report, dense)
     where = "the report and the model card" if card else "the report; the model card is not one of this package"
@@ -222,7 +222,8 @@ def _load_for_evaluation(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """A model, and its tokenizer or its image processor."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from optimum_moonshot.pruner import load_processor, model_class
+    from ..model.facts import load_processor
+    from ..pruner import model_class
 
     config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
     cls = model_class(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError
-from .common import (
+from .common import (  # fmt: skip
     FORMAT_HELP,
     FORMATS,
     IMAGES_HELP,
@@ -28,7 +28,7 @@ from .common import (
     make_meter,
     output_folder,
     remote_code,
-)  # fmt: skip
+)
 from .evaluate import EvalCommand
 from .sweep import SweepCommand
 
@@ -79,8 +79,8 @@ def prune(args: argparse.Namespace) -> None:
     output = output_folder(args)
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
-    from optimum_moonshot import MoonshotPruner
-    from optimum_moonshot.data import short_name
+    from .. import MoonshotPruner
+    from ..data.text import short_name
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
     pruner.model.to(device)
@@ -121,7 +121,7 @@ def convert(args: argparse.Namespace) -> None:
     expect(Path(args.model).is_dir(), f"{args.model}: not a folder")
     args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
     output_folder(args)
-    from optimum_moonshot import convert as convert_checkpoint
+    from .. import convert as convert_checkpoint
 
     convert_checkpoint(args.model, args.output, args.format, **remote_code(args))
     before, after = _weight_bytes(args.model), _weight_bytes(args.output)

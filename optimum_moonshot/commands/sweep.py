@@ -76,8 +76,9 @@ def sweep(args: argparse.Namespace) -> None:
     calibration = calibration_source(args, configs[0]) or "c4"
     if args.metric != "calibration":
         check_data("--metric", [args.metric])
-    from optimum_moonshot import MoonshotPruner
-    from optimum_moonshot.sweep_report import choice, save_all, table
+    from .. import MoonshotPruner
+    from ..reports.seeds import choice, table
+    from ..reports.sweep_report import save_all
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
     pruner.model.to(device)
@@ -103,7 +104,7 @@ def sweep(args: argparse.Namespace) -> None:
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
-    from optimum_moonshot.sweep import variants
+    from ..pruning.sweep import variants
 
     args.seed, args.pattern = seed, args.patterns[0]
     if ":" not in args.pattern:
@@ -129,7 +130,7 @@ def _metric(args: argparse.Namespace, pruner: Any, config: Any) -> dict[str, Any
     def measure(model: Any) -> float:
         return meter.measure(args.metric).value
 
-    from optimum_moonshot.data import short_name
+    from ..data.text import short_name
 
     measure.__name__ = f"{meter.metric} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": meter.metric == "accuracy"}

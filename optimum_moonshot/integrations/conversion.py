@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
-from ..checkpoint import PackedLayer, dtype_name, naming
+from ..checkpoint.keys import META, PACKED
+from ..checkpoint.packed_files import PackedLayer, dtype_name, naming
 from ..errors import require
-from ..names import META, PACKED
 
 _PAIR = ("weight" + PACKED, "weight" + META)
 

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import check_number, require
-from ..losses import IGNORED, labels_of
-from ..passes import evaluation_mode, model_device, to_device
+from ..model.calls import evaluation_mode, model_device, to_device
+from ..model.losses import IGNORED, labels_of
 
 # Inputs that belong to the student's loss alone.
 LOSS_INPUTS = ("labels", "num_items_in_batch")

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 
-from ..allocation import parse_rules
 from ..config import MoonshotConfig
-from ..data import open_source
+from ..data.text import open_source
 from ..errors import MoonshotError, check_expressions, check_whole, require
-from ..images import takes_images
-from ..layers import PrunableLayer
-from ..losses import IGNORED
 from ..masks import Masks, find_pruned, layer_follows
-from ..patterns import NM
+from ..model.facts import takes_images
+from ..model.layers import PrunableLayer
+from ..model.losses import IGNORED
+from ..objective.allocation_rules import parse_rules
+from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
-from ..report import PruneReport, mean_over_weights
-from ..run import Run
+from ..pruning.run import Run
+from ..reports.prune_report import PruneReport, mean_over_weights
 from .distillation import Distillation
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log

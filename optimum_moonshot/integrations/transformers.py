@@ -14,11 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint import METHOD, PackedLayer, check_version, naming, packed_layers
+from ..checkpoint.keys import PACKED, parameter_names
+from ..checkpoint.packed_files import METHOD, PackedLayer, check_version, naming, packed_layers
 from ..config import MoonshotConfig
 from ..errors import require
-from ..names import PACKED, parameter_names
-from ..packing import PackedLinear
+from ..runtime.packed_linear import PackedLinear
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class MoonshotQuantizer(HfQuantizer):
             self._prune(model)
 
     def _prepare_pruning(self, model: nn.Module) -> None:
-        from ..pruner import load_processor, load_tokenizer
+        from ..model.facts import load_processor, load_tokenizer
 
         run = getattr(model.config, "moonshot", None)
         require(run is None, f"quantization_config: {model.name_or_path} is pruned already; load it without one")

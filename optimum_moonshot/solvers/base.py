@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError
-from ..objective import BlockQuadratic, DiagonalQuadratic, Quadratic
-from ..patterns import Pattern
+from ..objective.patterns import Pattern
+from ..objective.quadratic import BlockQuadratic, DiagonalQuadratic, Quadratic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ A block's removals are ranked, with those of all blocks of the layer, by their c
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective import BlockQuadratic
-from ..patterns import Pattern
+from ..objective.patterns import Pattern
+from ..objective.quadratic import BlockQuadratic
 from .base import register_solver
 from .ranked import Ranked
 

@@ -13,7 +13,7 @@ quadratic's minimiser on what survives (`objective.py`).
 import torch
 from torch import Tensor
 
-from ..patterns import NM, Pattern
+from ..objective.patterns import NM, Pattern
 
 # Steps between two flushes (measured on a CPU for 192 to 2304 inputs: best, or within 5% of it, everywhere).
 STEPS = 64

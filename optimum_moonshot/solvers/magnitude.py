@@ -6,8 +6,8 @@ Structured, the columns with the smallest Σ|w| (the ℓ₁ norm of Li et al., a
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective import Quadratic
-from ..patterns import NM, Pattern, Structured, Unstructured
+from ..objective.patterns import NM, Pattern, Structured, Unstructured
+from ..objective.quadratic import Quadratic
 from .base import PrunedWeight, finish, register_solver
 
 

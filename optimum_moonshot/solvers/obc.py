@@ -6,7 +6,7 @@ Every row is one quadratic, eliminated greedily; the layer's removals are ranked
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective import Quadratic
+from ..objective.quadratic import Quadratic
 from .base import register_solver
 from .ranked import Ranked
 

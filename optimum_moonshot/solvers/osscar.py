@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import check_factored, escalate
-from ..objective import Quadratic, RowFisher
-from ..patterns import Structured
-from ..slices import slices
+from ..objective.linalg import check_factored, escalate
+from ..objective.patterns import Structured
+from ..objective.quadratic import Quadratic, RowFisher
+from ..objective.row_slices import slices
 from .base import PrunedWeight, finish, register_solver
 
 # Columns whose removal waits, and the share of dead ones that is worth a copy without them.

@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import check_factored, escalate
-from ..objective import Quadratic
-from ..patterns import NM, Pattern, Unstructured
-from ..slices import ranges, slices
-from ..threads import each
+from ..objective.linalg import check_factored, escalate
+from ..objective.parallel import each
+from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.quadratic import Quadratic
+from ..objective.row_slices import ranges, slices
 from .base import PrunedWeight, finish
 from .greedy import Elimination, removals, take_square
 

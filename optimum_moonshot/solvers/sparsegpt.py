@@ -18,11 +18,11 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
-from ..objective import Quadratic, RowFisher
-from ..patterns import NM, Pattern, Unstructured
-from ..slices import ranges
-from ..threads import each
+from ..objective.linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
+from ..objective.parallel import each
+from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.quadratic import Quadratic, RowFisher
+from ..objective.row_slices import ranges
 from .base import PrunedWeight, finish, register_solver
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.

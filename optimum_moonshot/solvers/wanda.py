@@ -6,8 +6,8 @@ At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂. S
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective import DiagonalQuadratic
-from ..patterns import NM, Pattern, Structured, Unstructured
+from ..objective.patterns import NM, Pattern, Structured, Unstructured
+from ..objective.quadratic import DiagonalQuadratic
 from .base import PrunedWeight, finish, register_solver
 
 

@@ -1,0 +1,182 @@
+"""What becomes of the gradients ``A_n = Σ_t δ_t x_tᵀ`` of a layer's samples, in float32: three ways to gather them.
+
+`Samples` keeps every A_n, `Squares` their elementwise Σ_n A_n², and `RowMatrices` compresses them exactly, where there
+are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row (or block of a row). All but `Squares` may gather some
+rows of the layer alone. Pieces arrive as x [B·groups, T, d_in] and δ [B·groups, T, d_out/groups]; a layer that is
+called several times for a sample, or in strips, has the sum of its pieces as gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.layers import PrunableLayer
+from ..objective.quadratic import RowFisher, Totals
+from ..objective.row_slices import slices
+from .memory import Storage
+
+# Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
+STAGED = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to gather of a layer's gradients."""
+
+    block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
+    rows: slice | None = None  # of the layer: a whole number of its groups, or inside of one; None is all
+    totals: int | None = None  # also L_F(0), of blocks of so many inputs, and Σ A², both of all rows
+
+
+def numbers_per_row(d_in: int, samples: int, block: int | None) -> int:
+    """Floats that `Samples` (no block) or `RowMatrices` hold per row of a layer."""
+    return d_in * (samples if block is None else block + min(STAGED, samples))
+
+
+class Samples:
+    """A_n [N, rows, d_in]."""
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
+        self.part = Part(layer, plan.rows)
+        shape = (samples, self.part.count, layer.shape[1])
+        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: gradients")
+        self.window = self.value
+
+    def begin(self, first: int, count: int) -> None:
+        self.window = self.value[first : first + count]
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        self.part.add(self.window, inputs, delta)
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+class Squares:
+    """Σ_n A_n² [d_out, d_in]: A_n is squared and added sample by sample, never stored."""
+
+    def __init__(self, layer: PrunableLayer, storage: Storage):
+        self.value = storage.zeros(layer.shape, torch.float32, f"{layer.name}: gradients")
+        self.count = 0
+        self.sum: Tensor | None = None
+
+    def begin(self, first: int, count: int) -> None:
+        self.count = count
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        """`done` marks the last piece of a batch: A_n is the sum of all, so that a layer called twice waits for it."""
+        out = self.value
+        if done and self.sum is None:
+            samples = (part.unflatten(0, (self.count, -1)) for part in (delta, inputs))
+            for sample_delta, sample in zip(*samples, strict=True):
+                out += (sample_delta.mT @ sample).square_().flatten(0, 1).to(out.device)
+            return
+        total = delta.mT @ inputs
+        total = total if self.sum is None else total + self.sum
+        self.sum = None if done else total
+        if done:
+            out += total.square_().view(self.count, *out.shape).sum(0).to(out.device)
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+class RowMatrices:
+    """Σ_n a_n a_nᵀ of every row's blocks, [rows · blocks, size, size]; so many samples are staged and added at once."""
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
+        self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.block
+        blocks = layer.shape[1] // plan.block
+        shape = (self.part.count * blocks, plan.block, plan.block)
+        self.matrices = storage.zeros(shape, torch.float32, f"{layer.name}: gradients of its rows")
+        shape = (min(STAGED, samples), self.part.count, layer.shape[1])
+        self.staged = storage.zeros(shape, torch.float32, f"{layer.name}: gradients of some samples")
+        self.used, self.window = 0, self.staged
+
+    def begin(self, first: int, count: int) -> None:
+        if self.used + count > len(self.staged):
+            self._flush()
+        if count > len(self.staged):
+            self.staged = self.staged.new_zeros(count, *self.staged.shape[1:])
+        self.window = self.staged[self.used : self.used + count]
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        self.part.add(self.window, inputs, delta)
+
+    def end(self) -> None:
+        self.used += len(self.window)
+
+    def _flush(self) -> None:
+        """Add the staged samples to the matrices."""
+        if not self.used:
+            return
+        gradients = self.staged[: self.used].unflatten(2, (-1, self.size)).flatten(1, 2)
+        for rows in slices(slice(0, len(self.matrices)), 8 * self.used * self.size, self.staged.device):
+            some = gradients[:, rows].transpose(0, 1)
+            self.matrices[rows].baddbmm_(some.mT, some)
+        self.staged.zero_()
+        self.used = 0
+
+    def result(self) -> RowFisher:
+        self._flush()
+        return RowFisher(self.matrices, self.samples)
+
+
+class LayerTotals:
+    """L_F(0) and the mean of Σ_n A_n² of all of a layer's rows, from one batch's gradients at a time."""
+
+    def __init__(self, layer: PrunableLayer, samples: int, block: int):
+        self.part, self.samples = Part(layer, None), samples
+        self.weight = layer.matrix.float()
+        self.size = block
+        self.fisher = self.squares = 0.0
+        self.window = self.weight[:0]
+
+    def begin(self, first: int, count: int) -> None:
+        self.window = self.weight.new_zeros(count, *self.weight.shape)
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        self.part.add(self.window, inputs, delta)
+
+    def end(self) -> None:
+        for gradient in self.window:
+            products = (gradient * self.weight).unflatten(1, (-1, self.size)).sum(2)
+            self.fisher += float(products.double().square().sum()) / self.samples
+            self.squares += float(gradient.double().square().mean())
+        self.window = self.weight[:0]
+
+    def result(self, reconstruction: float) -> Totals:
+        """With the layer's L_R(0)."""
+        return Totals(reconstruction, self.fisher, self.squares, self.samples)
+
+
+class Part:
+    """Some rows of a layer: a whole number of its groups, or some inside of one."""
+
+    def __init__(self, layer: PrunableLayer, rows: slice | None):
+        self.rows = slice(0, layer.shape[0]) if rows is None else rows
+        self.count = self.rows.stop - self.rows.start
+        self.total, self.d_in = layer.groups, layer.shape[1]
+        size = layer.shape[0] // layer.groups
+        self.groups = slice(self.rows.start // size, -(-self.rows.stop // size))
+        first = self.groups.start * size
+        within = self.groups.stop - self.groups.start == 1
+        self.within = slice(self.rows.start - first, self.rows.stop - first) if within else slice(None)
+
+    def add(self, out: Tensor, inputs: Tensor, delta: Tensor) -> None:
+        """Add δᵀx of these rows to `out` [B, rows, d_in]."""
+        if self.total > 1:
+            inputs, delta = (x.unflatten(0, (-1, self.total))[:, self.groups].flatten(0, 1) for x in (inputs, delta))
+        delta = delta[..., self.within].mT
+        out = out.view(len(delta), -1, self.d_in)
+        if out.device == delta.device:
+            out.baddbmm_(delta, inputs)
+        else:
+            out += (delta @ inputs).to(out.device)

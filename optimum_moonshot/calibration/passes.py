@@ -1,0 +1,265 @@
+"""Calibration passes over a model: one decoder layer alive at a time, at a cost that its depth does not change.
+
+`ChainPasses` caches what enters every block during one forward pass of the model. Then
+
+* λ < 1: the head's backward pass gives the gradient of the last block's output, and the blocks are visited last to
+  first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
+  gradient that the block before needs. In all two forward passes and one backward pass, and no graph but one block's.
+* λ = 1: the blocks are visited first to last without any graph; each block's outputs replace its inputs in the cache.
+
+The model stays dense until all of it was visited ("one-shot"), so the order does not change what is seen.
+`WholePasses` runs the entire model for every visit; it serves what is not a chain of blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..data.batches import Batch
+from ..model.calls import (
+    Call,
+    batch_size,
+    close,
+    first_tensor,
+    join_hidden,
+    model_device,
+    run_model,
+    split_hidden,
+    to_device,
+)
+from ..model.layers import Block, PrunableLayer
+from ..model.losses import loss_gradient, token_mask
+from .memory import Storage
+from .observer import Collector
+
+
+@dataclass
+class Visit:
+    """One stop of a pass: the layers seen here, and how to run the data through them.
+
+    `run(collector, last)` may be called several times, where the layers' statistics do not fit in memory together;
+    `last` marks the final time, after which the pass moves on.
+    """
+
+    layers: tuple[PrunableLayer, ...]
+    run: Callable[[Collector | None, bool], None]
+
+
+class _Stop(Exception):
+    """Ends a forward pass once its last wanted block was entered."""
+
+
+class WholePasses:
+    """Every visit runs the entire model, and its backward pass where gradients are wanted."""
+
+    def __init__(self, model: nn.Module, batches: list[Batch], gradients: bool, loss):
+        self.model, self.batches, self.gradients, self.loss = model, batches, gradients, loss
+        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
+
+    def visits(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Visit]:
+        if layers:
+            yield Visit(layers, self.run)
+
+    def run(self, collector: Collector | None, last: bool) -> None:
+        """As `Visit.run`; without a backward pass where the collector wants no gradients."""
+        if collector is None:
+            return
+        first, gradients = 0, self.gradients and bool(collector.gradients)
+        for index, batch in enumerate(self.batches):
+            batch = to_device(batch, model_device(self.model))
+            count = batch_size(batch)
+            collector.begin(first, count, token_mask(batch))
+            with torch.set_grad_enabled(gradients):
+                output = run_model(self.model, batch)
+                if gradients:
+                    logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                    torch.autograd.backward(logits, gradient)
+            collector.end()
+            first += count
+
+
+class ChainPasses:
+    """Blocks one after another on cached inputs; see the module's text."""
+
+    def __init__(
+        self, model: nn.Module, blocks: tuple[Block, ...], batches: list[Batch], gradients: bool, loss, storage: Storage
+    ):
+        self.model, self.blocks, self.batches = model, blocks, batches
+        self.gradients, self.loss, self.storage = gradients, loss, storage
+        self.calls: list[list[Call | None]] = [[None] * len(batches) for _ in blocks]
+        self.deltas: list[Tensor | None] = [None] * len(batches)
+        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
+        wanted = [i for i, block in enumerate(blocks) if block.layers]
+        self.lowest, self.highest = wanted[0], wanted[-1]
+
+    def capture(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        """One forward pass over the data, which keeps what enters the blocks in `calls[block][batch]`."""
+        for index, batch in enumerate(self.batches):
+            self._capture(index, batch)
+            progress(1)
+
+    def visits(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Visit]:
+        """One visit per block that has layers to see (and those between), in the order described above."""
+        self.capture(progress)
+        order = range(self.lowest, self.highest + 1)
+        for i in reversed(order) if self.gradients else order:
+            yield Visit(self.blocks[i].layers, lambda collector, last, i=i: self._run(i, collector, last))
+            self.calls[i] = []
+
+    def _capture(self, index: int, batch: Batch) -> None:
+        """One forward pass of the model; keeps every block's call, and the gradient of the last wanted block's output.
+
+        With gradients, the graph starts behind the last wanted block; without, the pass ends there.
+        """
+        handles = []
+        batch = to_device(batch, model_device(self.model))
+        tail: list[Tensor] = []
+
+        def keep(i: int, args: tuple, kwargs: dict[str, Any]) -> None:
+            hidden, args, kwargs = split_hidden(args, kwargs)
+            first = not self.gradients and i > self.lowest  # at λ = 1 the block before will give it
+            cached = None if first else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
+            self.calls[i][index] = Call(*self._share(i, index, (args, kwargs)), cached)
+            if not self.gradients and i == self.highest:
+                raise _Stop
+
+        def cut(_: nn.Module, args: tuple, output: Any) -> Any:
+            hidden = first_tensor(output).detach().requires_grad_(True)
+            tail.append(hidden)
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        try:
+            for i in range(self.lowest, self.highest + 1):
+                hook = lambda _, args, kwargs, i=i: keep(i, args, kwargs)  # noqa: E731
+                handles.append(self.blocks[i].module.register_forward_pre_hook(hook, with_kwargs=True))
+            if self.gradients:
+                handles.append(self.blocks[self.highest].module.register_forward_hook(cut))
+            with torch.set_grad_enabled(self.gradients):
+                output = run_model(self.model, batch)
+        except _Stop:
+            return
+        finally:
+            for handle in handles:
+                handle.remove()
+        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+        (delta,) = torch.autograd.grad(logits, tail, gradient)
+        self.deltas[index] = self.storage.put(delta, "output gradients")
+
+    def _share(self, i: int, index: int, arguments: tuple) -> tuple:
+        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
+        if index == 0:
+            return arguments
+        first = self.calls[i][0]
+        known = _tensors((first.args, first.kwargs))
+        return tree_map_only(Tensor, lambda t: next((k for k in known if k is t or _same(k, t)), t), arguments)
+
+    def _run(self, i: int, collector: Collector | None, last: bool) -> None:
+        block, first = self.blocks[i].module, 0
+        needed = last and i > self.lowest if self.gradients else last and i < self.highest
+        for index, batch in enumerate(self.batches):
+            count = batch_size(batch)
+            if collector is not None or needed:
+                if collector is not None:
+                    mask = token_mask(batch)
+                    device = next(block.parameters()).device
+                    collector.begin(first, count, None if mask is None else mask.to(device))
+                self._run_batch(i, index, needed)
+                if collector is not None:
+                    collector.end()
+            first += count
+
+    def _run_batch(self, i: int, index: int, propagate: bool) -> None:
+        block, call = self.blocks[i].module, self.calls[i][index]
+        device = next(block.parameters()).device
+        hidden = call.hidden.to(device)
+        with torch.set_grad_enabled(self.gradients):
+            if self.gradients:
+                hidden = hidden.detach().requires_grad_(propagate)
+            args, kwargs = join_hidden(hidden, call)
+            output = first_tensor(block(*to_device(args, device), **to_device(kwargs, device)))
+            if output.requires_grad:
+                torch.autograd.backward(output, self.deltas[index].to(output.device))
+        if not propagate:
+            return
+        if self.gradients:
+            self.deltas[index].copy_(hidden.grad)
+        else:
+            # The cached input is this block's alone from here on: the next block's takes its place.
+            following = self.calls[i + 1][index]
+            following.hidden = call.hidden.copy_(output.detach())
+
+
+def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss) -> bool:
+    """Whether block-by-block passes see what the whole model sees, tried on one small sample.
+
+    Each block must be called once, read the output of the one before, and give the same output and the same input
+    gradient when run again alone on its cached arguments.
+    """
+    calls, outputs, order = {}, {}, []
+
+    def enter(i: int, args: tuple, kwargs: dict[str, Any]):
+        hidden, rest, named = split_hidden(args, kwargs)
+        order.append(i)
+        if gradients and len(order) == 1:
+            hidden = hidden.detach().requires_grad_(True)
+        calls[i] = Call(rest, named, hidden)
+        return join_hidden(hidden, calls[i])
+
+    def leave(i: int, output: Any) -> None:
+        outputs[i] = first_tensor(output)
+
+    handles = []
+    try:
+        for i, block in enumerate(blocks):
+            before = lambda _, args, kwargs, i=i: enter(i, args, kwargs)  # noqa: E731
+            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.module.register_forward_hook(lambda _, args, output, i=i: leave(i, output)))
+        with torch.set_grad_enabled(gradients):
+            result = run_model(model, batch)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False  # a block without a hidden state among its arguments
+    finally:
+        for handle in handles:
+            handle.remove()
+    if order != list(range(len(blocks))):
+        return False
+    if any(calls[i].hidden is not outputs[i - 1] for i in range(1, len(blocks))):
+        return False
+    deltas = None
+    if gradients:
+        logits, gradient, _ = loss_gradient(model, result, batch, loss)
+        wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
+        deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
+        if any(delta is None for delta in deltas):
+            return False
+    return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
+
+
+def _runs_alone(block: Block, call: Call, expected: Tensor, deltas, i: int) -> bool:
+    if expected.shape != call.hidden.shape:
+        return False
+    hidden = call.hidden.detach().requires_grad_(deltas is not None)
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, join_hidden(hidden, call))
+    args, kwargs = join_hidden(hidden, Call(args, kwargs, hidden))
+    with torch.set_grad_enabled(deltas is not None):
+        output = first_tensor(block.module(*args, **kwargs))
+    if not close(output, expected):
+        return False
+    if deltas is None:
+        return True
+    (delta,) = torch.autograd.grad(output, [hidden], deltas[i + 1])
+    return close(delta, deltas[i])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, tree)
+    return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

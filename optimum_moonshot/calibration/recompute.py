@@ -1,0 +1,289 @@
+"""Statistics on the already pruned prefix: the paper's "++" (MOONSHOT, arXiv 2604.13287, "Hessian Recomputation").
+
+The blocks are pruned first to last. What a block's layers read, and the gradients of their outputs, come from a model
+whose blocks before it are pruned and whose blocks from it on are dense; all layers of a block are seen before one is
+pruned, as in SparseGPT. Nothing of this is in the model longer than a pass takes: pruned weights are lent to it, and
+while they are, the device holds them beside the dense ones (of one block, or of the whole prefix without a chain).
+
+Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be seen and pruned to give the
+next one's inputs. At λ < 1 every block needs the passes of all blocks behind it, L(L+1)/2 block passes backwards and
+about twice as many forwards (a block behind is run again for its backward pass, so that one block's graph is alive at
+a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
+blocks before. `WholePasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of blocks:
+each of these comes after all blocks, in the model's order, as a block of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm.auto import tqdm
+
+from ..data.batches import Batch
+from ..model.calls import (
+    Call,
+    batch_size,
+    close,
+    first_tensor,
+    join_hidden,
+    model_device,
+    run_model,
+    split_hidden,
+    to_device,
+)
+from ..model.layers import Block, PrunableLayer, Structure
+from ..model.losses import loss_gradient, token_mask
+from .memory import Storage
+from .observer import Collector
+from .passes import Visit, WholePasses, is_chain
+
+Layers = tuple[PrunableLayer, ...]
+
+
+class _Stop(Exception):
+    """Ends a forward pass behind the last block that it was for."""
+
+
+@contextmanager
+def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[None]:
+    """The layers have the weights [d_out, d_in] that `weight` gives; on exit they have their own tensors back."""
+    own = []
+    try:
+        for layer in layers:
+            parameter, matrix = layer.parameter, weight(layer)
+            own.append((parameter, parameter.data))
+            parameter.data = torch.empty_like(parameter.data)
+            layer.assign(matrix)
+        yield
+    finally:
+        for parameter, data in own:
+            parameter.data = data
+
+
+@contextmanager
+def calling(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """The module's `forward` is another one; hooks around it still run."""
+    own = module.__dict__.get("forward")  # device placement puts one there
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+class Entrance:
+    """Starts the model at one of its blocks: those before it pass their input on and compute nothing.
+
+    Args:
+        blocks: all blocks of the chain.
+        extras: what every block returns behind its hidden state: how many values, None for a bare tensor.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], extras: list[int | None]):
+        self.blocks, self.extras = blocks, extras
+
+    @contextmanager
+    def at(self, i: int, hidden: Tensor) -> Iterator[None]:
+        """Block `i` reads `hidden`."""
+
+        def give(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            _, args, kwargs = split_hidden(args, kwargs)
+            return join_hidden(hidden, Call(args, kwargs, hidden))
+
+        with ExitStack() as stack:
+            for block, extra in zip(self.blocks[:i], self.extras, strict=False):
+                stack.enter_context(calling(block.module, partial(_pass_on, extra)))
+            handle = self.blocks[i].module.register_forward_pre_hook(give, with_kwargs=True)
+            stack.callback(handle.remove)
+            yield
+
+
+def _pass_on(extra: int | None, *args: Any, **kwargs: Any) -> Any:
+    hidden = split_hidden(args, kwargs)[0]
+    return hidden if extra is None else (hidden, *[None] * extra)
+
+
+def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> Entrance | None:
+    """How to start the model at any of its blocks; None where the last block's output is not the same then.
+
+    `batch` is a small sample. The blocks are known to be a chain.
+    """
+    inputs: list[Tensor] = []
+    outputs: list[Any] = []
+    with ExitStack() as stack, torch.no_grad():
+        for block in blocks:
+            before = lambda _, args, kwargs: inputs.append(split_hidden(args, kwargs)[0])  # noqa: E731
+            for handle in (
+                block.module.register_forward_pre_hook(before, with_kwargs=True),
+                block.module.register_forward_hook(lambda _, args, output: outputs.append(output)),
+            ):
+                stack.callback(handle.remove)
+        run_model(model, batch)
+    extras = [None if isinstance(output, Tensor) else len(output) - 1 for output in outputs]
+    entrance = Entrance(blocks, extras)
+    expected = first_tensor(outputs[-1])
+    for i in range(1, len(blocks)):
+        try:
+            with entrance.at(i, inputs[i]):
+                found = output_of(blocks[-1].module, lambda: run_model(model, batch))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            return None  # something reads what a skipped block computes besides its hidden state
+        if not close(found, expected):
+            return None
+    return entrance
+
+
+def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """The hidden state that `module` reads within `run`, which ends there. No graph is built."""
+    return _until(
+        run,
+        lambda keep: module.register_forward_pre_hook(
+            lambda _, args, kwargs: keep(split_hidden(args, kwargs)[0]), with_kwargs=True
+        ),
+    )
+
+
+def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """The hidden state that `module` returns within `run`, which ends there. No graph is built."""
+    return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
+
+
+def _until(run: Callable[[], Any], register: Callable) -> Tensor:
+    found: list[Tensor] = []
+
+    def keep(hidden: Tensor) -> None:
+        found.append(hidden)
+        raise _Stop
+
+    handle = register(keep)
+    try:
+        with torch.no_grad(), suppress(_Stop):
+            run()
+    finally:
+        handle.remove()
+    return found[0]
+
+
+class RecomputedPasses:
+    """Visits in the order of pruning; see the module's text.
+
+    Args:
+        structure: what is pruned.
+        weight: a layer's pruned weight [d_out, d_in], asked for once its visit is over.
+        progress: show a bar for every visit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        batches: list[Batch],
+        loss: Callable | None,
+        storage: Storage,
+        weight: Callable[[PrunableLayer], Tensor],
+        progress: bool = False,
+    ):
+        self.model, self.structure, self.blocks = model, structure, structure.blocks
+        self.batches, self.loss, self.storage = batches, loss, storage
+        self.weight, self.progress = weight, progress
+        self.hidden: list[Tensor] = []  # what enters the block that is visited, batch by batch
+        self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
+
+    @property
+    def cost(self) -> str:
+        """What the visits took, for the report."""
+        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
+        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
+        return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
+
+    def visits(self, probe: Batch, gradients: bool) -> Iterator[Visit]:
+        """One visit per block with layers to see (and those between), then one per layer outside of blocks.
+
+        `probe` is a small sample to try on it whether the blocks are a chain, with gradients or without.
+        """
+        inside = [block.layers for block in self.blocks if block.layers]
+        shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
+        entrance = None
+        if inside and not shared and is_chain(self.model, self.blocks, probe, gradients, self.loss):
+            entrance = find_entrance(self.model, self.blocks, probe)
+        done: Layers = ()
+        if entrance is not None:
+            yield from self._chain(entrance)
+            done = sum(inside, ())
+            inside = []
+        for layers in (*inside, *((layer,) for layer in self.structure.outside)):
+            yield Visit(layers, partial(self._run_whole, done))
+            done += layers
+
+    def _chain(self, entrance: Entrance) -> Iterator[Visit]:
+        wanted = [i for i, block in enumerate(self.blocks) if block.layers]
+        first = self.blocks[wanted[0]]
+        for _, batch in self._batches(first.name):
+            hidden = input_of(first.module, partial(run_model, self.model, batch))
+            self.hidden.append(self.storage.put(hidden, f"{first.name}: inputs"))
+        self.forward += wanted[0]
+        for i in range(wanted[0], wanted[-1] + 1):
+            yield Visit(self.blocks[i].layers, partial(self._run, entrance, i))
+            if i < wanted[-1]:
+                self._advance(entrance, i)
+        self.hidden = []
+
+    def _batches(self, name: str) -> Iterator[tuple[int, Batch]]:
+        """Every batch on the model's device, with its index, under a bar."""
+        device = model_device(self.model)
+        bar = tqdm(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, disable=not self.progress)
+        for index, batch in enumerate(bar):
+            yield index, to_device(batch, device)
+
+    def _run(self, entrance: Entrance, i: int, collector: Collector | None, last: bool) -> None:
+        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the collector wants any."""
+        if collector is None:
+            return
+        block, first, gradients = self.blocks[i].module, 0, bool(collector.gradients)
+        device = next(block.parameters()).device
+        for index, batch in self._batches(self.blocks[i].name):
+            count, mask = batch_size(batch), token_mask(batch)
+            collector.begin(first, count, None if mask is None else mask.to(device))
+            with entrance.at(i, self.hidden[index].to(device)):
+                if gradients:
+                    self._backward(i, batch)
+                else:
+                    output_of(block, partial(run_model, self.model, batch))
+            collector.end()
+            first += count
+        behind = len(self.blocks) - i - 1
+        self.forward += 1 + 2 * behind if gradients else 1
+        self.backward += 1 + behind if gradients else 0
+
+    def _backward(self, i: int, batch: Batch) -> None:
+        """The model's forward and backward pass from block `i` on; the graphs of the blocks behind it are rebuilt."""
+        with ExitStack() as stack, torch.enable_grad():
+            for block in self.blocks[i + 1 :]:
+                kept = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
+                stack.enter_context(calling(block.module, kept))
+            output = run_model(self.model, batch)
+            logits, gradient, _ = loss_gradient(self.model, output, batch, self.loss)
+            torch.autograd.backward(logits, gradient)
+
+    def _advance(self, entrance: Entrance, i: int) -> None:
+        """Replace block `i`'s inputs by what it makes of them now that it is pruned."""
+        with lent(self.blocks[i].layers, self.weight):
+            for index, batch in self._batches(self.blocks[i].name):
+                with entrance.at(i, self.hidden[index].to(next(self.blocks[i].module.parameters()).device)):
+                    output = output_of(self.blocks[i].module, partial(run_model, self.model, batch))
+                self.hidden[index].copy_(output)
+        self.forward += 1
+
+    def _run_whole(self, done: Layers, collector: Collector | None, last: bool) -> None:
+        if collector is None:
+            return
+        with lent(done, self.weight):
+            WholePasses(self.model, self.batches, bool(collector.gradients), self.loss).run(collector, last)
+        self.whole += 1

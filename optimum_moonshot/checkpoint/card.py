@@ -1,0 +1,318 @@
+"""The model card of a pruned model: what was done to it, as YAML and as text, above the card of the model it was."""
+
+import logging
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.repocard_data import CardData
+from jinja2 import Environment, StrictUndefined
+from torch import nn
+from transformers.models.auto import modeling_auto as auto
+from yaml import YAMLError
+
+from ..files import read_json, replace_file
+from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
+from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
+from .packed_files import pruned_layers, stored_bytes
+
+_TEMPLATE = Path(__file__).with_name("card_template.md")
+_MARKER = "<!-- the dense model's own card follows -->"
+_EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_AFTER_EVALUATION = "## Size and cost"
+_TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_SOLVERS = {
+    "sparsegpt": "SparseGPT", "wanda": "Wanda", "obc": "OBC", "cap": "CAP", "osscar": "OSSCAR",
+    "magnitude": "magnitude pruning",
+}  # fmt: skip
+_CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
+_TASKS = {
+    "AutoModelForCausalLM": ("text-generation", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "AutoModelForMaskedLM": ("fill-mask", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "AutoModelForImageClassification": ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "AutoModelForImageTextToText": ("image-text-to-text", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    "AutoModelForSequenceClassification": (
+        "text-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}  # fmt: skip
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The dense model: its name on the Hub, and what its card says."""
+
+    name: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+def find_base(name_or_path: str) -> Base:
+    """The model that was pruned, by where it was loaded from.
+
+    A folder has no name on the Hub, unless its card is one of ours that tells it. A card that cannot be read is
+    missing, with a warning: saving a model does not depend on the network.
+    """
+    folder = os.path.isdir(name_or_path)
+    name = name_or_path if not folder and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path) else None
+    path = Path(name_or_path) / "README.md"
+    if not (name or (folder and path.is_file())):
+        return Base()
+    try:
+        card = ModelCard.load(path if folder else name, ignore_metadata_errors=True)
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError, YAMLError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return Base(name)  # the Hub has none
+        _log.warning("the card of %s cannot be read, so its licence is not taken over: %s", name_or_path, error)
+        return Base(name)
+    return _split(name, card)
+
+
+def _split(name: str | None, card: ModelCard) -> Base:
+    """What of a card is the dense model's: all of it, or what is below the mark in one of ours."""
+    data, text = card.data.to_dict(), card.text.strip()
+    if "moonshot" not in data:
+        return Base(name, data, f"{text}\n{_leftover(data)}".strip())
+    ours = data["moonshot"]
+    data["tags"] = [tag for tag in data.get("tags", ()) if tag not in (ours["solver"], ours["pattern"])]
+    _, _, below = text.partition(_MARKER)
+    below = below.strip().removeprefix("# Card of the dense model").strip()
+    return Base(name or data.get("base_model"), data, below)
+
+
+def _leftover(data: dict[str, Any]) -> str:
+    """What a card's YAML says of the dense model alone: where it was measured, on what it was trained, its terms."""
+    rest = {name: value for name, value in data.items() if name not in (*_TAKEN_OVER, "tags", "library_name")}
+    return f"\n````yaml\n{CardData(**rest).to_yaml()}\n````" if rest else ""
+
+
+def weight_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of a pruned model's weights on disk, dense and packed."""
+    dense = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
+    layers = {model.get_parameter(name): layer for name, layer in pruned_layers(model).items()}  # tied ones once
+    return dense, dense - sum(tensor.nbytes - stored_bytes(tensor, layer) for tensor, layer in layers.items())
+
+
+def find_auto_class(architecture: str) -> tuple[str, str | None]:
+    """The transformers class that loads a model, and its task on the Hub, None where that is not known."""
+    for cls, (task, mapping) in _TASKS.items():
+        if any(architecture in ([name] if isinstance(name, str) else name) for name in mapping.values()):
+            return cls, task
+    return (architecture if hasattr(transformers, architecture) else "AutoModelForCausalLM"), None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says that the report does not."""
+
+    name: str  # of the repository, or of the folder
+    format: str  # of the checkpoint
+    base: Base
+    lam: float | None
+    dense_bytes: int
+    packed_bytes: int
+    architecture: str  # the model's class
+
+    @classmethod
+    def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
+        """From a pruned transformers model."""
+        base = find_base(getattr(model, "name_or_path", ""))
+        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), type(model).__name__)
+
+    @classmethod
+    def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
+        """From the card in the folder of a pruned model; None where there is none of ours, or it was changed too much.
+
+        Without a name, the model has the one that the card's first heading says.
+        """
+        try:
+            card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
+            told = card.data.to_dict()["moonshot"]
+            size = told["weight_bytes"]["dense"], told["weight_bytes"]["packed"]
+            (architecture,) = read_json(folder / "config.json")["architectures"]
+            heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+            name = name or (heading[1].strip() if heading else folder.resolve().name)
+            return cls(name, format, _split(None, card), told["lambda"], *size, architecture)
+        except (OSError, ValueError, KeyError, TypeError, YAMLError):
+            return None
+
+
+def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
+    """README.md and the picture it shows, in a folder."""
+    save_plot(report, folder)
+    render(report, facts).save(folder / "README.md")
+
+
+def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
+    """The measurements anew in a folder's card; all else in it, which may have been written since, stays."""
+    card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
+    card.data.eval_results, card.data.model_name = fresh.data.eval_results, facts.name
+    section = _EVALUATION.search(fresh.text)[0]
+    ours, marker, below = card.text.partition(_MARKER)
+    if not _EVALUATION.search(ours):
+        place = ours.find(_AFTER_EVALUATION)
+        place = len(ours) if place < 0 else place
+        ours = f"{ours[:place].rstrip()}\n\n## Evaluation\n\n{ours[place:]}"
+    card.text = _EVALUATION.sub(lambda _: section, ours, count=1) + marker + below
+    replace_file(folder / "README.md", str(card))
+
+
+def render(report: PruneReport, facts: Facts) -> ModelCard:
+    """The card, with valid YAML on top."""
+    config, base = report.config, facts.base
+    skipped = list(report.skipped.items())
+    more = [(f"{len(skipped) - 20} more", "see the report")] if len(skipped) > 20 else []
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    content = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        card_data=_data(report, facts).to_yaml(),
+        name=facts.name,
+        base=base.name,
+        base_text=base.text,
+        marker=_MARKER,
+        solver=_SOLVERS.get(config["solver"], config["solver"]),
+        sparsity=f"{100 * report.sparsity:.1f}%",
+        layers=len(report.layers),
+        compaction=report.compacted,
+        format=facts.format,
+        auto_class=find_auto_class(facts.architecture)[0],
+        method=_method(report, facts),
+        plot=PLOT_NAME,
+        kinds=_kinds(report),
+        skipped=[(name, _cell(reason)) for name, reason in skipped[:20]] + more,
+        evaluations=[
+            (
+                _cell(f"{values.get('metric', 'perplexity')} on {name}"),
+                "" if values["dense"] is None else _short(values["dense"]),
+                _short(values["pruned"]),
+            )
+            for name, values in report.evaluations.items()
+        ],
+        cost=_cost(report, facts),
+    )
+    return ModelCard(content)
+
+
+def _data(report: PruneReport, facts: Facts) -> ModelCardData:
+    config, base = report.config, facts.base
+    taken = {name: base.data[name] for name in _TAKEN_OVER if base.data.get(name) is not None}
+    taken.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
+    source = (report.calibration or {}).get("source")
+    return ModelCardData(
+        model_name=facts.name,
+        base_model=base.name,
+        library_name="transformers",
+        datasets=[_CORPORA[source]] if source in _CORPORA else None,
+        tags=["moonshot", "pruning", "sparsity", config["solver"], config["pattern"], *base.data.get("tags", ())],
+        eval_results=_results(report, facts) or None,
+        moonshot={
+            "format": facts.format,
+            "solver": config["solver"],
+            "pattern": config["pattern"],
+            "lambda": facts.lam,
+            "sparsity_asked": _asked(report),
+            "sparsity": round(report.sparsity, 6),
+            "sparsity_by_kind": {
+                kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
+            },
+            "calibration": _calibration(report),
+            "seconds": {name: round(value, 1) for name, value in report.seconds.items()},
+            "peak_memory_bytes": report.peak_memory,
+            "weight_bytes": {"dense": facts.dense_bytes, "packed": facts.packed_bytes},
+            "versions": dict(report.versions),
+        },
+        **taken,
+    )
+
+
+def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
+    """Every measurement, before and after; what is not finite is no JSON and stays out."""
+    return [
+        EvalResult(
+            task_type=find_auto_class(facts.architecture)[1] or "other",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type=values.get("metric", "perplexity"),
+            metric_name=f"{values.get('metric', 'perplexity')}, {when}",
+            metric_value=values[state],
+        )
+        for name, values in report.evaluations.items()
+        for state, when in (("dense", "before pruning"), ("pruned", "after pruning"))
+        if values[state] is not None and math.isfinite(values[state])
+    ]
+
+
+def _asked(report: PruneReport) -> float | None:
+    """The sparsity asked for, of all pruned layers together."""
+    if any(layer.asked is None for layer in report.layers):
+        return report.config["sparsity"]
+    return round(mean_over_weights(report.layers, "asked"), 6)
+
+
+def _sparsity(layers: list[LayerReport]) -> float:
+    return mean_over_weights(layers, "sparsity")
+
+
+def _by_kind(report: PruneReport):
+    return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
+
+
+def _calibration(report: PruneReport) -> dict[str, Any] | None:
+    """Where the samples came from, and how to know them again."""
+    return None if report.calibration is None else {**report.calibration, "seed": report.config["seed"]}
+
+
+def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
+    config, data = report.config, _calibration(report)
+    rows = [
+        ("solver", config["solver"]),
+        ("pattern", config["pattern"] + (" (n of every m inputs survive)" if ":" in config["pattern"] else "")),
+        ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
+        ("layers with the Fisher loss", config["fisher"]),
+        ("damping", f"{config['damping']:g}"),
+    ]
+    if config.get("allocation", "uniform") != "uniform":
+        rows.append(("allocation of the sparsity", config["allocation"]))
+    if data is None:
+        return [*rows, ("calibration", "none")]
+    length = "" if data["sequence_length"] is None else f" of {data['sequence_length']} tokens"
+    return [
+        *((key, _cell(value)) for key, value in rows),
+        ("calibration", _cell(f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}")),
+        ("SHA-256 of the calibration data", f"`{data['digest']}`"),
+    ]
+
+
+def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
+    rows = []
+    for kind, layers in [*_by_kind(report).items(), ("**all**", report.layers)]:
+        asked = sorted({layer.asked for layer in layers if layer.asked is not None})
+        wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
+        rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
+    return rows
+
+
+def _cost(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+    share = f"{100 * facts.packed_bytes / facts.dense_bytes:.1f}% of that"
+    return [
+        ("weights on disk, dense", f"{facts.dense_bytes / 2**20:,.1f} MiB"),
+        ("weights on disk, packed", f"{facts.packed_bytes / 2**20:,.1f} MiB, {share}"),
+        ("time", seconds),
+        ("peak memory", f"{report.peak_memory / 2**30:.2f} GiB"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
+
+
+def _cell(value: Any) -> str:
+    """Text that fits in one cell of a table."""
+    return " ".join(str(value).replace("|", "\\|").split())

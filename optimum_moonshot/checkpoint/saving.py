@@ -1,0 +1,145 @@
+"""Write a pruned model as a checkpoint, dense or packed, with its report and model card: all of it or nothing."""
+
+import inspect
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ..errors import check_path, require
+from ..files import is_weights, staged, writing
+from ..reports.measurement import Measured
+from ..reports.prune_report import REPORT_NAME, PruneReport
+from .card import Facts, update_evaluations, write_card
+from .packed_files import check_format, checkpoint_format, model_class, pack_files, read_model_config, unpack_files
+
+
+def save_model(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport,
+    directory: str | os.PathLike,
+    format: str = "dense",
+    name: str | None = None,
+    **options: Any,
+) -> None:
+    """Model, tokenizer or processor, report and card in `directory`; the files appear there only when all are written.
+
+    Of a plain module, the weights go to model.safetensors, and there is no card.
+
+    Args:
+        format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
+        name: of the model in its card; None is the folder's.
+        options: of the model's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        MoonshotError: the folder cannot be written, the disk is full, or a layer is not n:m any more.
+    """
+    check_saving(model, format, options)
+    plain = not hasattr(model, "save_pretrained")
+    with staged("directory", directory) as staging:
+        if plain:
+            safetensors.torch.save_model(model, str(staging / "model.safetensors"))
+        else:
+            model.save_pretrained(staging, **options)
+        if format == "packed":
+            pack_files(staging, staging, model)
+        for processor in processors:
+            if hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(staging)
+        report.save(staging)
+        if not plain:
+            write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
+
+
+def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:
+    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any."""
+    check_format(format)
+    plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
+    require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
+    known = () if plain else inspect.signature(model.save_pretrained).parameters
+    for name, value in options.items():
+        require(name != "push_to_hub", "push_to_hub: call the pruner's own push_to_hub, which writes the card too")
+        require(name != "is_main_process", "is_main_process: call it in one process, which writes everything")
+        require(name in known, f"{name}={value!r}: {cls}.save_pretrained has no such option")
+        require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
+
+
+def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
+    """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
+
+    Args:
+        source: folder of a checkpoint that this package pruned.
+        output: folder of the new one; may be the same.
+        format: "dense" or "packed".
+        loading: for the configuration, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+    """
+    check_format(format)
+    check_path("source", source)
+    folder = Path(source)
+    require(checkpoint_format(folder) != format, f"{source} is a {format} checkpoint already")
+    model = _skeleton(folder, loading) if format == "packed" else None
+    inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
+    entries = [path for path in folder.iterdir() if path.resolve() not in inside]
+    with staged("output", output) as staging:
+        for path in entries:
+            if path.is_dir() and not path.name.startswith("."):
+                shutil.copytree(path, staging / path.name)
+            elif path.is_file() and not is_weights(path):
+                shutil.copy2(path, staging)
+        if model is None:
+            unpack_files(folder, staging)
+        else:
+            pack_files(folder, staging, model)
+        facts = Facts.read(staging, Path(output).resolve().name, format)
+        if facts is not None and (staging / REPORT_NAME).is_file():
+            write_card(staging, PruneReport.load(staging), facts)
+
+
+def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None = None) -> bool:
+    """Note measurements in the report and in the model card of a saved model.
+
+    Args:
+        folder: of the model, as `save_pretrained` or `moonshot prune` wrote it.
+        pruned: what `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load` returned for it.
+        dense: the same for the dense model, if it is known.
+
+    Returns:
+        Whether the card was changed too: one that this package did not write stays as it is.
+
+    Raises:
+        MoonshotError: a folder without a report, or two results that were measured in different ways.
+    """
+    folder = Path(folder)
+    report = saved_report(folder)
+    report.record(pruned, dense)
+    facts = Facts.read(folder, None, checkpoint_format(folder))
+    with writing("folder", folder):
+        report.save(folder)
+        if facts is not None:
+            update_evaluations(folder, report, facts)
+    return facts is not None
+
+
+def saved_report(folder: Path) -> PruneReport:
+    """The report that lies beside a saved model."""
+    found = (folder / REPORT_NAME).is_file()
+    require(found, f"{folder} holds no {REPORT_NAME}: give the folder of a model that this package pruned and saved")
+    return PruneReport.load(folder)
+
+
+def _skeleton(folder: Path, loading: dict[str, Any]) -> nn.Module:
+    """The model of a checkpoint, without weights."""
+    config = read_model_config(folder, **loading)
+    cls = model_class(config)
+    with torch.device("meta"):
+        return cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)

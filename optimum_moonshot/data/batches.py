@@ -1,0 +1,61 @@
+"""Batches of model inputs: dictionaries of tensors whose dim 0 is the sample."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MoonshotError, require
+
+Batch = dict[str, Tensor]
+
+INPUT_RANKS = {"input_ids": 1, "pixel_values": 3}  # main model inputs, and the dimensions of one sample
+
+
+def as_batch(item: Any, what: str, single: bool) -> Batch:
+    """A dictionary of tensors with a batch dimension, on the CPU.
+
+    Args:
+        item: such a dictionary, or a pair of inputs and labels.
+        what: names it in errors.
+        single: it is one sample without a batch dimension; model inputs of a known rank show that themselves.
+
+    Raises:
+        MoonshotError: anything else, tensors of unequal length, or NaN.
+    """
+    mend = "give dictionaries of model inputs, such as {'input_ids': tensor}, or pairs of inputs and labels"
+    if isinstance(item, list | tuple) and len(item) == 2 and hasattr(item[0], "ndim"):
+        item = {"pixel_values" if item[0].ndim in (3, 4) else "inputs": item[0], "labels": item[1]}
+    require(isinstance(item, Mapping), f"{what} is a {type(item).__name__}: {mend}")
+    batch = {name: _as_tensor(value, f"{what}: {name}") for name, value in item.items() if value is not None}
+    require(len(batch) > 0, f"{what} is empty: {mend}")
+    main = next((name for name in INPUT_RANKS if name in batch), next(iter(batch)))
+    if single or batch[main].ndim <= INPUT_RANKS.get(main, 1):
+        batch = {name: tensor[None] for name, tensor in batch.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    same = len({shape[:1] for shape in shapes.values()}) == 1
+    require(same, f"{what} has the shapes {shapes}: dim 0 of every tensor must be the sample")
+    return batch
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
+    require(not isinstance(value, str | bool), f"{what}={value!r}: give a tensor or a list of numbers")
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
+    require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}: it is empty, leave it out")
+    require(not tensor.is_floating_point() or not tensor.isnan().any(), f"{what} holds NaN: give finite numbers")
+    return tensor
+
+
+def digest(batches: list[Batch]) -> str:
+    """sha256 of the keys, shapes, dtypes and bytes of all batches in order."""
+    found = hashlib.sha256()
+    for batch in batches:
+        for name, tensor in sorted(batch.items()):
+            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

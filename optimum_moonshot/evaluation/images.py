@@ -1,0 +1,88 @@
+"""Top-1 accuracy of image classifiers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..data.batches import Batch
+from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
+from ..data.text import describe, input_batches, short_name
+from ..errors import check_whole, require
+from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
+from ..model.losses import checked_labels
+from ..reports.measurement import Measurement
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A top-1 accuracy, and what it was measured on."""
+
+    value: float  # share of the images whose class has the largest logit, 0 to 1
+    dataset: str
+    images: int
+
+    def measurements(self) -> dict[str, Measurement]:
+        return {short_name(self.dataset): Measurement("accuracy", self.value, {"images": self.images})}
+
+
+def accuracy(
+    model: nn.Module,
+    dataset: Any,
+    processor: Any = None,
+    *,
+    batch_size: int = 32,
+    max_images: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = False,
+) -> Accuracy:
+    """How often an image classifier's first choice is right.
+
+    Args:
+        model: with logits [B, classes]; left as it was.
+        dataset: a folder with a sub-folder of images per class, a .parquet file, the name of a data set on the Hub or a
+            `datasets.Dataset` with images and labels (of several splits validation, else test), or an iterable of model
+            inputs with labels.
+        processor: the model's image processor; may be None for model inputs.
+        batch_size: images that pass through the model at a time; model inputs come as they are.
+        max_images: the first so many images at most; None is all.
+        forward: (model, inputs) → output, in place of a plain call.
+
+    Raises:
+        MoonshotError: data that cannot be read or has no labels, or a model that gives no class logits, or NaN.
+    """
+    check_whole("batch_size", batch_size, 1)
+    if max_images is not None:
+        check_whole("max_images", max_images, 1)
+    source = open_images(dataset, EVALUATION_SPLITS)
+    if source is None:
+        batches = input_batches(dataset)
+    else:
+        batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
+    right, seen = 0, 0
+    bar = tqdm(desc="accuracy", unit="image", disable=not progress)
+    with evaluation_mode(model), called_by(model, forward), torch.no_grad(), bar:
+        for batch in batches:
+            if max_images is not None:
+                batch = {name: tensor[: max_images - seen] for name, tensor in batch.items()}
+            hits = _hits(model, to_device(batch, model_device(model)))
+            right, seen = right + int(hits.sum()), seen + len(hits)
+            bar.update(len(hits))
+            if seen == max_images:
+                break
+    require(seen > 0, f"{describe(dataset)} has no images: give data that has some")
+    return Accuracy(right / seen, describe(dataset), seen)
+
+
+def _hits(model: nn.Module, batch: Batch) -> Tensor:
+    """Bool [B], True where the label has the largest logit."""
+    require("labels" in batch, "the data has no labels: give some to measure accuracy")
+    output = run_model(model, batch)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    name = type(model).__name__
+    fits = isinstance(logits, Tensor) and logits.ndim == 2
+    require(fits, f"{name} gives no logits [images, classes]: load it with its classifier")
+    require(not bool(logits.isnan().any()), f"{name} gives NaN logits: check its weights and its dtype")
+    return logits.argmax(-1) == checked_labels(batch["labels"].to(logits.device), logits)

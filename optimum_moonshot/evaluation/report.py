@@ -1,0 +1,102 @@
+"""All that was measured of one model: what `optimum-cli moonshot eval` writes, and compares later models with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from ..data.text import short_name
+from ..errors import require
+from ..files import replace_file, writing
+from ..reports.environment import versions
+from ..reports.measurement import Measurement
+from .images import Accuracy
+from .text import Perplexity
+from .zeroshot import ZeroShot
+
+
+@dataclasses.dataclass
+class EvalReport:
+    """Perplexities and top-1 accuracies by data set, zero-shot accuracies, and the versions they were measured with."""
+
+    model: str
+    perplexity: dict[str, Perplexity] = dataclasses.field(default_factory=dict)
+    accuracy: dict[str, Accuracy] = dataclasses.field(default_factory=dict)
+    zero_shot: ZeroShot | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=versions)
+
+    def add(self, result: Perplexity | Accuracy | ZeroShot) -> None:
+        """Take a result in."""
+        if isinstance(result, ZeroShot):
+            self.zero_shot, self.versions = result, {**self.versions, **result.versions}
+        elif isinstance(result, Accuracy):
+            self.accuracy[result.dataset] = result
+        else:
+            self.perplexity[result.dataset] = result
+
+    def measurements(self) -> dict[str, Measurement]:
+        """All figures, by the short name of the data set, or by the task."""
+        results = [*self.perplexity.values(), *self.accuracy.values(), *([self.zero_shot] if self.zero_shot else [])]
+        return {name: figure for result in results for name, figure in result.measurements().items()}
+
+    def of(self, dataset: str) -> Perplexity | Accuracy | None:
+        """What was measured on a data set, wherever its file lay."""
+        results = {short_name(name): result for name, result in {**self.perplexity, **self.accuracy}.items()}
+        return results.get(short_name(dataset))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types: values by data set, and what each was measured on; a perplexity without end is None."""
+        results = {**self.perplexity, **self.accuracy}
+        return {
+            "model": self.model,
+            "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
+            "accuracy": {dataset: result.value for dataset, result in self.accuracy.items()},
+            "measured_on": {dataset: _settings(result) for dataset, result in results.items()},
+            "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
+            "versions": self.versions,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EvalReport:
+        """From what `to_dict` gave, or `ZeroShot.to_dict`."""
+        if "num_fewshot" in values:
+            values = {"zero_shot": values}
+        on = values.get("measured_on", {})
+        perplexities = {d: math.inf if v is None else v for d, v in values.get("perplexity", {}).items()}
+        found = values.get("zero_shot")
+        return cls(
+            model=values.get("model", ""),
+            perplexity={d: Perplexity(value, d, **on[d]) for d, value in perplexities.items()},
+            accuracy={d: Accuracy(value, d, **on[d]) for d, value in values.get("accuracy", {}).items()},
+            zero_shot=ZeroShot.from_dict(found) if found else None,
+            versions=values.get("versions", {}),
+        )
+
+    def save(self, path: str | os.PathLike, **more: Any) -> None:
+        """Write JSON, with `more` entries."""
+        with writing("output", path):
+            replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> EvalReport:
+        """Read what `save` wrote, or a file with `ZeroShot.to_dict` in it.
+
+        Raises:
+            MoonshotError: no such file, or one without results.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            report = cls.from_dict(values)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            require(False, f"{path} holds no results of an evaluation ({error})")
+        require(bool(report.measurements()), f"{path} holds no results of an evaluation")
+        return report
+
+
+def _settings(result: Perplexity | Accuracy) -> dict[str, Any]:
+    values = dataclasses.asdict(result)
+    return {name: value for name, value in values.items() if name not in ("value", "dataset")}

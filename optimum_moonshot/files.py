@@ -1,0 +1,111 @@
+"""Files that appear in a folder together, once all of them are written."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from .errors import MoonshotError, check_path, require
+
+# Files of another model, or of an earlier save, that would be loaded in place of, or on top of, the new ones.
+WEIGHT_FILES = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "adapter_model.*",
+    "adapter_config.json",
+)
+_PREFIX, _CONFIG = ".saving-", "config.json"
+
+
+@contextmanager
+def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
+    """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
+
+    Weights that lie in `directory` and are not among the new files are removed.
+
+    Raises:
+        MoonshotError: the folder cannot be written, or the disk is full; it names the argument `field`.
+    """
+    check_path(field, directory)
+    directory = Path(directory)
+    require(not directory.is_file(), f"{field}={str(directory)!r} is a file: give a folder")
+    with writing(field, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(directory)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory) as staging, contextlib.ExitStack() as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock.enter_context(_locked(staging))
+            yield Path(staging)
+            _move(Path(staging), directory)
+
+
+def replace_file(path: str | os.PathLike, content: str) -> None:
+    """Write a text file whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(content, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file holds weights, or says where they are."""
+    return any(path.match(pattern) for pattern in WEIGHT_FILES)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What saves that were killed have left behind; a save that runs holds the lock of its folder."""
+    for path in directory.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def _locked(folder: str | os.PathLike) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _move(staging: Path, directory: Path) -> None:
+    """config.json goes first and comes last: a folder that a kill leaves half old, half new cannot be loaded."""
+    for path in directory.iterdir():
+        replaced = (staging / path.name).exists()
+        if path.name == _CONFIG if replaced else is_weights(path):
+            path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: (path.name == _CONFIG, path.name)):
+        target = directory / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+
+
+@contextmanager
+def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
+    """Turn a full disk or a forbidden folder into a `MoonshotError` that names the argument it came with."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise MoonshotError(f"{field}={str(path)!r} cannot be written: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MoonshotError(f"{path} is damaged: {error}") from None
+    require(isinstance(values, dict), f"{path} is damaged: it holds no JSON object")
+    return values

@@ -1,0 +1,129 @@
+"""Calling a model or one of its blocks: inputs in, outputs out, its modes and gradients as they were."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..data.batches import Batch
+
+Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
+
+
+_FORWARDS: dict[nn.Module, Forward] = {}  # of models that are called in a way of their own
+
+
+@dataclass
+class Call:
+    """The arguments of a block's call on one batch, without its hidden state."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    hidden: Tensor  # cached input of the block
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; every module's mode is as before on exit."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no parameter asks for a gradient; everything is as before on exit."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        with evaluation_mode(model), torch.enable_grad():
+            yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden state in what a block returns."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def split_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+    """The hidden state of a block's call, and the arguments with None in its place."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], (None, *args[1:]), kwargs
+    return kwargs["hidden_states"], args, {**kwargs, "hidden_states": None}
+
+
+def join_hidden(hidden: Tensor, call: Call) -> tuple[tuple, dict[str, Any]]:
+    if call.args:
+        return (hidden, *call.args[1:]), call.kwargs
+    return call.args, {**call.kwargs, "hidden_states": hidden}
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two ways to compute a hidden state agree, up to rounding in its dtype."""
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
+    difference = (found.float() - expected.float()).norm()
+    return bool(difference <= tolerance * expected.float().norm() + 1e-30)
+
+
+@contextmanager
+def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
+    """Meanwhile `run_model` calls the model through `forward`, where one is given."""
+    if forward is None:
+        yield
+        return
+    _FORWARDS[model] = forward
+    try:
+        yield
+    finally:
+        del _FORWARDS[model]
+
+
+def run_model(model: nn.Module, batch: Batch) -> Any:
+    """The model's outputs; labels stay out unless the model makes its decoder's inputs from them.
+
+    A plain module whose parameters have other names than the batch's tensors gets these by position, in their order.
+    Images come as float32 whatever the model's dtype.
+    """
+    if model in _FORWARDS:
+        return _FORWARDS[model](model, batch)
+    config = getattr(model, "config", None)
+    inputs = dict(batch)
+    if not getattr(config, "is_encoder_decoder", False):
+        inputs.pop("labels", None)
+    if hasattr(config, "use_cache"):
+        inputs.setdefault("use_cache", False)
+    dtype = next(model.parameters()).dtype
+    inputs = {name: value.to(dtype) if _is_floating(value) else value for name, value in inputs.items()}
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
+    return model(**inputs) if named else model(*inputs.values())
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def batch_size(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model's inputs go: the device of its first parameter."""
+    return next(model.parameters()).device
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)

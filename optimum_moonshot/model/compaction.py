@@ -1,0 +1,368 @@
+"""Make a model with dead neurons and heads really smaller: `compact_model`.
+
+A group of input columns that is all zero contributes nothing, so its columns and the rows that make them can leave
+(`structured.py` finds both). What is left must be a model of the same class with another configuration. Which fields
+to change is searched, not tabled: a configuration is taken if a model made of it (on the meta device) has exactly the
+shapes that are left. Dead groups that no configuration can do without stay as zeros.
+"""
+
+import copy
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+
+from ..data.batches import Batch
+from ..errors import MoonshotError, require
+from .calls import close, evaluation_mode, first_tensor, model_device, run_model, split_hidden, to_device
+from .column_groups import ColumnGroups, find_column_groups, probe_inputs
+from .layers import PrunableLayer, find_blocks, find_structure
+
+Shapes = dict[str, tuple[int, ...]]
+Edit = dict[str, int]  # field of a configuration ("text_config.ffn_dim" where it is nested) → new value
+
+# What rounding in float32 explains of a decoder layer's error, relative to what the layer adds to a token.
+BLOCK_TOLERANCE = 1e-3
+# Fields that count heads, not those that hold the size of one.
+_HEADS = re.compile(r"^(?!.*(dim|size)).*head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compaction:
+    """What `compact_model` did."""
+
+    config: dict[str, tuple[int | None, int]]  # changed field → value before and after
+    removed: dict[str, int]  # layer → how many of its input columns left
+    zeros: dict[str, str]  # layer, or kind of layer → what stayed as zeros, and why
+    parameters: tuple[int, int]  # before and after
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        values = dataclasses.asdict(self)
+        changes = {name: list(change) for name, change in self.config.items()}
+        return {**values, "config": changes, "parameters": list(self.parameters)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Family:
+    """One layer of every decoder layer: in a configuration they have one width."""
+
+    name: str
+    members: tuple[tuple[PrunableLayer, ColumnGroups, Tensor], ...]  # the tensor: numbers of the dead groups
+
+    @property
+    def size(self) -> int:
+        return self.members[0][1].size
+
+    @property
+    def count(self) -> int:
+        return self.members[0][1].count
+
+    @property
+    def dead(self) -> int:
+        """How many groups all members can do without; one has to stay."""
+        return min(self.count - 1, *(len(dead) for _, _, dead in self.members))
+
+
+def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[PreTrainedModel, Compaction]:
+    """A smaller model with the same outputs, without the neurons and heads whose columns are all zero.
+
+    Args:
+        model: after structured pruning; it stays as it is.
+        inputs: for the probes, in place of random tokens or pixels.
+
+    Returns:
+        A new model of the same class, dtype and device, an ordinary one for `save_pretrained` and `from_pretrained`,
+        and what changed. Where the architecture allows no change, it is `model` itself.
+
+    Raises:
+        MoonshotError: nothing is dead, or the smaller model gives other outputs.
+    """
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}: give a PreTrainedModel")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    require(len(devices) == 1, f"model: its weights are on {', '.join(devices)}; load it on one device")
+    inputs = inputs or probe_inputs(model)
+    search = _Search(model, inputs)
+    config, removed = search.configuration()
+    zeros = search.remaining(removed)
+    if not removed:
+        require(
+            bool(zeros), 'nothing to compact: no neuron or head has only zeros; prune with pattern="structured" first'
+        )
+        return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
+    small = _build(model, config, search.state(removed))
+    try:
+        _verify(model, small, inputs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise MoonshotError(f"the smaller {type(model).__name__} does not run: {error}") from error
+    before, after = dict(_fields(model.config)), dict(_fields(config))
+    changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    columns = {layer.name: family.size * gone for family, gone in removed.items() for layer, _, _ in family.members}
+    return small, Compaction(changes, columns, zeros, (model.num_parameters(), small.num_parameters()))
+
+
+class _Search:
+    """What can leave a model, and the configuration that the rest is a model of."""
+
+    def __init__(self, model: PreTrainedModel, inputs: Batch):
+        self.model = model
+        structure = find_structure(model)
+        self.layers = {layer.name: layer for layer in structure.layers()}
+        self.names: dict[int, list[str]] = {}  # of a parameter; tied ones have several
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+        self.shapes = _shapes(model)
+        groups, _ = find_column_groups(model, inputs)
+        families: dict[tuple, list] = {}
+        for block in structure.blocks:
+            for found in (groups[layer.name] for layer in block.layers if layer.name in groups):
+                name = f"{block.name.rpartition('.')[0]}.*{found.name.removeprefix(block.name)}"
+                member = (self.layers[found.name], found, _dead(self.layers[found.name], found))
+                families.setdefault((name, found.size, found.count), []).append(member)
+        self.families = [_Family(key[0], tuple(members)) for key, members in families.items()]
+        self.reasons: dict[_Family, str] = {}
+
+    def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
+        """The configuration without as many groups as possible, and how many of each family's leave."""
+        config, removed = self.model.config, {}
+        for family in self.families:
+            if family in removed:
+                continue  # the field of another family was this one's too
+            given = dict(_fields(config))
+            for edit in self._edits(config, family):
+                try:
+                    trial = _edited(config, edit)
+                    with torch.device("meta"):
+                        shapes = _shapes(type(self.model)(trial))
+                except Exception as error:  # a model may refuse its configuration in any way
+                    if all(given[name] is not None for name in edit if name in given):
+                        self.reasons.setdefault(family, str(error).strip().rpartition("\n")[2].strip())
+                    continue
+                found = self._explain(shapes)
+                if found and family in found and removed.items() <= found.items():
+                    config, removed = trial, found
+                    break
+        return config, removed
+
+    def _edits(self, config: PreTrainedConfig, family: _Family) -> Iterator[Edit]:
+        """Changes that may take groups of a family out, the most first."""
+        fields = dict(_fields(config))
+        if family.size == 1:
+            for gone in sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True):
+                likely = [name for name, value in fields.items() if value == family.count]
+                for name in likely + [name for name, value in fields.items() if value is None]:
+                    yield {name: family.count - gone}
+            return
+        heads: dict[str, list[str]] = {}  # by the configuration that they are in: nested ones are of other parts
+        for name, value in fields.items():
+            owner, _, field = name.rpartition(".")
+            if _HEADS.search(field) and value and value % family.count == 0:
+                heads.setdefault(owner, []).append(name)
+        subsets = [
+            chosen
+            for names in heads.values()
+            for together in range(len(names), 0, -1)
+            for chosen in itertools.combinations(names, together)
+        ]
+        for gone, chosen in itertools.product(range(family.dead, 0, -1), subsets):
+            scaled = {name: fields[name] // family.count * (family.count - gone) for name in chosen}
+            yield {**scaled, **_head_size(config, fields, chosen, family)}
+
+    def _explain(self, shapes: Shapes) -> dict[_Family, int] | None:
+        """How many groups of each family must leave for a model to have these shapes; None where that is not all."""
+        removed = {}
+        for family in self.families:
+            layer = family.members[0][0]
+            name = self.names[id(layer.parameter)][0]
+            width = shapes.get(name, (0, 0))[0 if _transposed(layer) else 1]
+            gone, rest = divmod(family.size * family.count - width, family.size)
+            if rest or not 0 <= gone <= family.dead:
+                return None
+            if gone:
+                removed[family] = gone
+        expected = dict(self.shapes)
+        for name, cuts in self._cuts(removed).items():
+            shape = list(expected[name])
+            for dim, keep in cuts:
+                shape[dim] = int(keep.sum())
+            expected[name] = tuple(shape)
+        return removed if shapes == expected else None
+
+    def _cuts(self, removed: dict[_Family, int]) -> dict[str, list[tuple[int, Tensor]]]:
+        """Name of a parameter → dimensions to cut, and what to keep of them."""
+        cuts: dict[str, list[tuple[int, Tensor]]] = {}
+
+        def cut(parameter: nn.Parameter | None, dim: int, keep: Tensor) -> None:
+            for name in self.names[id(parameter)] if parameter is not None else ():
+                cuts.setdefault(name, []).append((dim, keep))
+
+        for family, gone in removed.items():
+            for layer, groups, dead in family.members:
+                leaving = dead[:gone]
+                cut(layer.parameter, 0 if _transposed(layer) else 1, ~torch.isin(groups.columns, leaving))
+                for maker, served in groups.rows.items():
+                    module, keep = self.layers[maker].modules[0], ~torch.isin(served, leaving)
+                    cut(module.weight, 1 if _transposed(self.layers[maker]) else 0, keep)
+                    cut(module.bias, 0, keep)
+        return cuts
+
+    def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:
+        """The smaller model's tensors, copies."""
+        cuts, state, copies = self._cuts(removed), {}, {}
+        for name, tensor in self.model.state_dict().items():
+            if name not in cuts:
+                key = (tensor.data_ptr(), tensor.shape)  # tied tensors are copied once
+                if key not in copies:
+                    copies[key] = tensor.clone()
+                state[name] = copies[key]
+                continue
+            for dim, keep in cuts[name]:
+                tensor = tensor.index_select(dim, keep.nonzero().flatten().to(tensor.device))
+            state[name] = tensor
+        return state
+
+    def remaining(self, removed: dict[_Family, int]) -> dict[str, str]:
+        """Dead groups that stay as zeros: by family where all its layers have them alike, else by layer."""
+        zeros: dict[str, str] = {}
+        for family in self.families:
+            gone = removed.get(family, 0)
+            reason = "other layers of its kind have fewer, and one width serves all"
+            if gone < family.dead:
+                reason = f"{type(self.model.config).__name__} has no setting without them"
+                reason += f" ({self.reasons[family]})" if family in self.reasons else ""
+            found = {
+                layer.name: f"{len(dead) - gone} of {family.count} groups stay as zeros: {reason}"
+                for layer, _, dead in family.members
+                if len(dead) > gone
+            }
+            alike = len(found) == len(family.members) and len({*found.values()}) == 1
+            zeros |= {family.name: next(iter(found.values()))} if alike else found
+        return zeros
+
+
+def _dead(layer: PrunableLayer, groups: ColumnGroups) -> Tensor:
+    """The numbers of the groups that are all zero."""
+    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
+    return (~alive).nonzero().flatten().cpu()
+
+
+def _transposed(layer: PrunableLayer) -> bool:
+    return isinstance(layer.modules[0], Conv1D)
+
+
+def _shapes(model: nn.Module) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, int | None]]:
+    """The whole numbers of a configuration, and what it leaves open, with those of the configurations inside."""
+    for name, value in config.to_dict().items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield from _fields(inner, f"{prefix}{name}.")
+        elif value is None or type(value) is int:
+            yield prefix + name, value
+
+
+def _edited(config: PreTrainedConfig, edit: Edit) -> PreTrainedConfig:
+    """The configuration with some fields changed, made and checked as if loaded from a file."""
+    values = config.to_dict()
+    for path, value in edit.items():
+        *parents, name = path.split(".")
+        owner = values
+        for parent in parents:
+            owner = owner[parent]
+        owner[name] = value
+    return type(config).from_dict(values)
+
+
+def _head_size(
+    config: PreTrainedConfig, fields: dict[str, int | None], heads: tuple[str, ...], family: _Family
+) -> Edit:
+    """The size of a head, where the configuration leaves it to follow from the number of heads."""
+    prefix = heads[0].rpartition(".")[0]
+    for part in prefix.split(".") if prefix else ():
+        config = getattr(config, part)
+    name = f"{prefix}.head_dim" if prefix else "head_dim"
+    if fields.get(name) or isinstance(getattr(type(config), "head_dim", None), property):
+        return {}
+    return {name: family.size * family.count // max(fields[head] for head in heads)}
+
+
+def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
+    """The smaller model, through transformers' own loading."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        attention = model.config._attn_implementation
+        small = type(model).from_pretrained(
+            None, config=config, state_dict=dict(state), dtype=model.dtype, attn_implementation=attention
+        )
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    small.to(model_device(model))
+    originals = dict(model.named_parameters())
+    for name, parameter in small.named_parameters():
+        parameter.data = state[name]  # exact where a model mixes dtypes
+        parameter.requires_grad_(originals[name].requires_grad)
+    if getattr(model, "generation_config", None) is not None:
+        small.generation_config = copy.deepcopy(model.generation_config)
+    small.config.name_or_path, small.name_or_path = model.config.name_or_path, model.name_or_path
+    return small.train(model.training)
+
+
+@torch.no_grad()
+def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
+    """Compare every decoder layer in float32, and the models' results in their own dtype.
+
+    Raises:
+        MoonshotError: they differ by more than rounding explains.
+    """
+    inputs = to_device(inputs, model_device(model))
+    name = type(model).__name__
+    calls: dict[str, tuple[tuple, dict]] = {}
+    with evaluation_mode(model), evaluation_mode(small), ExitStack() as hooks:
+        for block, module in find_blocks(model):
+            keep = lambda _, args, kwargs, block=block: calls.setdefault(block, (args, kwargs)) and None  # noqa: E731
+            hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        expected, found = (_result(run_model(one, inputs)) for one in (model, small))
+        hooks.close()
+        require(close(found, expected), f"the smaller {name} gives other results than the pruned one: nothing changed")
+        for (block, module), (_, other) in zip(find_blocks(model), find_blocks(small), strict=True):
+            error = _block_error(module, other, *calls[block]) if block in calls else 0.0
+            require(
+                error <= BLOCK_TOLERANCE, f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
+            )
+
+
+def _result(output: Any) -> Tensor:
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _block_error(block: nn.Module, other: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
+    """The largest error of a token's change in a decoder layer, relative to that change."""
+
+    def precise(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    args, kwargs = tree_map_only(Tensor, precise, (args, kwargs))
+    outputs = []
+    for module in (block, other):
+        if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
+            module = copy.deepcopy(module).float()
+        outputs.append(first_tensor(module(*args, **kwargs)))
+    hidden = split_hidden(args, kwargs)[0]
+    change = outputs[0] - hidden if outputs[0].shape == hidden.shape else outputs[0]
+    error, scale = (outputs[1] - outputs[0]).norm(dim=-1), change.norm(dim=-1)
+    return float((error / scale.clamp(min=torch.finfo(torch.float32).tiny)).max())

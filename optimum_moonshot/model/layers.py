@@ -1,0 +1,221 @@
+"""Find the decoder layers of any model and the weights in them that can be pruned, without a table of model names.
+
+Decoder layers ("blocks") are the elements of the outermost `ModuleList`s whose elements have weight matrices of their
+own: that is how every transformers architecture holds its repeated layers, and the stages of its convolutional
+networks. A model without any (a plain `torch.nn.Module`) has all its layers pruned but the first and the last.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import require
+
+MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PrunableLayer:
+    """One weight matrix. Modules that share the parameter (tied weights) are one layer and stay tied.
+
+    A `Conv2d` is the matrix [out, in/groups·kh·kw] that multiplies the patches of its input. Where it has groups, each
+    out/groups rows read patches of their own.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    attention: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.modules[0].weight
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [d_out, d_in], to read: `Conv1D` (GPT-2) stores the transpose."""
+        return self.as_matrix(self.parameter.detach())
+
+    def assign(self, matrix: Tensor) -> None:
+        """Write a [d_out, d_in] matrix into the parameter, in place."""
+        self.parameter.detach().copy_(self.as_parameter(matrix))
+
+    def as_matrix(self, tensor: Tensor) -> Tensor:
+        """[d_out, d_in] of a tensor that is laid out as the parameter."""
+        return tensor.T if isinstance(self.modules[0], Conv1D) else tensor.flatten(1)
+
+    def as_parameter(self, matrix: Tensor) -> Tensor:
+        """The inverse of `as_matrix`."""
+        return matrix.T if isinstance(self.modules[0], Conv1D) else matrix.reshape(self.parameter.shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.matrix.shape)
+
+    @property
+    def groups(self) -> int:
+        """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions."""
+        return self.modules[0].groups if isinstance(self.modules[0], nn.Conv2d) else 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder layer and what is pruned in it."""
+
+    name: str
+    module: nn.Module
+    layers: tuple[PrunableLayer, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a run prunes: blocks in the model's order, layers outside of them, and what stays dense with the reason."""
+
+    blocks: tuple[Block, ...]
+    outside: tuple[PrunableLayer, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def layers(self) -> Iterator[PrunableLayer]:
+        for block in self.blocks:
+            yield from block.layers
+        yield from self.outside
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The elements of the outermost module lists that hold weight matrices inside, in the model's order."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(block + ".") for block, _ in found) or not isinstance(module, nn.ModuleList):
+            continue
+        found += [(f"{name}.{key}", element) for key, element in module.named_children() if _is_block(element)]
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """A list of bare matrices is no list of layers: heads and adapters look like that."""
+    inner = [child for child in module.modules() if child is not module]
+    return any(isinstance(child, MATRICES) for child in inner)
+
+
+def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()) -> Structure:
+    """What `targets` and `ignore` choose.
+
+    Args:
+        model: any module.
+        targets: expressions searched for in module names; None is everything prunable inside the blocks or, in a model
+            without any, everything prunable but the first and the last layer in the order of their definition.
+        ignore: expressions searched for in module names that stay dense.
+
+    Raises:
+        MoonshotError: adapters of PEFT's, an expression that names no module, or nothing left to prune.
+    """
+    require(
+        not adapted_layers(model),
+        "model: it has PEFT adapters; prune it before they are added, or merge them first (merge_and_unload)",
+    )
+    names = [name for name, _ in model.named_modules() if name]
+    for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
+        for expression in expressions:
+            require(
+                any(re.search(expression, name) for name in names),
+                f"{field_name}: {expression!r} is found in no module name, such as {', '.join(names[-3:])}",
+            )
+    blocks = find_blocks(model)
+    wanted, skipped = _candidates(model, blocks, targets, ignore)
+    by_block: dict[str, list[PrunableLayer]] = {name: [] for name, _ in blocks}
+    outside = []
+    for layer, block in wanted:
+        (by_block[block] if block else outside).append(layer)
+    structure = Structure(
+        tuple(Block(name, module, tuple(by_block[name])) for name, module in blocks), tuple(outside), skipped
+    )
+    if next(structure.layers(), None) is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+        chosen = "targets and ignore leave nothing" if targets or ignore else "the model has no Linear or Conv2d"
+        require(False, f"nothing to prune: {reasons or chosen}")
+    return structure
+
+
+def adapted_layers(model: nn.Module) -> list[str]:
+    """The names of the layers that PEFT has put adapters around."""
+    return [name for name, module in model.named_modules() if "base_layer" in module._modules]
+
+
+def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
+    """Each chosen layer with the name of its block, and the modules that were chosen but cannot be pruned."""
+    modules: dict[int, list[nn.Module]] = {}
+    places: dict[int, tuple[str, str | None]] = {}
+    skipped = {} if blocks or targets is not None else _ends(model)
+    for name, module in model.named_modules():
+        block = next((block for block, _ in blocks if name == block or name.startswith(block + ".")), None)
+        if targets is None:
+            chosen = name not in skipped and (block is not None or not blocks)
+        else:
+            chosen = any(re.search(target, name) for target in targets)
+        if not chosen or any(re.search(expression, name) for expression in ignore):
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        reason = _unprunable(module, parent, asked=targets is not None)
+        if reason:
+            skipped[name] = reason
+        elif isinstance(module, MATRICES):
+            modules.setdefault(id(module.weight), []).append(module)
+            places.setdefault(id(module.weight), (name, block))
+    wanted = []
+    for key, (name, block) in places.items():
+        attention = bool(_ATTENTION.search(name[len(block) :] if block else ""))
+        wanted.append((PrunableLayer(name, tuple(modules[key]), attention), block))
+    return wanted, skipped
+
+
+def _ends(model: nn.Module) -> dict[str, str]:
+    """The first and the last layer in the order of their definition, with the reason why they stay dense."""
+    weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
+    names = [name for name, weight in weights if isinstance(weight, Tensor) and _is_matrix(weight)]
+    ends = {"first": names[:1], "last": names[-1:]}
+    return {
+        name: f"the {place} layer of a model without repeated layers stays dense unless targets names it"
+        for place, found in ends.items()
+        for name in found
+    }
+
+
+def _matrices(module: nn.Module) -> list[list[int]]:
+    """The shapes of a module's own weight matrices and kernels."""
+    return [list(parameter.shape) for parameter in module.parameters(recurse=False) if _is_matrix(parameter)]
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Also a kernel; not a vector with dimensions of 1 around it."""
+    return weight.ndim >= 2 and sum(size > 1 for size in weight.shape) != 1
+
+
+def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None:
+    """Why a module that holds weight matrices cannot be pruned; None where it can, or holds none."""
+    if isinstance(module, MATRICES):
+        weight = module.weight
+        if isinstance(parent, nn.MultiheadAttention):
+            return "torch's fused attention does not call its output projection"
+        if not isinstance(weight, nn.Parameter):
+            return f"its weight is computed ({type(module).__name__}): remove the parametrization to prune it"
+        if isinstance(module, nn.Conv2d) and not _is_plain(module):
+            return f"{type(module).__name__} has a forward of its own, not that of Conv2d"
+        plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+        plain = plain and weight.ndim == (4 if isinstance(module, nn.Conv2d) else 2)
+        return None if plain and weight.dtype.itemsize > 1 else f"quantized: {type(module).__name__}, {weight.dtype}"
+    if isinstance(module, nn.Embedding):
+        return "an embedding has no input statistics; where the head is tied to it, target the head" if asked else None
+    if "qweight" in dict(module.named_buffers(recurse=False)):
+        return f"quantized: {type(module).__name__}"
+    shapes = _matrices(module)
+    return f"no Linear or Conv2d: {type(module).__name__} with weights {shapes}" if shapes else None
+
+
+def _is_plain(module: nn.Conv2d) -> bool:
+    """Whether the layer is the product of patches and weight: not where a subclass standardises either, say."""
+    cls = type(module)
+    return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward

@@ -1,0 +1,157 @@
+"""The calibration loss ℓ_n of every sample, and its gradient at the model's logits.
+
+ℓ_n is the mean cross-entropy of sample n over its labelled positions: the next tokens of a causal language model, the
+masked tokens of a masked one, the class of an image. The gradient is formed sample by sample, so that the float32
+copy of one sample's logits is all that a large vocabulary costs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import require
+
+IGNORED = -100
+# Float16 holds no gradient below 6e-8. A constant factor on the loss cancels in L_F(W)/L_F(0).
+HALF_SCALE = 1024.0
+
+
+def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
+    """Bool [B, T], True where a token is not padding; None where every position counts."""
+    if "attention_mask" in batch and batch["attention_mask"].ndim == 2:
+        return batch["attention_mask"].bool()
+    if "input_ids" in batch:
+        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    return None
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether the model predicts the next token of its own input."""
+    config = getattr(model, "config", None)
+    can_generate = getattr(model, "can_generate", lambda: False)()
+    return bool(can_generate) and not getattr(config, "is_encoder_decoder", False)
+
+
+def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 where nothing is predicted.
+
+    Raises:
+        MoonshotError: the model is not a causal language model and the data has no labels.
+    """
+    if "labels" in batch:
+        labels = batch["labels"]
+    else:
+        require(
+            is_causal(model) and "input_ids" in batch,
+            f"labels: {type(model).__name__} needs them for its loss; give calibration data with labels, or set lam=1",
+        )
+        mask = token_mask(batch)
+        labels = batch["input_ids"].masked_fill(~mask, IGNORED)
+    if is_causal(model) and labels.ndim == 2:
+        labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return labels
+
+
+def loss_gradient(
+    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
+
+    Args:
+        output: what the model returned, with `logits`.
+        batch: the model's inputs, with `labels` where the model does not predict its own input.
+        loss: a function (output, batch) → [B] losses to use instead.
+
+    Raises:
+        MoonshotError: no logits, no labels, or losses that are NaN.
+    """
+    if loss is not None:
+        total = loss(output, batch)
+        return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
+    logits = logits_of(model, output)
+    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+    scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
+    gradient, losses = torch.empty_like(logits, requires_grad=False), []
+    for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
+        single = sample.float().requires_grad_(True)
+        with torch.enable_grad():
+            value = _cross_entropy(single, label)
+        require(bool(torch.isfinite(value)), f"the calibration loss is {value.item()}: check the model's weights")
+        (step,) = torch.autograd.grad(value, single)
+        out.copy_(step * scale)
+        losses.append(value.detach())
+    return logits, gradient, torch.stack(losses)
+
+
+@torch.no_grad()
+def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None) -> Tensor:
+    """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
+    if loss is not None:
+        return loss(output, batch).float()
+    logits = logits_of(model, output)
+    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+    return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over one sample's labelled positions."""
+    require(bool((labels != IGNORED).any()), "a calibration sample has no label: give samples of at least 2 tokens")
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
+
+
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """The logits in what a model returned.
+
+    Raises:
+        MoonshotError: there are none.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor),
+        f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or set lam=1",
+    )
+    return logits
+
+
+def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels as whole numbers, one for each row of logits; a clear error where they are none."""
+    own = "or pass a loss of your own"
+    require(not labels.is_floating_point(), f"labels of {labels.dtype}: give whole class numbers, {own}")
+    fits = labels.shape == logits.shape[:-1]
+    require(
+        fits, f"labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}: give one each, {own}"
+    )
+    labels, classes = labels.long(), logits.shape[-1]
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    require(not len(wrong), f"label {wrong[:1].tolist()}: the model has the classes 0 to {classes - 1}")
+    return labels
+
+
+MASKED_SHARE = 0.15
+
+
+def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
+    """Whether the model predicts masked tokens and the data does not say which."""
+    return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
+
+
+def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer, seed: int) -> list[dict[str, Tensor]]:
+    """Mask 15% of each sample's tokens (at least one), and give those as labels, as in BERT's training.
+
+    Raises:
+        MoonshotError: the tokenizer has no mask token.
+    """
+    mask_token = getattr(tokenizer, "mask_token_id", None)
+    require(mask_token is not None, "the tokenizer has no mask token: give calibration data with labels, or set lam=1")
+    generator = torch.Generator().manual_seed(seed)
+    labelled = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        chance = torch.rand(ids.shape, generator=generator).masked_fill(~token_mask(batch), 2.0)
+        chosen = (chance < MASKED_SHARE) | (chance == chance.amin(1, keepdim=True))
+        labels = ids.masked_fill(~chosen, IGNORED)
+        labelled.append({**batch, "input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
+    return labelled

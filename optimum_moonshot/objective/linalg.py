@@ -1,0 +1,94 @@
+"""Damped factorisations, the only place where a matrix is inverted.
+
+Everything here is symmetric positive definite, so everything is a Cholesky factorisation. Factors are computed in
+float64: the shared matrix of a layer is factored once, and its condition number often exceeds what float32 holds.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import FactorizationError
+
+MAX_DAMPING = 1.0
+
+T = TypeVar("T")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is NaN or infinite, without a temporary of the tensor's size."""
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper triangular U with ``matrix⁻¹ = Uᵀ U``, without inverting `matrix`.
+
+    Factoring the matrix with its order reversed gives ``matrix = V Vᵀ`` with V upper triangular, and U = V⁻¹. That is
+    one factorisation and one triangular inverse, where Cholesky → inverse → Cholesky would need twice the work.
+
+    Args:
+        matrix: symmetric, [..., d, d], float64.
+
+    Returns:
+        U, [..., d, d], and a bool tensor [...], False where `matrix` is not positive definite.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix.flip(-2, -1))
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    ok = (info == 0) & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1)).all(-1)
+    return inverse.flip(-2, -1), ok
+
+
+def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor:
+    """U with ``(matrix + damping·unit·I)⁻¹ = Uᵀ U``.
+
+    Args:
+        matrix: symmetric, [d, d].
+        unit: what a damping of 1 adds to the diagonal.
+        damping: in (0, 1].
+
+    Returns:
+        U, [d, d] in float64.
+
+    Raises:
+        FactorizationError: the matrix is not positive definite at this damping.
+    """
+    damped = matrix.double()
+    damped = damped.clone() if damped is matrix else damped
+    damped.diagonal().add_(damping * unit)
+    factor, ok = inverse_factor(damped)
+    check_factored(ok, f"the quadratic of size {matrix.shape[-1]}")
+    return factor
+
+
+def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
+    """Raise `FactorizationError` unless all of `ok` holds."""
+    if not ok.all():
+        raise FactorizationError(f"{what} is not positive definite")
+
+
+def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
+    """What `attempt(damping)` returns at the first damping where it does not fail, and that damping.
+
+    Args:
+        damping: the first value tried, in (0, 1]; it grows tenfold, up to 1, as long as a factorisation fails.
+        attempt: raises `FactorizationError` where it fails.
+
+    Raises:
+        FactorizationError: it fails even at a damping of 1.
+    """
+    tried = []
+    while True:
+        try:
+            return attempt(damping), damping
+        except FactorizationError as error:
+            tried.append(damping)
+            if damping >= MAX_DAMPING:
+                raise FactorizationError(
+                    f"{error} at any damping of {tried}: more or longer calibration samples give a better "
+                    "conditioned one"
+                ) from None
+        damping = min(10 * damping, MAX_DAMPING)

@@ -1,0 +1,183 @@
+"""Which weights may go, and exactly how many: unstructured, n:m and structured.
+
+`keep` is True where a weight survives; "n:m" keeps n of every m consecutive inputs of a row; "structured" removes whole
+input columns, in groups. A pattern removes exactly ``round(sparsity · total)`` entries (or groups of columns) of the
+comparison group that it is given, ties by index, the first index first.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MoonshotError, require
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Any weight of a comparison group may go: ``Unstructured(0.6)`` removes 60% of it.
+
+    With ``exact``, a layer's comparison groups share its count without a remainder: ``round(sparsity · total)`` of the
+    layer go, and of a group its share rounded up or down. An allocation between layers needs that for its total.
+    """
+
+    sparsity: float
+    exact: bool = False
+
+    kind: ClassVar[str] = "unstructured"
+    width: ClassVar[int] = 1  # consecutive inputs that belong together; a row must divide into so many
+
+    def keep(self, scores: Tensor, before: int = 0) -> Tensor:
+        """Bool, like `scores` (any shape, one comparison group): False for the smallest scores.
+
+        `before` is how many weights of the layer the groups before this one hold.
+        """
+        count = round(self.sparsity * scores.numel())
+        if self.exact:
+            count = self._up_to(before + scores.numel()) - self._up_to(before)
+        return ~smallest(scores.flatten()[None], count).view_as(scores)
+
+    def keep_per_row(self, scores: Tensor) -> Tensor:
+        """Bool, like `scores` [rows, d_in], each row a comparison group of its own.
+
+        With ``exact``, the rows lose equally many, and those whose next score is the smallest one more.
+        """
+        if not self.exact:
+            return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
+        count, extra = divmod(self._up_to(scores.numel()), len(scores))
+        gone = smallest(scores, count)
+        if extra:
+            following = smallest(scores, count + 1) & ~gone
+            rows = smallest(scores[following][None], extra)[0]
+            gone |= following & rows[:, None]
+        return ~gone
+
+    def _up_to(self, total: int) -> int:
+        """How many of a layer's first `total` weights go."""
+        return math.floor(self.sparsity * total + 0.5)
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "unstructured"
+
+
+@dataclass(frozen=True)
+class NM:
+    """``NM(2, 4)`` keeps 2 of every 4 consecutive inputs of each row."""
+
+    n: int
+    m: int
+
+    kind: ClassVar[str] = "n:m"
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    @property
+    def width(self) -> int:
+        return self.m
+
+    def keep(self, scores: Tensor) -> Tensor:
+        """Bool, like `scores` [..., d_in] with m | d_in: True for the n largest of every m."""
+        groups = scores.reshape(-1, self.m)
+        return ~smallest(groups, self.m - self.n).view_as(scores)
+
+    keep_per_row = keep
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether every row of a [d_out, d_in] weight divides into groups of m."""
+        return shape[-1] % self.m == 0
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+
+@dataclass(frozen=True)
+class Structured:
+    """Whole input columns go, for all rows alike: ``Structured(0.25, group=64)`` removes a quarter of the heads.
+
+    ``group`` consecutive columns go or stay together; exactly ``round(sparsity · groups)`` groups go.
+    """
+
+    sparsity: float
+    group: int = 1
+
+    kind: ClassVar[str] = "structured"
+
+    @property
+    def width(self) -> int:
+        return self.group
+
+    def keep(self, scores: Tensor) -> Tensor:
+        """Bool, like `scores` [d_out, d_in] with group | d_in: a group's score is the sum over its columns and rows."""
+        kept = self.keep_groups(scores.double().sum(0).view(-1, self.group).sum(1))
+        return self.columns(kept).expand_as(scores).clone()
+
+    keep_per_row = keep
+
+    def keep_groups(self, scores: Tensor) -> Tensor:
+        """Bool [groups]: False for the smallest scores [groups]."""
+        return ~smallest(scores[None], round(self.sparsity * len(scores)))[0]
+
+    def columns(self, groups: Tensor) -> Tensor:
+        """What holds for groups [d_in / group], for each of their columns [d_in]."""
+        return groups.repeat_interleave(self.group)
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether the columns of a [d_out, d_in] weight divide into groups."""
+        return shape[-1] % self.group == 0
+
+    def __str__(self) -> str:
+        return self.kind if self.group == 1 else f"{self.kind} in {self.group} columns"
+
+
+Pattern = Unstructured | NM | Structured
+
+
+def smallest(scores: Tensor, count: int) -> Tensor:
+    """Bool, like `scores` [groups, size]: True for exactly `count` smallest scores of every group, ties by index."""
+    if count <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    if count >= scores.shape[-1]:
+        return torch.ones_like(scores, dtype=torch.bool)
+    threshold = scores.kthvalue(count, dim=-1, keepdim=True).values
+    below = scores < threshold
+    tied = scores == threshold
+    room = count - below.sum(-1, keepdim=True)
+    return below | (tied & (tied.cumsum(-1) <= room))
+
+
+def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> Pattern:
+    """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
+
+    Raises:
+        MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.
+    """
+    usage = f'pattern={pattern!r}: use "unstructured", "structured" or "n:m", such as "2:4" (keeps 2 of every 4)'
+    require(isinstance(pattern, str), usage)
+    require(
+        group_size == 1 or pattern == Structured.kind,
+        f"group_size={group_size}: pattern={pattern!r} has no groups of columns; leave it out",
+    )
+    if pattern in (Unstructured.kind, Structured.kind):
+        require(sparsity is not None, f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
+        require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
+        share = float(sparsity)
+        return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)
+    match = re.fullmatch(r"(\d+):(\d+)", pattern)
+    if match is None:
+        raise MoonshotError(usage)
+    n, m = int(match[1]), int(match[2])
+    require(0 < n <= m, f"pattern={pattern!r}: n:m keeps n of every m, so n must lie between 1 and m")
+    parsed = NM(n, m)
+    require(
+        sparsity is None or abs(sparsity - parsed.sparsity) < 1e-9,
+        f"sparsity={sparsity} contradicts pattern={pattern!r}, which has sparsity {parsed.sparsity:g}: leave it out",
+    )
+    return parsed

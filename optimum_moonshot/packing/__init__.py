@@ -1,0 +1,1 @@
+"""The packed format of a matrix."""

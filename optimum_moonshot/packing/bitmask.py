@@ -1,0 +1,172 @@
+"""Packed weights: the values that survive and one bit per weight. The formulas of the format; files are elsewhere.
+
+A matrix W [d_out, d_in] becomes
+
+* ``values``: in the order of a row's inputs, [d_out, d_in·n/m] for n:m, flat [survivors] where rows differ;
+* ``meta``: uint8 [d_out, ⌈d_in/8⌉], bit j (least significant first) of byte b is 1 where input 8b+j has a value.
+
+A group of n:m with fewer than n nonzeros stores zeros for the rest, so that every row has the same length. −0.0 counts
+as zero and comes back as 0.0; everything else comes back bit for bit. 2:4 in 16 bits takes 1/2 + 1/16 = 9/16.
+"""
+
+from functools import lru_cache, reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import require
+from ..objective.patterns import NM
+
+# Whole numbers as wide as a floating-point type.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STEP = 1 << 17  # bytes of `meta` unpacked together: the shifts take 12 times the room of the weights they give
+
+
+def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
+    """Bytes of a packed matrix with so many stored values."""
+    return values * itemsize + shape[0] * -(-shape[1] // 8)
+
+
+def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
+    """`values` and `meta` of a matrix.
+
+    Args:
+        matrix: [d_out, d_in], floating point, in host memory.
+        pattern: the n:m that every row has; None stores exactly the nonzeros.
+
+    Raises:
+        MoonshotError: a group of m with more than n nonzeros.
+    """
+    matrix = matrix.contiguous()
+    integers, keep = matrix.view(INTEGERS[matrix.dtype.itemsize]), matrix != 0
+    meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+    if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
+        _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
+        meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+        integers = torch.where(matrix != 0, integers, 0)  # a filled place may hold −0.0
+    values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
+    return values if pattern is None else values.view(len(matrix), -1), meta
+
+
+def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
+    """Whether exactly n of every m inputs have a value."""
+    if 8 % pattern.m == 0 and d_in % 8 == 0:
+        return bool(_regular(pattern.m, pattern.n, meta.device)[meta.int()].all())
+    return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
+
+
+def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
+    """Make bool [G, m] True in exactly n places of every group, the first free ones."""
+    missing = pattern.n - groups.sum(1)
+    most = int(missing.argmin())
+    require(
+        int(missing[most]) >= 0,
+        f"it is not {pattern}: {pattern.n - int(missing[most])} of {pattern.m} weights from row "
+        f"{most * pattern.m // d_in}, input {most * pattern.m % d_in} on are not zero",
+    )
+    rows = missing.nonzero().flatten()
+    free = ~groups[rows]
+    groups[rows] |= free & (free.cumsum(1) <= missing[rows, None])
+
+
+def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
+    """Bool [d_out, d_in]: where `meta` says that a value is stored."""
+    places = torch.arange(8, dtype=torch.uint8, device=meta.device)
+    return ((meta[..., None] >> places) & 1).view(len(meta), -1)[:, :d_in].bool()
+
+
+def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
+    """Raise `MoonshotError` unless `values` and `meta` are one matrix of this shape."""
+    d_out, d_in = shape
+    require(
+        meta.dtype == torch.uint8 and tuple(meta.shape) == (d_out, -(-d_in // 8)),
+        f"weight_meta is {meta.dtype} {list(meta.shape)} where a weight of {d_out}×{d_in} needs "
+        f"uint8 [{d_out}, {-(-d_in // 8)}]",
+    )
+    known = values.is_floating_point() and values.dtype.itemsize > 1
+    require(known, f"weight_packed has dtype {values.dtype}: at least 16 bits and floating point are needed")
+    counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
+    stored = list(values.shape) if values.ndim == 2 else int(values.numel())
+    fits = bool((counts == values.shape[1]).all()) if values.ndim == 2 else int(counts.sum()) == stored
+    require(
+        fits and values.ndim in (1, 2) and (values.ndim == 1 or len(values) == d_out),
+        f"weight_packed holds {stored} values, weight_meta marks {int(counts.sum())}",
+    )
+    padding = (meta[:, -1] >> (d_in % 8)) if d_in % 8 else torch.zeros(1)
+    require(not bool(padding.any()), f"weight_meta marks values beyond input {d_in}")
+
+
+def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
+    """The dense matrix [d_out, d_in], on the device and in the dtype of `values`; `check_packed` must hold.
+
+    `window` is what `find_window` says; None looks for it.
+    """
+    window = find_window(values, meta, d_in) if window is None else window
+    if window:
+        return _unpack_windows(values, meta, d_in, window)
+    return _unpack_any(values, meta, d_in)
+
+
+def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
+    dense = values.new_zeros(len(meta), d_in)
+    return dense.masked_scatter_(unpack_bits(meta, d_in), values.flatten())
+
+
+def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
+    """4 or 8 where every so many weights hold equally many values (1:4, 2:4, 4:8, …); else 0."""
+    if values.ndim != 2 or d_in % 8 or not values.numel():
+        return 0
+    for window in (4, 8):
+        per, rest = divmod(values.shape[1] * window, d_in)
+        if rest == 0 and window * values.dtype.itemsize % 8 == 0:
+            regular = _regular(window, per, meta.device)
+            if bool(regular[meta.int()].all()):
+                return window
+    return 0
+
+
+def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Tensor:
+    """Every window of weights is some 64-bit words, its values shifted to their places: faster than a scatter."""
+    bits = 8 * values.dtype.itemsize
+    per = values.shape[1] * window // d_in
+    shifts = _shifts(window, per, bits, meta.device)
+    codes, words = meta.flatten(), torch.empty(len(meta) * d_in * bits // 64, dtype=torch.int64, device=meta.device)
+    integers = values.contiguous().view(INTEGERS[values.dtype.itemsize]).view(-1, 8 // window, 1, per)
+    step = 8 * bits // 64
+    for start in range(0, len(codes), _STEP):
+        part = integers[start : start + _STEP].to(torch.int64)
+        if bits < 64:
+            part = part & (1 << bits) - 1
+        part = part << shifts.index_select(0, codes[start : start + _STEP].int())
+        words[start * step : (start + len(part)) * step] = reduce(torch.bitwise_or, part.unbind(-1)).flatten()
+    return words.view(values.dtype).view(len(meta), d_in)
+
+
+def _bits() -> Tensor:
+    return (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+
+
+@lru_cache
+def _popcounts(device: torch.device) -> Tensor:
+    return _bits().sum(1).to(device=device, dtype=torch.uint8)
+
+
+@lru_cache
+def _regular(window: int, per: int, device: torch.device) -> Tensor:
+    """Bool [256]: bytes with `per` bits in each window."""
+    return (_bits().view(256, -1, window).sum(2) == per).all(1).to(device)
+
+
+@lru_cache
+def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
+    """[256, windows of a byte, 64-bit words of a window, values]: how far left each value goes; 64 drops it."""
+    groups = _bits().view(256, -1, window)
+    words = window * bits // 64
+    shifts = torch.full((256, groups.shape[1], words, per), 64)
+    for code, group, place in groups.nonzero().tolist():
+        rank = int(groups[code, group, :place].sum())
+        if rank < per:
+            word, shift = divmod(place * bits, 64)
+            shifts[code, group, word, rank] = shift
+    return shifts.to(device)

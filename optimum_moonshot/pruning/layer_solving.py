@@ -1,0 +1,94 @@
+"""One layer, its statistics and its patterns in; pruned weights and their losses out."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..calibration.layer_statistics import LayerStatistics
+from ..model.layers import PrunableLayer
+from ..objective.patterns import Pattern, Unstructured
+from ..objective.quadratic import DiagonalQuadratic, Quadratic, RelativeLoss
+from ..solvers import PrunedWeight, Solver
+from ..solvers.base import block_size
+from ..solvers.ranked import Ranked
+
+
+class Solved(NamedTuple):
+    """A layer's result, the losses of its mask alone and of the weight in the layer's dtype, and the λ used."""
+
+    result: PrunedWeight
+    masked: RelativeLoss
+    pruned: RelativeLoss
+    lam: float
+
+
+class ChunkedStatistics(Protocol):
+    """Statistics of a layer that do not fit in memory whole: `RowChunks`."""
+
+    def statistics(self, block: int | None) -> LayerStatistics:
+        """Those of the layer, without gradients."""
+
+    def solve(self, solver: Ranked, patterns: list[Pattern], lam: float, block: int | None) -> list[Solved]:
+        """As `solve_layer`, for the patterns of one elimination."""
+
+
+Statistics = LayerStatistics | ChunkedStatistics
+
+
+def solve_layer(
+    solver: Solver,
+    layer: PrunableLayer,
+    patterns: Sequence[Pattern],
+    statistics: Statistics,
+    lam: float,
+) -> list[Solved]:
+    """Prune a layer by several patterns; those that one elimination serves have it together.
+
+    Raises:
+        FactorizationError: the layer's quadratic stays singular at the largest damping.
+    """
+    together = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
+    families = [together] if together and isinstance(solver, Ranked) else [[index] for index in together]
+    families += [[index] for index in range(len(patterns)) if index not in together]
+    found: dict[int, Solved] = {}
+    for family in families:
+        some = [patterns[index] for index in family]
+        found |= zip(family, _solve_family(solver, layer, some, statistics, lam), strict=True)
+    return [found[index] for index in range(len(patterns))]
+
+
+def _solve_family(
+    solver: Solver,
+    layer: PrunableLayer,
+    patterns: list[Pattern],
+    statistics: Statistics,
+    lam: float,
+) -> list[Solved]:
+    block = block_size(solver, layer.shape[1], patterns[0])
+    if not isinstance(statistics, LayerStatistics):
+        if lam < 1:
+            return statistics.solve(solver, patterns, lam, block)
+        statistics = statistics.statistics(block)
+    objective = statistics.objective(layer.matrix, lam, block)
+    if isinstance(solver, Ranked):
+        results = solver.solve_path(objective, patterns)
+    else:
+        results = [solver.solve(objective, pattern) for pattern in patterns]
+    return [
+        Solved(result, *_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
+        for result in results
+    ]
+
+
+def _losses(
+    objective: Quadratic | DiagonalQuadratic, weight: Tensor, keep: Tensor, layer: PrunableLayer
+) -> list[RelativeLoss]:
+    """Of the mask alone, and of the weight as the layer will hold it."""
+    return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
+
+
+def _total(parts: Iterable[RelativeLoss]) -> RelativeLoss:
+    """The losses of a layer from those of its chunks."""
+    return RelativeLoss(*map(sum, zip(*parts, strict=True)))

@@ -1,0 +1,283 @@
+"""Block-wise recovery, without labels: tune the weights that survived until each block does again what it did dense.
+
+Two streams of hidden states run forward over the blocks, in a cache each. The dense model's, d, gives every block g its
+targets; those of the recovered prefix, h, are its inputs, exactly as it will see them in the pruned model:
+
+    min over the surviving weights of block f:   mean over tokens of |f(h) - g(d)|² / |g(d)|²
+
+The pruned weights themselves come from the run before, so they do not depend on the recovery. One block's optimizer
+state is alive at a time. The user's model only lends its code: a block runs with copies of its weights put in place of
+its own for the call (`torch.func.functional_call`). Norms and biases stay as they are.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from ..calibration.memory import Storage
+from ..calibration.passes import ChainPasses
+from ..config import MoonshotConfig
+from ..data.batches import Batch
+from ..errors import require
+from ..model.calls import Call, batch_size, first_tensor, join_hidden, to_device
+from ..model.layers import Block, PrunableLayer, Structure
+from ..model.losses import token_mask
+from ..reports.prune_report import BlockReport
+from .result_store import Results
+
+STEP_SAMPLES = 8  # samples of one optimizer step
+HELDOUT_SHARE = 8  # one in so many samples is not trained on: it decides when to stop, and whether a block gained
+EVALUATIONS = 10  # of the held-out samples, spread evenly over the steps
+PATIENCE = 3  # evaluations without a new best after which a block is done
+BETAS = (0.9, 0.95)
+TINY = 1e-12  # |target|² below which a token's error is no longer relative
+
+Tensors = dict[str, Tensor]
+
+
+def part_size(num_samples: int) -> int:
+    """Samples that calibration batches should have at most, so that a share of them can be held out.
+
+    Raises:
+        MoonshotError: there are too few.
+    """
+    require(num_samples >= 2, f"num_samples={num_samples}: recovery holds a share of them out, give at least 2")
+    return min(STEP_SAMPLES, max(1, num_samples // HELDOUT_SHARE))
+
+
+def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Batches by index: those of each optimizer step, and the held-out ones, the last.
+
+    Args:
+        sizes: samples of each batch.
+    """
+    heldout: list[int] = []
+    while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
+        heldout.insert(0, len(sizes) - len(heldout) - 1)
+    groups: list[list[int]] = [[]]
+    for index in range(len(sizes) - len(heldout)):
+        if sum(sizes[i] for i in groups[-1]) >= STEP_SAMPLES:
+            groups.append([])
+        groups[-1].append(index)
+    return groups, heldout
+
+
+class Student:
+    """A block's tensors with its pruned weights in float32, and which of them train.
+
+    Args:
+        block: of the dense model.
+        weights: the pruned matrices of all layers with a part in the block.
+        tuned: names of the layers that train.
+    """
+
+    def __init__(self, block: Block, weights: list[tuple[PrunableLayer, Tensor]], tuned: set[str]):
+        parameters = dict(block.module.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        dense = {**parameters, **dict(block.module.named_buffers())}
+        self.dtypes = {name: tensor.dtype for name, tensor in dense.items()}
+        self.tensors = {name: _float32(tensor.detach()) for name, tensor in dense.items()}
+        self.trained: dict[str, tuple[PrunableLayer, nn.Parameter, Tensor]] = {}
+        for layer, weight in weights:
+            name = names[id(layer.parameter)]
+            pruned = layer.as_parameter(weight).to(layer.parameter.device, torch.float32, copy=True).contiguous()
+            trains = layer.name in tuned and bool(pruned.any())
+            self.tensors[name] = nn.Parameter(pruned, requires_grad=trains)
+            if trains:
+                self.trained[name] = layer, self.tensors[name], pruned != 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter, _ in self.trained.values()]
+
+    def groups(self, lr: float) -> list[dict]:
+        """For an optimizer: every layer's rate is `lr` times the root mean square of its surviving weights."""
+        return [
+            {"params": [parameter], "lr": lr * float(parameter.detach()[keep].square().mean().sqrt())}
+            for _, parameter, keep in self.trained.values()
+        ]
+
+    def mask_gradients(self) -> None:
+        """Weights at zero get no gradient, and Adam leaves them there exactly."""
+        for _, parameter, keep in self.trained.values():
+            parameter.grad.mul_(keep)
+
+    def rounded(self) -> Tensors:
+        """The block's tensors as they will be in the model, in its dtypes."""
+        return {name: tensor.detach().to(self.dtypes[name]) for name, tensor in self.tensors.items()}
+
+    def matrices(self) -> Tensors:
+        """The trained weights by layer, [d_out, d_in] in the model's dtype."""
+        tensors = self.rounded()
+        return {layer.name: layer.as_matrix(tensors[name]) for name, (layer, _, _) in self.trained.items()}
+
+    def snapshot(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def restore(self, snapshot: list[Tensor]) -> None:
+        for parameter, saved in zip(self.parameters, snapshot, strict=True):
+            parameter.copy_(saved)
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+@dataclass
+class Task:
+    """What a block has to learn: its inputs and targets on every batch, in caches, and how both are compared."""
+
+    module: nn.Module
+    calls: list[Call]
+    inputs: list[Tensor]
+    targets: list[Tensor]
+    masks: list[Tensor | None]
+
+    def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
+        """The block's output on batch `index` with `tensors` in place of its own; `widen` computes in float32."""
+        device = next(iter(tensors.values())).device
+        arguments = to_device(join_hidden(hidden, self.calls[index]), device)
+        args, kwargs = tree_map_only(Tensor, _float32, arguments) if widen else arguments
+        return first_tensor(functional_call(self.module, tensors, args, kwargs))
+
+    def error(self, index: int, tensors: Tensors, widen: bool = False) -> Tensor:
+        """Σ |output - target|² / |target|² over the batch's tokens, padding left out."""
+        output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
+        target = positions(self.targets[index]).to(output.device).float()
+        errors = (output - target).square().sum(-1) / target.square().sum(-1).clamp_min(TINY)
+        mask = self.masks[index]
+        return errors.sum() if mask is None else errors[mask.to(errors.device)].sum()
+
+    def tokens(self, indices: list[int]) -> int:
+        """How many tokens count in these batches."""
+        pairs = ((self.masks[index], self.targets[index]) for index in indices)
+        return sum(positions(target)[..., 0].numel() if mask is None else int(mask.sum()) for mask, target in pairs)
+
+    @torch.no_grad()
+    def loss(self, indices: list[int], tensors: Tensors) -> float:
+        """The mean relative squared error over the tokens of these batches."""
+        return sum(self.error(index, tensors).item() for index in indices) / self.tokens(indices)
+
+    @torch.no_grad()
+    def advance(self, states: list[Tensor], tensors: Tensors) -> None:
+        """Replace the block's inputs by its outputs."""
+        for index, state in enumerate(states):
+            state.copy_(self.output(index, tensors, state))
+
+
+def positions(hidden: Tensor) -> Tensor:
+    """[B, T, D]; a hidden state of another rank is one position per sample."""
+    return hidden if hidden.ndim == 3 else hidden.flatten(1)[:, None]
+
+
+class Recovery:
+    """The recovery of one run's results.
+
+    Args:
+        structure: what the run prunes.
+        batches: the calibration data, in parts of `part_size` samples at most.
+        results: the pruned weights in, the recovered ones out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        config: MoonshotConfig,
+        batches: list[Batch],
+        storage: Storage,
+        results: Results,
+    ):
+        self.model, self.structure, self.config = model, structure, config
+        self.batches, self.storage, self.results = batches, storage, results
+        self.groups, self.heldout = divide([batch_size(batch) for batch in batches])
+
+    def run(self) -> Iterator[Block]:
+        """Recover every block that is not yet; yields each one when it is done."""
+        blocks = self.structure.blocks
+        passes = ChainPasses(self.model, blocks, self.batches, False, None, self.storage)
+        passes.capture()
+        dense = [call.hidden for call in passes.calls[passes.lowest]]
+        inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
+        masks = [self._mask(batch, hidden) for batch, hidden in zip(self.batches, dense, strict=True)]
+        for i in range(passes.lowest, passes.highest + 1):
+            task = Task(blocks[i].module, passes.calls[i], inputs, dense, masks)
+            task.advance(dense, Student(blocks[i], [], set()).rounded())  # they are the targets from here on
+            student = self._student(blocks[i])
+            if student.trained and blocks[i].name not in self.results.blocks:
+                self.results.put_block(*self._recover(i, student, task))
+            if i < passes.highest:
+                task.advance(inputs, student.rounded())
+            if blocks[i].layers:
+                yield blocks[i]
+
+    def _mask(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """Which of a hidden state's positions are no padding; None for all."""
+        mask = token_mask(batch)
+        if mask is None or bool(mask.all()):
+            return None
+        require(
+            positions(hidden).shape[:2] == mask.shape,
+            f"recover: hidden states of shape {list(hidden.shape)} do not show which tokens are padding: "
+            "use samples of equal length",
+        )
+        return mask
+
+    def _student(self, block: Block) -> Student:
+        """The block with its pruned weights. A layer that other blocks share is not tuned."""
+        inside, here = set(map(id, block.module.parameters())), set(block.module.modules())
+        layers = [layer for layer in self.structure.layers() if id(layer.parameter) in inside]
+        tuned = {layer.name for layer in layers if here.issuperset(layer.modules)}
+        return Student(block, [(layer, self.results.weight(layer)) for layer in layers], tuned)
+
+    def _recover(self, i: int, student: Student, task: Task) -> tuple[BlockReport, Tensors]:
+        started = time.perf_counter()
+        before = task.loss(self.heldout, student.rounded())
+        pruned = student.snapshot()
+        steps, notes = self._tune(i, student, task)
+        after = task.loss(self.heldout, student.rounded())
+        if not after < before:
+            student.restore(pruned)
+            after, notes = before, [*notes, "no gain: the pruned weights were kept"]
+        name, seconds = self.structure.blocks[i].name, time.perf_counter() - started
+        return BlockReport(name, before, after, steps, seconds, tuple(notes)), student.matrices()
+
+    def _tune(self, i: int, student: Student, task: Task) -> tuple[int, list[str]]:
+        """Train, and end at the best of the states that were evaluated; returns the steps taken, and notes."""
+        total, every = self.config.recover_steps, max(1, self.config.recover_steps // EVALUATIONS)
+        optimizer = torch.optim.Adam(student.groups(self.config.recover_lr), betas=BETAS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
+        order = self._order(i)
+        best, kept, since = math.inf, student.snapshot(), 0
+        for step in range(1, total + 1):
+            group = next(order)
+            for index in group:
+                (task.error(index, student.tensors, widen=True) / task.tokens(group)).backward()
+            student.mask_gradients()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if step % every and step < total:
+                continue
+            loss = task.loss(self.heldout, student.rounded())
+            since += 1
+            if loss < best:
+                best, kept, since = loss, student.snapshot(), 0
+            if since == PATIENCE or not math.isfinite(loss):
+                break
+        student.restore(kept)
+        return step, [] if step == total else [f"stopped after {step} of {total} steps"]
+
+    def _order(self, i: int) -> Iterator[list[int]]:
+        """The batches of step after step: all of them in a new order, again and again."""
+        generator = torch.Generator().manual_seed((self.config.seed + i) % 2**63)
+        while True:
+            for index in torch.randperm(len(self.groups), generator=generator).tolist():
+                yield self.groups[index]

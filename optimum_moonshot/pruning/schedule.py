@@ -1,0 +1,115 @@
+"""How the gradients of each layer are gathered, by what its solver needs and by the memory that is left.
+
+With as many samples as a row's quadratic has inputs or more, the matrices of the rows are the smaller form, and as
+exact. A layer whose statistics exceed the memory all the same is solved in chunks of rows, where its solver ranks
+removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
+"""
+
+from collections.abc import Iterator
+
+from ..calibration.accumulators import Plan, numbers_per_row
+from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.memory import Storage
+from ..calibration.observer import Collector
+from ..calibration.passes import Visit
+from ..model.layers import PrunableLayer
+from ..objective.patterns import Pattern
+from ..objective.quadratic import DiagonalQuadratic
+from ..solvers import Solver
+from ..solvers.base import block_size
+from ..solvers.ranked import Ranked
+from .row_chunks import RowChunks, chunk_rows
+
+
+class Gatherer:
+    """Gives every layer of a run its statistics, in as few passes over the data as the memory allows.
+
+    Args:
+        solver: which decides what statistics are.
+        patterns: those that a layer will be pruned by, by its name.
+        lams: λ by layer.
+        samples: N.
+        storage: where statistics live, within its budget.
+    """
+
+    def __init__(
+        self, solver: Solver, patterns: dict[str, list[Pattern]], lams: dict[str, float], samples: int, storage: Storage
+    ):
+        self.solver, self.patterns, self.lams = solver, patterns, lams
+        self.samples, self.storage = samples, storage
+        self.diagonal = solver.objective is DiagonalQuadratic
+        self.notes: list[str] = []
+
+    def statistics(
+        self, visit: Visit, layers: list[PrunableLayer]
+    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks"]]:
+        """Those of the layers of a visit, each forgotten here once it is given."""
+        groups = self._groups(layers)
+        if not groups:
+            visit.run(None, True)
+        while groups:
+            group = groups.pop(0)
+            chunks = self._chunks(group, visit)
+            if chunks is None:
+                yield from self._collected(group, visit, {layer.name: self._plan(layer) for layer in group}, not groups)
+                continue
+            yield group[0], chunks
+            if not groups:
+                visit.run(None, True)
+
+    def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
+        """Layers whose statistics fit in half of what is left together: the other half is for the solver."""
+        groups: list[list[PrunableLayer]] = []
+        room = 0
+        for layer in layers:
+            size = self._bytes(layer)
+            if not groups or size > room:
+                groups.append([])
+                room = self.storage.available() // 2
+            groups[-1].append(layer)
+            room -= size
+        return groups
+
+    def _collected(
+        self, group: list[PrunableLayer], visit: Visit, plans: dict[str, Plan], last: bool
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
+        """Pass the data once, and give each layer of a group its statistics."""
+        wanted = {layer.name for layer in group if self.lams[layer.name] < 1}
+        with Collector(group, self.diagonal, wanted, self.samples, self.storage, plans) as collector:
+            visit.run(collector, last)
+        while group:
+            layer = group.pop(0)
+            yield layer, collector.take(layer)
+
+    def _plan(self, layer: PrunableLayer) -> Plan:
+        """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
+        d_in = layer.shape[1]
+        sizes = {block_size(self.solver, d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
+        compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
+        return Plan(block=max(sizes) if compressed else None)
+
+    def _bytes(self, layer: PrunableLayer) -> int:
+        """What a layer's statistics take."""
+        d_out, d_in = layer.shape
+        total = 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+        if self.lams[layer.name] < 1:
+            samples = 1 if self.diagonal else self.samples
+            total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).block)
+        return total
+
+    def _chunks(self, group: list[PrunableLayer], visit: Visit) -> "RowChunks | None":
+        """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
+        layer, room = group[0], self.storage.available() // 2
+        lam, plan = self.lams[layer.name], self._plan(layer)
+        if len(group) > 1 or lam == 1 or not isinstance(self.solver, Ranked) or self._bytes(layer) <= room:
+            return None
+        rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
+        if len(rows) == 1:
+            return None
+        self.notes.append(f"{layer.name}: solved in {len(rows)} chunks of rows, for the sake of memory")
+
+        def collect(plan: Plan) -> LayerStatistics:
+            ((_, statistics),) = self._collected([layer], visit, {layer.name: plan}, False)
+            return statistics
+
+        return RowChunks(layer, rows, collect, plan)

@@ -1,0 +1,1 @@
+"""What a run and a sweep did: records, JSON, tables, plots."""

@@ -1,0 +1,241 @@
+"""What a run did: one `LayerReport` per weight matrix, gathered in a `PruneReport` that prints and saves as JSON."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import MoonshotError, require
+from ..files import read_json, replace_file
+from ..objective.quadratic import RelativeLoss
+from .measurement import Measured
+
+REPORT_NAME = "moonshot_report.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One pruned matrix. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1 an empty one.
+
+    `masked` losses are those of the chosen mask on the dense weights, before the survivors were updated; the others
+    are those of the weights that the solver gave, which a recovery may have changed since. Fisher losses are None where
+    λ = 1 needed no gradients, and all are None where no calibration data was given. Losses of one solver are comparable
+    between layers and λ; Wanda's are measured on diagonals, as it decides by them.
+    """
+
+    name: str
+    shape: tuple[int, int]  # d_out, d_in
+    lam: float | None  # the λ used here; None without calibration data
+    sparsity: float  # zeros counted in the weight, in the model's dtype
+    reconstruction: float | None = None  # L_R(W)/L_R(0)
+    reconstruction_masked: float | None = None
+    fisher: float | None = None  # L_F(W)/L_F(0)
+    fisher_masked: float | None = None
+    loss: float | None = None  # L_λ(W)
+    loss_masked: float | None = None
+    damping: float = 0.0
+    seconds: float = 0.0  # in the solver
+    peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
+    notes: tuple[str, ...] = ()
+    asked: float | None = None  # sparsity asked for: the pattern's, for this layer
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
+        """From what JSON makes of `dataclasses.asdict`."""
+        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockReport:
+    """One recovered block. Losses are |output - dense output|² / |dense output|², a mean over the tokens of the samples
+    that were held out, behind the recovered blocks before it.
+    """
+
+    name: str
+    loss_before: float  # with the pruned weights
+    loss_after: float  # with the recovered ones, rounded to the model's dtype; never more than before
+    steps: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """For people."""
+        notes = "".join(f"; {note}" for note in self.notes)
+        change = f"loss {self.loss_before:.4f} → {self.loss_after:.4f}"
+        return f"recovered {self.name}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
+        """From what JSON makes of `dataclasses.asdict`."""
+        return cls(**{**values, "notes": tuple(values["notes"])})
+
+
+@dataclasses.dataclass
+class PruneReport:
+    """The whole run, in the model's order of layers."""
+
+    config: dict[str, Any]
+    layers: list[LayerReport]
+    skipped: dict[str, str]  # left dense, with the reason
+    calibration: dict[str, Any] | None  # source, num_samples, sequence_length, digest, notes
+    seconds: dict[str, float]  # calibration, solver, recovery (where there was one), total
+    peak_memory: int  # bytes
+    versions: dict[str, str]
+    notes: list[str] = dataclasses.field(default_factory=list)
+    evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
+    compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
+
+    @property
+    def sparsity(self) -> float:
+        """Zeros among all weights of the pruned layers."""
+        return mean_over_weights(self.layers, "sparsity")
+
+    def record_evaluation(
+        self,
+        name: str,
+        dense: float | None,
+        pruned: float,
+        metric: str = "perplexity",
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Note a measurement of the model before and after on the data `name`: a perplexity, or an accuracy, 0 to 1.
+
+        Without `dense` the one that was noted before stays, if it was measured with the same `settings`.
+        """
+        before = self.evaluations.get(name)
+        how = {"metric": metric, "settings": settings or {}}
+        if dense is None and before and {key: before.get(key, {}) for key in how} == how:
+            dense = before["dense"]
+        self.evaluations[name] = {**how, "dense": dense, "pruned": pruned}
+
+    def record(self, pruned: Measured, dense: Measured | None = None) -> None:
+        """Note what `perplexity`, `accuracy` or `zero_shot` returned for the pruned model, and for the dense one.
+
+        Raises:
+            MoonshotError: the two were measured in different ways.
+        """
+        before = {} if dense is None else dense.measurements()
+        for name, (metric, value, settings) in pruned.measurements().items():
+            if name in before:
+                other, _, theirs = before[name]
+                same = (other, theirs) == (metric, settings)
+                require(same, f"{name}: dense {other} with {theirs}, pruned {metric} with {settings}")
+            self.record_evaluation(name, before[name].value if name in before else None, value, metric, settings)
+
+    def table(self, width: int = 120) -> str:
+        """For people: a row per layer, then what was skipped and the totals."""
+        table = Table(title=None, box=None, pad_edge=False)
+        table.add_column("layer", overflow="fold")
+        allocated = len({layer.asked for layer in self.layers}) > 1
+        share = ("asked", "sparsity") if allocated else ("sparsity",)
+        headers = ("shape", "λ", *share, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes")
+        for header in headers:
+            table.add_column(header, justify="left" if header == "notes" else "right")
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                f"{layer.shape[0]}×{layer.shape[1]}",
+                "" if layer.lam is None else f"{layer.lam:g}",
+                *((_short(layer.asked),) if allocated else ()),
+                f"{layer.sparsity:.4f}",
+                *(
+                    _short(value)
+                    for value in (layer.reconstruction_masked, layer.reconstruction, layer.fisher_masked, layer.fisher)
+                ),  # fmt: skip
+                f"{layer.damping:g}" if layer.damping else "",
+                f"{layer.seconds:.2f}",
+                "; ".join(layer.notes),
+            )
+        console = Console(width=width + 8 * allocated, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+        console.print(table)
+        console.file.close()
+        return console.export_text().rstrip() + "\n" + "\n".join(self._summary())
+
+    @property
+    def compacted(self) -> str:
+        """How the model became smaller; empty where it did not."""
+        if not self.compaction:
+            return ""
+        before, after = self.compaction["parameters"]
+        changes = [f"{name} {was} → {now}" for name, (was, now) in self.compaction["config"].items()]
+        return "; ".join([f"{before:,} → {after:,} parameters", *changes])
+
+    def _summary(self) -> list[str]:
+        lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [block.line() for block in self.recovery]
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
+        lines.append(
+            f"sparsity {self.sparsity:.4f} over {len(self.layers)} layers; {seconds}; "
+            f"peak memory {self.peak_memory / 2**30:.2f} GiB"
+        )
+        if self.compaction:
+            lines.append(f"compacted: {self.compacted}")
+            lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
+        for name, values in self.evaluations.items():
+            shown = ".2%" if values.get("metric") == "accuracy" else ".3f"
+            dense = "" if values["dense"] is None else f"dense {values['dense']:{shown}}, "
+            lines.append(f"{name}: {dense}pruned {values['pruned']:{shown}}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; `from_dict` is its inverse."""
+        return {**dataclasses.asdict(self), "sparsity": self.sparsity}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
+        values = {name: value for name, value in values.items() if name != "sparsity"}
+        layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
+        recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
+        return cls(layers=layers, recovery=recovery, **values)
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write JSON to a file, or to moonshot_report.json in a folder."""
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "PruneReport":
+        """Read what `save` wrote, from the file or its folder.
+
+        Raises:
+            MoonshotError: the file is damaged.
+        """
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise MoonshotError(f"{path} is damaged: it is no report of a run ({error!r})") from None
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
+    """The mean of a field of some layers, each with as many votes as it has weights."""
+    total = sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    return sum(getattr(layer, field) * layer.shape[0] * layer.shape[1] for layer in layers) / total
+
+
+def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:
+    """The fields of a `LayerReport` that say what pruning costs at the λ used."""
+    return {
+        "lam": lam,
+        "reconstruction": pruned.reconstruction,
+        "reconstruction_masked": masked.reconstruction,
+        "fisher": pruned.fisher,
+        "fisher_masked": masked.fisher,
+        "loss": pruned.total,
+        "loss_masked": masked.total,
+    }

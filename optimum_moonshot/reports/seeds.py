@@ -1,0 +1,107 @@
+"""Sweeps of several seeds read together: every figure is a mean with its standard error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import require
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepEntry:
+    """One variant: pattern, sparsity and λ, with what was measured of it."""
+
+    pattern: str
+    sparsity: float
+    lam: float
+    metric: float
+    loss: float  # mean over the layers of L_λ(W), 0 dense to 1 empty
+    seconds: float  # of solving and measuring
+
+
+class Swept(Protocol):
+    """What is read here of a `SweepReport`."""
+
+    solver: str
+    metric: str
+    maximize: bool
+    dense: float
+    entries: list[SweepEntry]
+    config: dict[str, Any]
+
+    def settings(self) -> list[tuple[str, float]]:
+        """Every (pattern, sparsity) once."""
+
+
+class Mean(NamedTuple):
+    """A mean over seeds with its standard error, 0 for one seed."""
+
+    value: float
+    error: float
+
+
+def means(reports: Sequence[Swept]) -> dict[tuple[str, float, float], Mean]:
+    """(pattern, sparsity, λ) → the metric over the reports, which must be sweeps of the same variants.
+
+    Raises:
+        MoonshotError: none given, or they differ in more than the seed.
+    """
+    require(len(reports) > 0, "reports: none given")
+    keys = [(entry.pattern, entry.sparsity, entry.lam) for entry in reports[0].entries]
+    for report in reports[1:]:
+        same = (report.solver, report.metric) == (reports[0].solver, reports[0].metric)
+        same = same and [(entry.pattern, entry.sparsity, entry.lam) for entry in report.entries] == keys
+        require(same, "reports: they are not of the same solver, metric and variants")
+    values = zip(*([entry.metric for entry in report.entries] for report in reports), strict=True)
+    return dict(zip(keys, map(mean, values), strict=True))
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Mean and standard error."""
+    values = list(values)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Mean(statistics.fmean(values), error)
+
+
+def choice(reports: Sequence[Swept], pattern: str, sparsity: float) -> float | None:
+    """The λ with the best mean of one pattern and sparsity; the larger one where two are equal.
+
+    A λ whose metric is NaN is no choice; None where it is that for every λ.
+    """
+    found = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
+    known = [lam for lam, value in found.items() if not math.isnan(value)]
+    return max(known, key=lambda lam: (found[lam] if reports[0].maximize else -found[lam], lam), default=None)
+
+
+def baseline_lam(solver: str) -> float:
+    """The λ of the single-objective method that a solver comes from: CAP minimises the Fisher loss alone."""
+    return 0.0 if solver == "cap" else 1.0
+
+
+def table(reports: Sequence[Swept]) -> str:
+    """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
+    found, first = means(reports), reports[0]
+    settings, lambdas = first.settings(), list(dict.fromkeys(entry.lam for entry in first.entries))
+    best = {setting: choice(reports, *setting) for setting in settings}
+    rows = [["λ", *(label(*setting) for setting in settings)]]
+    for lam in lambdas:
+        row = [f"{lam:g}"]
+        for setting in settings:
+            value = found[(*setting, lam)]
+            spread = f" ± {value.error:.2g}" if len(reports) > 1 else ""
+            row.append(f"{value.value:.4g}{spread}{'*' if best[setting] == lam else ' '}")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    dense = mean([report.dense for report in reports]).value
+    return "\n".join([f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ", *lines])
+
+
+def label(pattern: str, sparsity: float) -> str:
+    """How a table or a plot calls a pattern with its sparsity."""
+    names = {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}
+    return names.get(pattern, pattern)

@@ -1,0 +1,120 @@
+"""What a sweep over λ, sparsities and patterns measured: a table, CSV, JSON, and two plots.
+
+Reports of several seeds are read together: every figure then is a mean with its standard error.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import require
+from ..files import writing
+from .seeds import SweepEntry, table
+
+REPORT_NAME = "sweep.json"
+
+
+@dataclasses.dataclass
+class SweepReport:
+    """All variants of one sweep, in the order in which they were asked for. In JSON, what is not finite is null."""
+
+    solver: str
+    metric: str  # what `SweepEntry.metric` is, such as "calibration perplexity"
+    maximize: bool  # whether more of it is better
+    dense: float  # the metric of the dense model
+    entries: list[SweepEntry]
+    config: dict[str, Any]  # what all variants share
+    calibration: dict[str, Any] | None
+    seconds: dict[str, float]  # calibration, variants, total
+    versions: dict[str, str]
+
+    def settings(self) -> list[tuple[str, float]]:
+        """Every (pattern, sparsity) once."""
+        return list(dict.fromkeys((entry.pattern, entry.sparsity) for entry in self.entries))
+
+    def best(self, pattern: str | None = None, sparsity: float | None = None) -> SweepEntry:
+        """The entry with the best metric of one pattern and sparsity; the larger λ where two are equal.
+
+        Args:
+            pattern: needed where several were swept.
+            sparsity: likewise.
+
+        Raises:
+            MoonshotError: no such entry, or several patterns or sparsities are left to choose between.
+        """
+        found = [
+            entry
+            for entry in self.entries
+            if (pattern is None or entry.pattern == pattern)
+            and (sparsity is None or math.isclose(entry.sparsity, sparsity))
+        ]
+        left = dict.fromkeys((entry.pattern, entry.sparsity) for entry in found)
+        require(bool(left), f"pattern={pattern!r}, sparsity={sparsity}: the sweep has {self.settings()}")
+        require(len(left) == 1, f"best of what? Give pattern= and sparsity= of one of {list(left)}")
+        known = [entry for entry in found if not math.isnan(entry.metric)]
+        require(bool(known), f"pattern={pattern!r}, sparsity={sparsity}: the metric is NaN for every λ")
+        return max(known, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
+
+    def table(self) -> str:
+        """For people: a row per λ, a column per pattern and sparsity, the best of each marked."""
+        return table([self])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; `from_dict` is its inverse."""
+        return _finite(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SweepReport:
+        dense = math.nan if values["dense"] is None else values["dense"]
+        entries = [{k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]]
+        return cls(**{**values, "dense": dense, "entries": [SweepEntry(**entry) for entry in entries]})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> SweepReport:
+        """Read what `save` wrote, from the file or its folder."""
+        path = Path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
+        save_all([self], folder)
+        with writing("output", Path(folder)):
+            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+            (Path(folder) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(values: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
+def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
+    """sweep.csv with every entry of every report, and the plots of their means."""
+    folder = Path(folder)
+    with writing("output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
+            fields = [field.name for field in dataclasses.fields(SweepEntry)]
+            writer = csv.DictWriter(file, ["solver", "seed", *fields])
+            writer.writeheader()
+            for report in reports:
+                for entry in report.entries:
+                    shared = {"solver": report.solver, "seed": report.config["seed"]}
+                    writer.writerow({**shared, **dataclasses.asdict(entry)})
+        from .sweep_plots import plot_by_lambda, plot_by_sparsity  # matplotlib takes its time
+
+        plot_by_lambda(reports, folder / "metric_by_lambda.png")
+        if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:
+            plot_by_sparsity(reports, folder / "metric_by_sparsity.png")
