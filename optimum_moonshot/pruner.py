@@ -20,9 +20,10 @@ from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
-from .pruning.run import Run
+from .pruning.preparation import Subject
+from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
-from .pruning.sweep import Sweep, variants
+from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
@@ -77,6 +78,9 @@ class MoonshotPruner:
         model = loader.from_pretrained(name_or_path, **model_kwargs)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
+    def _subject(self, loss: Callable | None, progress: bool) -> Subject:
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
+
     def prune(
         self,
         calibration: Any = None,
@@ -109,10 +113,9 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
-        run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
         data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report = run.execute(data, resume_dir)
+            self.report = run(self._subject(loss, progress), self.config, data, resume_dir)
         return self.report
 
     def sweep(
@@ -152,10 +155,10 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self.config, lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        sweep = Sweep(self.model, chosen, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            report = sweep.execute(calibration, metric, maximize, work_dir)
-        self._sweep = sweep
+            found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
+        self._sweep = found
         return report
 
     @contextmanager
@@ -197,9 +200,9 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self.config, [self.config.lam], sparsities, None)
         self._sweep = None
-        sweep = Sweep(self.model, configs, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            return prune_path(sweep, calibration, work_dir, lambda report: setattr(self, "report", report))
+            return prune_path(subject, configs, calibration, work_dir, lambda report: setattr(self, "report", report))
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.

@@ -45,11 +45,11 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
         countdown[0] = 8
         original = torch.Tensor.copy_
         armed = []
-        real = run_module.Results.commit
+        real = run_module.Variant.commit
 
-        def commit(self, layers):
+        def commit(self):
             armed.append(True)
-            return real(self, layers)
+            return real(self)
 
         def copy(self, *args, **kwargs):
             if armed:
@@ -58,7 +58,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
                     raise error
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(run_module.Results, "commit", commit)
+        monkeypatch.setattr(run_module.Variant, "commit", commit)
         monkeypatch.setattr(torch.Tensor, "copy_", copy)
     with pytest.raises(error):
         prune(model)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ _MANIFEST = "run.json"
 _RECOVERED = "recovered"  # folder of the recovered blocks, one file each
 
 
-class Results:
+class ResultStore:
     """Pruned weights in the model's dtype, in host memory or in `folder`.
 
     Args:
@@ -118,22 +119,11 @@ class Results:
         with safe_open(self.files[layer.name], "pt") as file:
             return file.get_tensor(layer.name)
 
-    @torch.no_grad()
-    def commit(self, layers: list[PrunableLayer]) -> None:
-        """Write every result into the model; if that is interrupted, the dense weights are put back."""
-        for layer in layers:
-            self.weights[layer.name] = self.weight(layer)
-        swapped = []
-        try:
-            for layer in layers:
-                dense = layer.matrix.to("cpu", copy=True)
-                swapped.append((layer, dense))
-                layer.assign(self.weights.pop(layer.name))
-                # The pruned weight gave its place to the dense one, so the two never add up to two models.
-        except BaseException:
-            for layer, dense in swapped:
-                layer.assign(dense)
-            raise
+    def pop(self, layer: PrunableLayer) -> Tensor:
+        """As `weight`, and the last time that it is asked for: memory forgets it."""
+        weight = self.weight(layer)
+        self.weights.pop(layer.name, None)
+        return weight
 
     def discard(self) -> None:
         """Remove the folder of a finished run."""
@@ -141,7 +131,7 @@ class Results:
             shutil.rmtree(self.folder)
 
 
-def fingerprint(*parts: str, layers: list[PrunableLayer]) -> str:
+def fingerprint(*parts: str, layers: Iterable[PrunableLayer]) -> str:
     """A hash of the settings and of the dense weights, by two float64 sums per layer."""
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:
