@@ -21,6 +21,7 @@ from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
 from .pruning.preparation import Subject
+from .pruning.result_store import ResultStore
 from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
@@ -61,6 +62,7 @@ class MoonshotPruner:
             model, "moonshot_report", None
         )  # of a model pruned while it was loaded
         self._sweep: Sweep | None = None
+        self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
 
     @classmethod
     def from_pretrained(
@@ -102,8 +104,8 @@ class MoonshotPruner:
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
                 for a plain module whose parameters have other names).
             progress: show progress bars.
-            resume_dir: a folder that keeps each layer's result until the run is complete. The same call after a kill
-                goes on from there.
+            resume_dir: a folder that keeps each layer's result until `save_pretrained` or `push_to_hub` has the model
+                safe. The same call after a kill goes on from there. One process at a time uses it.
 
         Returns:
             The report, also kept as `pruner.report`.
@@ -115,7 +117,8 @@ class MoonshotPruner:
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report = run(self._subject(loss, progress), self.config, data, resume_dir)
+            self.report, store = run(self._subject(loss, progress), self.config, data, resume_dir)
+        self._unsaved = [store]
         return self.report
 
     def sweep(
@@ -147,7 +150,7 @@ class MoonshotPruner:
             maximize: whether more of `metric` is better.
             loss, forward, progress: as for `prune`.
             work_dir: a folder for the variants' weights, which take the place of one model each in memory otherwise.
-                The same call after a kill goes on from there; `choose` empties it.
+                The same call after a kill goes on from there; it is emptied when the chosen model is saved.
 
         Raises:
             MoonshotError: bad values, data, layers or statistics.
@@ -212,6 +215,7 @@ class MoonshotPruner:
         """
         require(self._sweep is not None, _NO_SWEEP)
         self.report = self._sweep.choose(entry)
+        self._unsaved = [variant.store for variant in self._sweep.solved.variants]
         self._sweep = None
         return self.report
 
@@ -249,6 +253,7 @@ class MoonshotPruner:
         """
         require(self.report is not None, _NOT_PRUNED)
         save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
+        self._discard_results()
 
     def push_to_hub(
         self,
@@ -287,4 +292,12 @@ class MoonshotPruner:
         with tempfile.TemporaryDirectory() as folder:
             processors = (self.tokenizer, self.processor)
             save_model(self.model, processors, self.report, folder, format, name=full, **options)
-            return upload(folder, full, token=token, commit_message=commit_message)
+            address = upload(folder, full, token=token, commit_message=commit_message)
+        self._discard_results()
+        return address
+
+    def _discard_results(self) -> None:
+        """Remove the files that a run would go on from: its model is safe."""
+        for store in self._unsaved:
+            store.discard()
+        self._unsaved = []

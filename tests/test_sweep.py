@@ -145,6 +145,7 @@ def test_a_killed_sweep_goes_on(tmp_path, monkeypatch):
     assert len(calls) == len(LAMBDAS) * len(pruner._sweep.solved.prepared.selection.layers) - 9
     assert [entry.metric for entry in report.entries] == pytest.approx([e.metric for e in expected.entries], rel=1e-6)
     pruner.choose(report.best())
+    pruner.save_pretrained(tmp_path / "saved")
     assert not any((tmp_path / "work").iterdir())
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tqdm.auto import tqdm
 
 from ..data.batches import Batch
 from ..model.calls import (
@@ -39,6 +38,7 @@ from ..model.calls import (
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
+from ..progress import progress_bar
 from .memory import Storage
 from .observer import Collector
 from .passes import FullModelPasses, Step, is_chain
@@ -257,7 +257,7 @@ class RecomputedPasses:
     def _batches(self, name: str) -> Iterator[tuple[int, Batch]]:
         """Every batch on the model's device, with its index, under a bar."""
         device = model_device(self.model)
-        bar = tqdm(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, disable=not self.progress)
+        bar = progress_bar(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, shown=self.progress)
         for index, batch in enumerate(bar):
             yield index, to_device(batch, device)
 

@@ -5,14 +5,15 @@ import time
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError
 from ..model.calls import frozen
+from ..progress import progress_bar
 from ..reports.prune_report import PruneReport
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
+from .result_store import ResultStore
 from .selection import select
 from .solving import prune_layers
 from .variant import Variant
@@ -20,14 +21,17 @@ from .variant import Variant
 
 def run(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike | None
-) -> PruneReport:
+) -> tuple[PruneReport, ResultStore]:
     """Prune a model.
 
     Args:
         subject: the model and what belongs to it.
         config: how.
         calibration: what `MoonshotPruner.prune` takes.
-        resume_dir: a folder that keeps each layer's result until the run is complete, or None.
+        resume_dir: a folder that keeps each layer's result, or None.
+
+    Returns:
+        The report, and what holds the results: its files outlive the run, to be discarded once the model is saved.
 
     Raises:
         MoonshotError: bad data, layers or statistics, or too little memory; the model is as it was.
@@ -36,9 +40,21 @@ def run(
     selection = select(subject.model, config)
     prepared = prepare(subject, selection, calibration)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    try:
+        recovering = solve_and_write(prepared, variant)
+    finally:
+        variant.store.release()
+    total = time.perf_counter() - started
+    seconds = {"calibration": total - variant.solving - recovering, "solver": variant.solving}
+    seconds |= {"recovery": recovering} if config.recover is not None else {}
+    return variant.report(prepared, {**seconds, "total": total}), variant.store
+
+
+def solve_and_write(prepared: Prepared, variant: Variant) -> float:
+    """Every layer's result, then all of them into the model; returns the seconds that a recovery took."""
+    subject, recovering = prepared.subject, 0.0
     recovery = Recovery.plan(prepared, variant)
-    bar = tqdm(total=len(selection.layers), desc="pruning", unit="layer", disable=not subject.progress)
-    recovering = 0.0
+    bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
         with frozen(subject.model), bar:
             prune_layers(prepared, [variant], bar)
@@ -47,19 +63,15 @@ def run(
     except torch.OutOfMemoryError as error:
         raise MoonshotError(f"out of device memory: lower max_memory, batch_size or num_samples ({error})") from None
     variant.commit()
-    variant.store.discard()
-    total = time.perf_counter() - started
-    seconds = {"calibration": total - variant.solving - recovering, "solver": variant.solving}
-    seconds |= {"recovery": recovering} if config.recover is not None else {}
-    return variant.report(prepared, {**seconds, "total": total})
+    return recovering
 
 
 def recover(prepared: Prepared, recovery: Recovery) -> float:
     """Recover block after block under a bar; returns the seconds it took."""
     started = time.perf_counter()
     total = sum(bool(block.layers) for block in prepared.selection.structure.blocks)
-    hidden = not prepared.subject.progress
-    with tqdm(recovery.run(), desc="recovering", total=total, unit="block", disable=hidden) as blocks:
+    shown = prepared.subject.progress
+    with progress_bar(recovery.run(), desc="recovering", total=total, unit="block", shown=shown) as blocks:
         for block in blocks:
             blocks.set_postfix_str(block.name)
     return time.perf_counter() - started

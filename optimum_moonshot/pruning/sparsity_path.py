@@ -14,7 +14,7 @@ from ..config import MoonshotConfig
 from ..errors import require
 from ..reports.prune_report import PruneReport
 from .preparation import Subject
-from .sweep import Solved, choose_layers, open_variants, solve_variants
+from .sweep import Solved, choose_layers, open_variants, released_on_failure, solve_variants
 from .variant import Variant
 
 
@@ -85,5 +85,6 @@ def prune_path(
     selections = choose_layers(subject.model, configs)
     started = time.perf_counter()
     prepared, variants = open_variants(subject, selections, calibration, work_dir)
-    source = solve_variants(prepared, variants)
+    with released_on_failure(variants):
+        source = solve_variants(prepared, variants)
     return SparsityPath(Solved(prepared, variants, source, time.perf_counter() - started), report)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..calibration.observer import Collector
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step, is_chain
@@ -14,6 +13,7 @@ from ..model.calls import model_device, to_device
 from ..model.layers import PrunableLayer
 from ..model.presence import all_present
 from ..objective.patterns import Pattern
+from ..progress import progress_bar
 from .layer_solving import Statistics
 from .preparation import Prepared
 from .schedule import StatisticsSchedule
@@ -108,8 +108,8 @@ class StatisticsSource:
             prepared.storage,
         )
         self.losses = passes.losses
-        hidden = not prepared.subject.progress
-        with tqdm(total=len(prepared.batches), desc="calibrating", unit="batch", disable=hidden) as bar:
+        shown = prepared.subject.progress
+        with progress_bar(total=len(prepared.batches), desc="calibrating", unit="batch", shown=shown) as bar:
             steps = passes.steps(bar.update)
             first = next(steps)
         yield first
@@ -135,7 +135,7 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model, by one forward pass."""
     layers, subject = prepared.selection.layers, prepared.subject
     with (
-        tqdm(prepared.batches, desc="outliers", unit="batch", disable=not subject.progress) as batches,
+        progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
         Collector(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as collector,
     ):
         FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, require
 from ..files import writing
 from ..model.calls import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
+from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
@@ -127,8 +127,22 @@ def open_variants(
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
     folders = [None if work_dir is None else Path(work_dir) / _folder(selection) for selection in selections]
-    opened = zip(selections, folders, strict=True)
-    return prepared, [Variant.open(prepared, selection, folder, "work_dir") for selection, folder in opened]
+    opened: list[Variant] = []
+    with released_on_failure(opened):
+        for selection, folder in zip(selections, folders, strict=True):
+            opened.append(Variant.open(prepared, selection, folder, "work_dir"))
+    return prepared, opened
+
+
+@contextmanager
+def released_on_failure(variants: list[Variant]) -> Iterator[None]:
+    """Others may use the variants' folders if the block fails."""
+    try:
+        yield
+    except BaseException:
+        for variant in variants:
+            variant.store.release()
+        raise
 
 
 def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSource:
@@ -138,7 +152,7 @@ def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSou
         MoonshotError: a layer's data or statistics are bad, or the device's memory is too small.
     """
     total = len(prepared.selection.layers)
-    bar = tqdm(total=total, desc="pruning", unit="layer", disable=not prepared.subject.progress)
+    bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
     try:
         with frozen(prepared.model), bar:
             return prune_layers(prepared, variants, bar)
@@ -173,7 +187,6 @@ class Sweep:
         variant = self._variant(entry)
         require(not self.lent, "choose: the end of applied() would put the dense weights back; choose after it")
         variant.commit()
-        self.solved.discard()
         calibrating = entry.seconds - variant.solving
         seconds = {"calibration": calibrating, "solver": variant.solving, "total": entry.seconds}
         return variant.report(self.solved.prepared, seconds)
@@ -203,13 +216,14 @@ def sweep(
     require(known, f'metric={metric!r}: give "calibration" or a function of the model')
     require(isinstance(maximize, bool), f"maximize={maximize!r}: give True or False")
     prepared, opened = open_variants(subject, selections, calibration, work_dir)
-    meter = Meter(prepared, metric)
-    dense = meter.value() if callable(metric) else None
-    solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
-    if dense is None:
-        dense = meter.seen(solved.source.losses)
-    bar = tqdm(opened, desc="measuring", unit="variant", disable=not subject.progress)
-    entries = [_measure(variant, meter) for variant in bar]
+    with released_on_failure(opened):
+        meter = Meter(prepared, metric)
+        dense = meter.value() if callable(metric) else None
+        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        if dense is None:
+            dense = meter.seen(solved.source.losses)
+        bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)
+        entries = [_measure(variant, meter) for variant in bar]
     seconds = time.perf_counter() - started
     spent = sum(entry.seconds for entry in entries)
     lead = prepared.selection.config
