@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from .checkpoint.hub import open_repository, upload
+from .checkpoint.loading import check_complete
 from .checkpoint.packed_files import model_class
 from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig
@@ -74,10 +75,15 @@ class MoonshotPruner:
             name_or_path: a Hub repository or a local folder.
             config: what to do.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
+
+        Raises:
+            MoonshotError: the checkpoint lacks weights of the model, which would be random numbers.
         """
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
         loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
-        model = loader.from_pretrained(name_or_path, **model_kwargs)
+        require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
+        model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
+        check_complete(info, name_or_path)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def _subject(self, loss: Callable | None, progress: bool) -> Subject:

@@ -370,3 +370,17 @@ def test_from_pretrained_loads_the_class_that_was_saved(tmp_path, tokenizer):
         assert (pruner.tokenizer is None) == (name == "vit")
     with pytest.raises(OSError):
         MoonshotPruner.from_pretrained(tmp_path / "missing", config())
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 200]], [[1, -1, 3]], [[1.0, 2.0, 3.0]]])
+def test_tokens_that_the_model_has_no_embedding_for_are_named(ids):
+    with pytest.raises(MoonshotError, match=r"^input_ids: (it gives token (200|-1)|token ids are torch.float32)"):
+        prune(make("llama"), [{"input_ids": torch.tensor(ids)}], num_samples=1)
+
+
+def test_a_tokenizer_of_another_model_is_named(tokenizer):
+    model = make("llama")
+    with torch.no_grad():
+        model.resize_token_embeddings(40)
+    with pytest.raises(MoonshotError, match="^tokenizer: it gives token .* has 40: use the tokenizer of the model"):
+        prune(model, ["what is written here " * 9] * 6, tokenizer)
