@@ -9,7 +9,7 @@ from checkpoints import assert_same, pruned
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, convert, load_pruned
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 
 
 def layer_at(path, position):
