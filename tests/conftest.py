@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from checkpoints import pruned
 
+from optimum_moonshot.solvers import base
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
@@ -23,6 +25,12 @@ def tokenizer():
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
     )
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Solvers that a test registers are forgotten at its end."""
+    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,11 @@ def apply_rules(rules: dict[str, Pattern], names: Iterable[str], default: Patter
 
     A layer's whole name is no expression: it speaks of that layer alone.
 
+    Args:
+        rules: name or regular expression → pattern, in the order in which expressions decide.
+        names: of all layers.
+        default: for those without an entry; None where there is to be none.
+
     Raises:
         MoonshotError: a layer without an entry or default, or an entry that decides no layer.
     """
