@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from .errors import check_expressions, check_number, check_whole, require
-from .objective.allocation_rules import METHODS, apply_rules, parse_rules
-from .objective.patterns import Pattern, parse_pattern
+from .objective.allocation_rules import PatternRules, check_allocation
+from .objective.patterns import NM, Pattern
 from .solvers import Solver, solver_class
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
@@ -128,12 +128,8 @@ class MoonshotConfig:
 
     def _check_allocation(self) -> None:
         how = self.allocation
+        check_allocation(how)
         named = isinstance(how, dict)
-        require(
-            named or (isinstance(how, str) and how in METHODS),
-            f'allocation={how!r}: use "uniform", "owl", "alpha", or a dict of layer → sparsity or "n:m"',
-        )
-        require(not named or bool(how), f"allocation={how!r}: it has no entry; leave it out")
         mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
         require(
             how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
@@ -149,24 +145,26 @@ class MoonshotConfig:
 
     def _check_patterns(self, solver: type[Solver]) -> None:
         """Every pattern that a layer may get is one that the solver takes."""
-        takes = " or ".join(kind.kind for kind in solver.patterns)
-        if self.parsed_pattern is not None:
-            require(
-                isinstance(self.parsed_pattern, solver.patterns),
-                f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
-            )
-        for key, rule in parse_rules(self.allocation).items() if isinstance(self.allocation, dict) else ():
+        takes, rules = " or ".join(kind.kind for kind in solver.patterns), self.pattern_rules
+        require(
+            rules.default is None or isinstance(rules.default, solver.patterns),
+            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
+        )
+        for key, rule in rules.rules.items():
             require(
                 isinstance(rule, solver.patterns),
                 f"allocation[{key!r}]={self.allocation[key]!r}: solver={self.solver!r} takes {takes}",
             )
 
     @property
+    def pattern_rules(self) -> PatternRules:
+        """Which pattern each layer gets."""
+        return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
+
+    @property
     def parsed_pattern(self) -> Pattern | None:
         """`pattern`, `sparsity` and `group_size` as one object; None where an allocation by name is all there is."""
-        if isinstance(self.allocation, dict) and self.pattern == "unstructured" and self.sparsity is None:
-            return None
-        return parse_pattern(self.pattern, self.sparsity, self.group_size)
+        return self.pattern_rules.default
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern]:
         """Every layer's pattern, as far as it is known before the model is (all but OWL's and AlphaPruning's).
@@ -174,9 +172,11 @@ class MoonshotConfig:
         Raises:
             MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
         """
-        if isinstance(self.allocation, dict):
-            return apply_rules(parse_rules(self.allocation), names, self.parsed_pattern)
-        return dict.fromkeys(names, self.parsed_pattern)
+        return self.pattern_rules.of(names)
+
+    def nm_patterns(self) -> list[NM]:
+        """The n:m patterns that layers may get, short groups first."""
+        return self.pattern_rules.nm()
 
     @property
     def max_memory_bytes(self) -> int | None:
