@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from .errors import check_expressions, check_number, check_whole, require
@@ -84,8 +84,8 @@ class MoonshotConfig:
     fisher: str = "all"
     damping: float = 0.01
     block_size: int | None = None
-    targets: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
+    targets: Sequence[str] | None = None
+    ignore: Sequence[str] = ()
     num_samples: int = 128
     sequence_length: int | None = None
     batch_size: int = 8
@@ -210,6 +210,12 @@ class MoonshotConfig:
         return {"version": self.VERSION, **values}
 
     @classmethod
+    def check_version(cls, version: Any) -> None:
+        """Raise `MoonshotError` unless this release reads dictionaries of this version."""
+        known = version in range(1, cls.VERSION + 1)
+        require(known, f"version={version}: this release reads configurations up to version {cls.VERSION}; update it")
+
+    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoonshotConfig":
         """The inverse of `to_dict`.
 
@@ -218,7 +224,7 @@ class MoonshotConfig:
         """
         values = dict(values)
         version = values.pop("version", cls.VERSION)
-        require(version == cls.VERSION, f"version={version}: this release reads version {cls.VERSION} configurations")
+        cls.check_version(version)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(known))}")

@@ -31,8 +31,8 @@ BAD = {
     "batch_size": [0, -8, 2.0, None],
     "seed": [-1, 0.5, None, "0"],
     "sequence_length": [0, 1, 2.5, "2048"],
-    "targets": ["q_proj", 5, ["("], [3], [None]],
-    "ignore": [None, "lm_head", ["*"], [b"head"]],
+    "targets": ["q_proj", 5, b"q_proj", {"q_proj"}, ["("], [3], [None]],
+    "ignore": [None, "lm_head", {"lm_head": 1}, ["*"], [b"head"]],
     "max_memory": ["8 apples", "", "-1GiB", -5, True, NAN, INF, "GiB", [8]],
     "offload_dir": [5, True],
     "recover": ["", "layerwise", True, 1],
@@ -76,6 +76,14 @@ def test_a_bad_value_is_refused_by_field_and_value(field, value):
 )
 def test_values_at_the_bounds_are_taken(values):
     MoonshotConfig(**values)
+
+
+def test_expressions_are_any_sequence_of_strings():
+    configs = [MoonshotConfig(sparsity=0.5, targets=kind(["mlp", "^q"]), ignore=kind(["up"])) for kind in (list, tuple)]
+    assert configs[0] == configs[1] and hash(configs[0]) == hash(configs[1])
+    assert configs[0].targets == ("mlp", "^q") and configs[0].ignore == ("up",)
+    with pytest.raises(MoonshotError, match=r"targets='mlp': give a list of expressions, such as \['mlp'\]"):
+        MoonshotConfig(sparsity=0.5, targets="mlp")
 
 
 def test_a_sparsity_that_contradicts_the_pattern_is_refused():

@@ -20,6 +20,7 @@ from yaml import YAMLError
 from ..files import read_json, replace_file
 from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
+from ..reports.record import PruningRecord
 from .packed_files import pruned_layers, stored_bytes
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -123,7 +124,8 @@ class Facts:
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
         """From a pruned transformers model."""
         base = find_base(getattr(model, "name_or_path", ""))
-        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), type(model).__name__)
+        lam = PruningRecord.require_of(model).lam
+        return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig
 
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.memory import Storage
@@ -34,6 +33,7 @@ from ..objective.linalg import all_finite
 from ..objective.patterns import Pattern, Structured
 from ..reports.environment import peak_memory, versions
 from ..reports.prune_report import LayerReport, PruneReport, loss_fields
+from ..reports.record import PruningRecord
 from .allocation import allocate, block_scores
 from .layer_solving import solve_layer
 from .recovery import Recovery, part_size
@@ -357,14 +357,14 @@ class Run:
             notes=self.notes,
             recovery=[self.results.blocks[b.name] for b in self.structure.blocks if b.name in self.results.blocks],
         )
-        if isinstance(getattr(self.model, "config", None), PreTrainedConfig):
-            self.model.config.moonshot = {
-                "config": report.config,
-                "lam": self.lam,
-                "sparsity": report.sparsity,
-                "calibration": calibration,
-                "versions": report.versions,
-            }
+        PruningRecord(
+            config=report.config,
+            solver_options=dataclasses.asdict(self.solver),
+            lam=self.lam,
+            sparsity=report.sparsity,
+            calibration=calibration,
+            versions=report.versions,
+        ).attach(self.model)
         return report
 
     def _seconds(self, total: float) -> dict[str, float]:
