@@ -1,7 +1,7 @@
 """What a solver is: a frozen dataclass of hyperparameters with one method, registered under one name."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -10,6 +10,21 @@ from torch import Tensor
 from ..errors import MoonshotError
 from ..objective.patterns import Pattern
 from ..objective.quadratic import BlockQuadratic, DiagonalQuadratic, Quadratic
+from .hyperparameters import check_options, hyperparameter, options_of, parse_option
+
+__all__ = [
+    "PrunedWeight",
+    "Solver",
+    "block_size",
+    "finish",
+    "hyperparameter",
+    "make_solver",
+    "parse_option",
+    "register_solver",
+    "solver_class",
+    "solver_names",
+    "solver_options",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +62,7 @@ def register_solver(name: str) -> Callable[[type], type]:
     def register(cls: type) -> type:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
+        options_of(cls)
         _SOLVERS[name] = cls
         return cls
 
@@ -67,6 +83,30 @@ def solver_class(name: str) -> type:
     if not isinstance(name, str) or name not in _SOLVERS:
         raise MoonshotError(f"solver={name!r}: use one of {', '.join(solver_names())}")
     return _SOLVERS[name]
+
+
+def solver_options(name: str) -> dict[str, dataclasses.Field]:
+    """The hyperparameters of a registered solver, by name: ``type``, ``default`` and ``metadata["help"]`` of each.
+
+    Raises:
+        MoonshotError: no such solver.
+    """
+    return options_of(solver_class(name))
+
+
+def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
+    """A registered solver with some of its hyperparameters; the others have their defaults.
+
+    Args:
+        name: of the solver.
+        options: hyperparameter → value.
+
+    Raises:
+        MoonshotError: no such solver or hyperparameter, or a value that it cannot have.
+    """
+    cls = solver_class(name)
+    check_options(cls, options, f"solver={name!r}")
+    return cls(**options)
 
 
 def finish(objective: Any, weight: Tensor, keep: Tensor, damping: float = 0.0, asked: float = 0.0) -> PrunedWeight:

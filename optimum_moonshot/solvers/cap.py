@@ -9,6 +9,7 @@ from typing import ClassVar
 from ..objective.patterns import Pattern
 from ..objective.quadratic import BlockQuadratic
 from .base import register_solver
+from .hyperparameters import damping_option, hyperparameter
 from .ranked import Ranked
 
 
@@ -21,8 +22,9 @@ class CAP(Ranked):
     among the multiples of m).
     """
 
-    damping: float = 0.01
-    block_size: int = 192  # of the original, for DeiT
+    damping: float = damping_option()
+    # The default is that of the original, for DeiT.
+    block_size: int = hyperparameter(192, help="the most inputs of a row that have a quadratic together", least=1)
 
     objective: ClassVar[type] = BlockQuadratic
     cumulative: ClassVar[bool] = True

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..objective.quadratic import Quadratic
 from .base import register_solver
+from .hyperparameters import damping_option
 from .ranked import Ranked
 
 
@@ -16,7 +17,7 @@ from .ranked import Ranked
 class OBC(Ranked):
     """Comparison group: the layer. `damping` p adds ``μ_k = p·mean(diag F_k)`` to the diagonal of F_k."""
 
-    damping: float = 0.01
+    damping: float = damping_option()
 
     objective: ClassVar[type] = Quadratic
     cumulative: ClassVar[bool] = False

@@ -22,6 +22,7 @@ from ..objective.patterns import Structured
 from ..objective.quadratic import Quadratic, RowFisher
 from ..objective.row_slices import slices
 from .base import PrunedWeight, finish, register_solver
+from .hyperparameters import damping_option
 
 # Columns whose removal waits, and the share of dead ones that is worth a copy without them.
 WAITING = 64
@@ -37,7 +38,7 @@ RESIDUAL = 1e-6
 class OSSCAR:
     """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
 
-    damping: float = 0.01
+    damping: float = damping_option()
 
     objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Structured,)

@@ -24,6 +24,7 @@ from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic, RowFisher
 from ..objective.row_slices import ranges
 from .base import PrunedWeight, finish, register_solver
+from .hyperparameters import damping_option, hyperparameter
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
 STEP = 32
@@ -43,8 +44,8 @@ DENSE_BELOW = 1.7
 class SparseGPT:
     """Comparison group: d_out × `block_size` columns. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
 
-    damping: float = 0.01
-    block_size: int = 128
+    damping: float = damping_option()
+    block_size: int = hyperparameter(128, help="columns pruned together: with all rows the comparison group", least=1)
 
     objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
