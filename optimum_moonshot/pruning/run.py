@@ -195,9 +195,8 @@ class Run:
     def _results(self, resume_dir: str | os.PathLike | None, field: str = "resume_dir") -> Results:
         if resume_dir is None:
             return Results(None, "")
-        settings = {**self.config.to_dict(), "offload_dir": None, "max_memory": None}
         digest = self.data.digest if self.data else ""
-        return Results(resume_dir, fingerprint(str(settings), digest, layers=self.layers), field)
+        return Results(resume_dir, fingerprint(self.config.fingerprint(), digest, layers=self.layers), field)
 
     def _scores(self) -> list[float] | None:
         """OWL's (by a forward pass of its own) or AlphaPruning's scores of the dense model; None without either."""
@@ -359,7 +358,7 @@ class Run:
         )
         PruningRecord(
             config=report.config,
-            solver_options=dataclasses.asdict(self.solver),
+            solver_options=self.config.hyperparameters(),
             lam=self.lam,
             sparsity=report.sparsity,
             calibration=calibration,
