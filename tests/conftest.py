@@ -29,6 +29,12 @@ def tokenizer():
     )
 
 
+@pytest.fixture
+def registry(monkeypatch):
+    """Solvers that a test registers are forgotten at its end."""
+    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A packed 2:4 Llama in bfloat16, in two shards, and its model."""
@@ -45,9 +51,8 @@ def packed_copy(packed, tmp_path):
 
 
 @pytest.fixture
-def toy(monkeypatch):
+def toy(monkeypatch, registry):
     """The solver of `toy_solver.py`, registered for one test."""
-    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
     monkeypatch.delitem(sys.modules, "toy_solver", raising=False)
     yield importlib.import_module("toy_solver")
     del sys.modules["toy_solver"]

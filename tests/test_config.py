@@ -288,9 +288,7 @@ def test_a_configuration_goes_from_solver_to_solver(given, way):
         assert dataclasses.replace(changed, damping=0.5).damping == 0.5
 
 
-def test_what_nobody_gave_is_the_next_solvers_own(monkeypatch):
-    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
-
+def test_what_nobody_gave_is_the_next_solvers_own(registry):
     @base.register_solver("strong")
     @dataclasses.dataclass(frozen=True)
     class Strong(Wanda):

@@ -6,15 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.solvers import base, solver_names
+from optimum_moonshot.solvers import solver_names
 from optimum_moonshot.solvers.base import hyperparameter, make_solver, parse_option, register_solver, solver_options
 from optimum_moonshot.solvers.wanda import Wanda
 
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """What a test registers is forgotten at its end."""
-    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @dataclass(frozen=True)

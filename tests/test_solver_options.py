@@ -162,6 +162,15 @@ WRONG = {
 }
 
 
+def test_a_module_may_lie_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "beside_me.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for a script in another folder
+    common.import_modules(["beside_me"])
+    assert "beside_me" in sys.modules
+    del sys.modules["beside_me"]
+
+
 @pytest.mark.parametrize("option", WRONG)
 def test_a_wrong_option_is_a_usage_error(toy, option):
     with pytest.raises(common.UsageError) as error:
@@ -244,7 +253,7 @@ def package(folder, name, module):
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(tmp_path, monkeypatch, registry):
     """Packages with a solver each: one that works, and two that do not."""
     (tmp_path / "toys").mkdir()
     (tmp_path / "toys" / "own_solver.py").write_text(
@@ -254,7 +263,6 @@ def installed(tmp_path, monkeypatch):
     for name, module in (("own", "own_solver"), ("broken", "missing_part"), ("empty", "own_solver:Toy.objective")):
         package(tmp_path / "toys", name, module)
     monkeypatch.syspath_prepend(tmp_path / "toys")
-    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
     yield tmp_path / "toys"
     sys.modules.pop("own_solver", None)
 

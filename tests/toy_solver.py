@@ -8,22 +8,21 @@ import torch
 from optimum_moonshot import register_solver
 from optimum_moonshot.objective.patterns import NM, Pattern, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic
-from optimum_moonshot.solvers.base import PrunedWeight, finish, hyperparameter
+from optimum_moonshot.solvers.base import PrunedWeight, Solver, finish, hyperparameter
 
 
 @register_solver("toy")
 @dataclass(frozen=True)
-class Toy:
+class Toy(Solver):
     """The comparison group is one row, and the surviving weights stay as they are."""
 
     power: float = hyperparameter(1.0, help="exponent of the diagonal in a weight's score", least=0, most=2)
     spare: int = hyperparameter(0, help="first inputs that stay", least=0)
     largest: bool = hyperparameter(False, help="remove the largest scores")
 
-    objective: ClassVar[type] = DiagonalQuadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
+    objective: ClassVar[type] = DiagonalQuadratic
     grouped: ClassVar[bool] = True
-    calibrated: ClassVar[bool] = True
 
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
         scores = objective.weight.square() * objective.diagonal() ** self.power

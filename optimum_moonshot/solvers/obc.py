@@ -6,9 +6,7 @@ Every row is one quadratic, eliminated greedily; the layer's removals are ranked
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective.quadratic import Quadratic
 from .base import register_solver
-from .hyperparameters import damping_option
 from .ranked import Ranked
 
 
@@ -17,7 +15,4 @@ from .ranked import Ranked
 class OBC(Ranked):
     """Comparison group: the layer. `damping` p adds ``μ_k = p·mean(diag F_k)`` to the diagonal of F_k."""
 
-    damping: float = damping_option()
-
-    objective: ClassVar[type] = Quadratic
     cumulative: ClassVar[bool] = False

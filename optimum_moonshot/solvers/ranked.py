@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate
-from ..objective.parallel import each
+from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import ranges, slices
-from .base import PrunedWeight, finish
+from ..objective.row_slices import row_slices, split_range
+from .base import PrunedWeight, Solver, finish
 from .greedy import Elimination, removals, take_square
+from .hyperparameters import damping_option
 
 # Rows that are eliminated together: on a CPU so many that their waiting vectors stay in its cache, on a GPU as many as
 # a share of its free memory holds.
@@ -56,12 +57,19 @@ class Ranking:
         return kept.scatter_(1, self.order.long(), late)
 
 
-class Ranked:
-    """`solve` for a solver with the hyperparameter `damping`, by ranking."""
+@dataclass(frozen=True)
+class Ranked(Solver):
+    """A solver that ranks removals; whoever derives from it says by which losses.
+
+    Another that declares ``ranks = True`` has the same methods, and `rank` and `minimise` work on an objective that
+    holds some rows of a layer as on one that holds all.
+    """
+
+    damping: float = damping_option()
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
-    calibrated: ClassVar[bool] = True
+    ranks: ClassVar[bool] = True
     cumulative: ClassVar[bool]  # rank by all of a row's losses so far, not by the removal's own
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
@@ -94,7 +102,7 @@ class Ranked:
         def eliminate(part: slice) -> None:
             order[part], losses[part] = _eliminate(inverses, weight, part, pattern)
 
-        each(eliminate, ranges(0, rows, _rows_together(size, weight.device)), weight.device)
+        parallel_map(eliminate, split_range(0, rows, _rows_together(size, weight.device)), weight.device)
         check_factored(torch.isfinite(losses))
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
@@ -110,13 +118,13 @@ class Ranked:
             for mask, out in zip(masks, found, strict=True):
                 _minimise(hessians, weight[part].double(), mask[part], out[part])
 
-        each(minimise, slices(slice(0, len(weight)), 24 * size * size, device), device)
+        parallel_map(minimise, row_slices(slice(0, len(weight)), 24 * size * size, device), device)
         return [out.view_as(objective.weight) for out in found]
 
 
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
     """F_k + μ_k I of some rows, [r, size, size] in float64; where diag F_k is 0, μ_k comes from the layer's mean."""
-    hessians = objective.rows(rows, objective.weight.device)
+    hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     means = diagonal.mean(1, keepdim=True)
     if not means.all():
@@ -155,7 +163,7 @@ class Inverses:
         size, device = self.objective.size, self.objective.weight.device
         inverse = torch.empty(rows.stop - rows.start, size, size, device=device)
         fits = torch.empty(len(inverse), dtype=torch.bool, device=device)
-        for part in slices(rows, 24 * size * size, device):
+        for part in row_slices(rows, 24 * size * size, device):
             here = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
             # The factor is exact to float64: its inverse in float32 loses by its own condition, F's root, alone.
