@@ -1,5 +1,6 @@
 """`MoonshotPruner`, what a user calls: load → prune → save."""
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
+from .reports.record import PruningRecord
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
 
@@ -235,10 +237,9 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
         require(self.report is not None, _NOT_PRUNED)
-        self.model, done = compact_model(self.model)
-        self.report.compaction = done.to_dict()
-        record = getattr(self.model.config, "moonshot", None) or {}
-        self.model.config.moonshot = {**record, "compaction": self.report.compaction}
+        model, done = compact_model(self.model)
+        dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
+        self.model, self.report.compaction = model, done.to_dict()
         return done
 
     def save_pretrained(self, directory: str | os.PathLike, format: str = "dense", **options: Any) -> None:

@@ -1,7 +1,9 @@
 """One thread per test process: several processes with several threads each spend their time waiting for each other."""
 
+import importlib
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -46,3 +48,11 @@ def packed(tmp_path_factory):
 def packed_copy(packed, tmp_path):
     """A copy of it to damage."""
     return shutil.copytree(packed[0], tmp_path / "copy")
+
+
+@pytest.fixture
+def toy(monkeypatch, registry):
+    """The solver of `toy_solver.py`, registered for one test."""
+    monkeypatch.delitem(sys.modules, "toy_solver", raising=False)
+    yield importlib.import_module("toy_solver")
+    del sys.modules["toy_solver"]

@@ -15,6 +15,7 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_path, require
 from ..packing.bitmask import check_packed, is_nm
 from ..reports.prune_report import REPORT_NAME, PruneReport
+from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .keys import META, PACKED, parameter_names
 from .packed_files import (
@@ -72,7 +73,7 @@ def load_pruned(
     format = verify(folder)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
-    require(hasattr(config, "moonshot"), f"{name_or_path}: config.json has no entry moonshot: the model is not pruned")
+    require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
     if runtime == "packed":
         mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
         require(format == "packed", f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")

@@ -27,9 +27,10 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, reason, require
 from ..objective.patterns import Pattern
 from ..objective.quadratic import Objective, Quadratic
+from .entry_points import entry_point_names, load_entry_point
 from .hyperparameters import check_options, hyperparameter, options_of, parse_option
 
 __all__ = [
@@ -154,18 +155,22 @@ def _check_declared(cls: type) -> None:
 
 
 def solver_names() -> list[str]:
-    """The names `MoonshotConfig.solver` accepts."""
+    """The solvers registered so far; those of other packages join when they are asked for."""
     return sorted(_SOLVERS)
 
 
 def solver_class(name: str) -> type[Solver]:
-    """The solver registered under a name.
+    """The solver registered under a name, if need be by the package that names it as an entry point.
 
     Raises:
-        MoonshotError: no such solver.
+        MoonshotError: no such solver, or one whose package cannot be imported.
     """
+    if isinstance(name, str) and name not in _SOLVERS and load_entry_point(name):
+        told = f"solver={name!r}: it is an entry point of an installed package, which registers no solver of this name"
+        require(name in _SOLVERS, told)
     if not isinstance(name, str) or name not in _SOLVERS:
-        raise MoonshotError(f"solver={name!r}: use one of {', '.join(solver_names())}")
+        known = sorted({*solver_names(), *entry_point_names()})
+        raise MoonshotError(f"solver={name!r}: use one of {', '.join(known)}")
     return _SOLVERS[name]
 
 
@@ -186,11 +191,17 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
         options: hyperparameter → value.
 
     Raises:
-        MoonshotError: no such solver or hyperparameter, or a value that it cannot have.
+        MoonshotError: no such solver or hyperparameter, or a value that it cannot have; also where the solver itself
+            refuses them with a `ValueError`.
     """
     cls = solver_class(name)
     check_options(cls, options, f"solver={name!r}")
-    return cls(**options)
+    try:
+        return cls(**options)
+    except MoonshotError:
+        raise
+    except ValueError as error:
+        raise MoonshotError(f"solver={name!r}: {reason(error)}") from error
 
 
 def finish(
