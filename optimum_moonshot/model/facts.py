@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
+from .forms import find_form
+
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None where its configuration names none."""
@@ -28,7 +30,7 @@ def takes_images(model: nn.Module) -> bool:
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return any(form is not None and form.images for form in map(find_form, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
