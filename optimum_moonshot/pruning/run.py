@@ -26,10 +26,10 @@ from ..data.images import load_images, open_images
 from ..data.text import CalibrationData, load_calibration
 from ..errors import FactorizationError, MoonshotError, require
 from ..model.calls import frozen, model_device, to_device
-from ..model.column_groups import structured_patterns
 from ..model.facts import max_positions, takes_images, vocabulary_size
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.losses import add_masked_labels, needs_masked_labels
+from ..model.units import structured_patterns
 from ..objective.linalg import all_finite
 from ..objective.patterns import Pattern, Structured
 from ..reports.environment import peak_memory, versions
