@@ -1,7 +1,7 @@
 """Hooks that watch layers while data passes, and hand every call on in the normal form.
 
-What is made of the calls is elsewhere: layer_statistics.py sums over inputs and over gradients, and statistic.py says
-how to add a statistic of another kind. Padding tokens count in none.
+What is made of the calls is elsewhere: sums.py adds up inputs and gradients, and statistic.py says how to add a
+statistic of another kind. Padding tokens count in none.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,10 @@ from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
 from ..objective.quadratic import RowFisher
 from .accumulators import Plan
-from .layer_statistics import GradientSums, Gram, InputSquares, InputSums, LayerCall, LayerStatistics
+from .layer_statistics import LayerStatistics
 from .memory import Storage
 from .statistic import GradientStatistic, InputStatistic
+from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall
 
 
 class Observer(AbstractContextManager):
