@@ -8,8 +8,7 @@ of every tensor in it.
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, naming, require
 from ..files import read_json
 from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured, parse_pattern
@@ -292,12 +291,3 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Errors inside the block begin with the layer's name."""
-    try:
-        yield
-    except MoonshotError as error:
-        raise MoonshotError(f"{name.removesuffix('.weight')}: {error}") from None
