@@ -20,9 +20,11 @@ from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
-from .pruning.run import Run
+from .pruning.preparation import Subject
+from .pruning.result_store import ResultStore
+from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
-from .pruning.sweep import Sweep, variants
+from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
@@ -60,6 +62,7 @@ class MoonshotPruner:
             model, "moonshot_report", None
         )  # of a model pruned while it was loaded
         self._sweep: Sweep | None = None
+        self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
 
     @classmethod
     def from_pretrained(
@@ -76,6 +79,9 @@ class MoonshotPruner:
         loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
         model = loader.from_pretrained(name_or_path, **model_kwargs)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
+
+    def _subject(self, loss: Callable | None, progress: bool) -> Subject:
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
         self,
@@ -98,8 +104,8 @@ class MoonshotPruner:
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
                 for a plain module whose parameters have other names).
             progress: show progress bars.
-            resume_dir: a folder that keeps each layer's result until the run is complete. The same call after a kill
-                goes on from there.
+            resume_dir: a folder that keeps each layer's result until `save_pretrained` or `push_to_hub` has the model
+                safe. The same call after a kill goes on from there. One process at a time uses it.
 
         Returns:
             The report, also kept as `pruner.report`.
@@ -109,10 +115,10 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
-        run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
         data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report = run.execute(data, resume_dir)
+            self.report, store = run(self._subject(loss, progress), self.config, data, resume_dir)
+        self._unsaved = [store]
         return self.report
 
     def sweep(
@@ -144,7 +150,7 @@ class MoonshotPruner:
             maximize: whether more of `metric` is better.
             loss, forward, progress: as for `prune`.
             work_dir: a folder for the variants' weights, which take the place of one model each in memory otherwise.
-                The same call after a kill goes on from there; `choose` empties it.
+                The same call after a kill goes on from there; it is emptied when the chosen model is saved.
 
         Raises:
             MoonshotError: bad values, data, layers or statistics.
@@ -152,10 +158,10 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self.config, lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        sweep = Sweep(self.model, chosen, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            report = sweep.execute(calibration, metric, maximize, work_dir)
-        self._sweep = sweep
+            found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
+        self._sweep = found
         return report
 
     @contextmanager
@@ -197,9 +203,9 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self.config, [self.config.lam], sparsities, None)
         self._sweep = None
-        sweep = Sweep(self.model, configs, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            return prune_path(sweep, calibration, work_dir, lambda report: setattr(self, "report", report))
+            return prune_path(subject, configs, calibration, work_dir, lambda report: setattr(self, "report", report))
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.
@@ -209,6 +215,7 @@ class MoonshotPruner:
         """
         require(self._sweep is not None, _NO_SWEEP)
         self.report = self._sweep.choose(entry)
+        self._unsaved = [variant.store for variant in self._sweep.solved.variants]
         self._sweep = None
         return self.report
 
@@ -246,6 +253,7 @@ class MoonshotPruner:
         """
         require(self.report is not None, _NOT_PRUNED)
         save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
+        self._discard_results()
 
     def push_to_hub(
         self,
@@ -284,4 +292,12 @@ class MoonshotPruner:
         with tempfile.TemporaryDirectory() as folder:
             processors = (self.tokenizer, self.processor)
             save_model(self.model, processors, self.report, folder, format, name=full, **options)
-            return upload(folder, full, token=token, commit_message=commit_message)
+            address = upload(folder, full, token=token, commit_message=commit_message)
+        self._discard_results()
+        return address
+
+    def _discard_results(self) -> None:
+        """Remove the files that a run would go on from: its model is safe."""
+        for store in self._unsaved:
+            store.discard()
+        self._unsaved = []

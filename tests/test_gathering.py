@@ -14,8 +14,8 @@ from optimum_moonshot.model.layers import PrunableLayer
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import BlockQuadratic, Quadratic, RowFisher, Totals, diagonal_blocks
 from optimum_moonshot.objective.row_slices import ranges
-from optimum_moonshot.pruning import run as run_module
 from optimum_moonshot.pruning import schedule as gathering
+from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]
@@ -177,7 +177,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
     expected = prune(name, solver, lam, pattern)
-    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], rows))
     found = prune(name, solver, lam, pattern)
     assert_same(found, expected)
@@ -202,7 +202,7 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
                 raise FactorizationError("a row's Hessian is not positive definite")
         return original(self, objective, pattern, damping)
 
-    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], 7))
     monkeypatch.setattr(made, "rank", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
@@ -217,8 +217,8 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)])
 def test_many_samples_are_compressed(pattern, monkeypatch):
     seen = []
-    original = run_module.solve_layer
-    monkeypatch.setattr(run_module, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
+    original = solving.solve_layer
+    monkeypatch.setattr(solving, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
     prune("vit", "obc", 0.5, "2:4" if isinstance(pattern, NM) else 0.5)
     assert {isinstance(form, RowFisher) for form in seen} == {True, False}  # 16 and 24 inputs, 20 samples
     for form in seen:

@@ -11,7 +11,7 @@ from optimum_moonshot.calibration import observer as statistics_module
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pruning import run as run_module
+from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
@@ -79,14 +79,14 @@ def test_every_solver_prunes_whole_models(name, solver, lam):
     structured = Unstructured not in solver_class(solver).patterns
     choice = dict(solver=solver, pattern="structured" if structured else "unstructured", sparsity=0.5, lam=lam)
     seen = {}
-    original = run_module.Run._solve
+    original = solving.prune_layer
 
-    def spy(self, layer, statistics):
-        seen[layer.name] = (layer.matrix.clone(), statistics, layer, getattr(self.patterns[layer.name], "group", 1))
-        return original(self, layer, statistics)
+    def spy(layer, statistics, variants):
+        seen[layer.name] = (layer.matrix.clone(), statistics, layer, getattr(variants[0].pattern_of(layer), "group", 1))
+        return original(layer, statistics, variants)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module.Run, "_solve", spy)
+        patch.setattr(solving, "prune_layer", spy)
         report = prune(model, image_batches() if name == "vit" else token_batches(), **choice).report
     slack = 1.1 if solver == "sparsegpt" else 1.0001  # column by column, it may gain nothing on tiny matrices
     for layer in report.layers:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm.auto import tqdm
 
 from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
 from ..errors import check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.facts import max_positions
+from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
@@ -75,7 +75,7 @@ def perplexity(
     with (
         evaluation_mode(model),
         torch.no_grad(),
-        tqdm(total=len(windows), desc="perplexity", disable=not progress) as bar,
+        progress_bar(total=len(windows), desc="perplexity", shown=progress) as bar,
     ):
         for batch in windows.split(batch_size):
             total += _loss(model, batch)

@@ -25,7 +25,7 @@ from ..model.losses import IGNORED
 from ..objective.allocation_rules import parse_rules
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
-from ..pruning.run import Run
+from ..pruning.selection import select
 from ..reports.prune_report import PruneReport, mean_over_weights
 from .distillation import Distillation
 
@@ -211,7 +211,7 @@ class MoonshotCallback(TrainerCallback):
 
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
     """The layers that a pruning by this configuration covers."""
-    return Run(model, config, None, None, False).layers
+    return select(model, config).layers
 
 
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:

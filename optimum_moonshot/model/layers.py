@@ -7,6 +7,7 @@ networks. A model without any (a plain `torch.nn.Module`) has all its layers pru
 
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import require
+from .presence import RESIDENT, Weights
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -69,6 +71,11 @@ class Block:
     name: str
     module: nn.Module
     layers: tuple[PrunableLayer, ...]
+    weights: Weights = RESIDENT
+
+    def present(self) -> AbstractContextManager[None]:
+        """A context in which the block's weights are in its parameters; see presence.py."""
+        return self.weights.present()
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,14 @@ class Structure:
     def layers(self) -> Iterator[PrunableLayer]:
         for block in self.blocks:
             yield from block.layers
+        yield from self.outside
+
+    def layers_present(self) -> Iterator[PrunableLayer]:
+        """As `layers`, each with its block's weights present until the next one is asked for."""
+        for block in self.blocks:
+            if block.layers:
+                with block.present():
+                    yield from block.layers
         yield from self.outside
 
 
