@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from .errors import check_expressions, check_number, check_whole, require
+from .errors import MoonshotError, check_expressions, check_number, check_whole, require
 from .objective.allocation_rules import METHODS, apply_rules, parse_rules
 from .objective.patterns import Pattern, parse_pattern
 from .solvers import Solver, solver_class
@@ -97,7 +97,7 @@ class MoonshotConfig:
     recover_lr: float = 0.05
     calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         solver = solver_class(self.solver)
         check_number("sparsity", self.sparsity, optional=True)
         check_whole("group_size", self.group_size, least=1)
@@ -139,7 +139,7 @@ class MoonshotConfig:
             how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
             f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
         )
-        if named:
+        if isinstance(how, dict):
             object.__setattr__(self, "allocation", dict(how))
         for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
             value = getattr(self, field)
@@ -155,10 +155,11 @@ class MoonshotConfig:
                 isinstance(self.parsed_pattern, solver.patterns),
                 f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
             )
-        for key, rule in parse_rules(self.allocation).items() if isinstance(self.allocation, dict) else ():
+        named = self.allocation if isinstance(self.allocation, dict) else {}
+        for key, rule in parse_rules(named).items():
             require(
                 isinstance(rule, solver.patterns),
-                f"allocation[{key!r}]={self.allocation[key]!r}: solver={self.solver!r} takes {takes}",
+                f"allocation[{key!r}]={named[key]!r}: solver={self.solver!r} takes {takes}",
             )
 
     @property
@@ -174,9 +175,11 @@ class MoonshotConfig:
         Raises:
             MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
         """
+        pattern = self.parsed_pattern
         if isinstance(self.allocation, dict):
-            return apply_rules(parse_rules(self.allocation), names, self.parsed_pattern)
-        return dict.fromkeys(names, self.parsed_pattern)
+            return apply_rules(parse_rules(self.allocation), names, pattern)
+        assert pattern is not None  # only an allocation by name goes without
+        return dict.fromkeys(names, pattern)
 
     @property
     def max_memory_bytes(self) -> int | None:
@@ -185,7 +188,7 @@ class MoonshotConfig:
 
     def make_solver(self) -> Solver:
         """The solver with those of its hyperparameters that this configuration has."""
-        cls = solver_class(self.solver)
+        cls: Any = solver_class(self.solver)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -198,7 +201,7 @@ class MoonshotConfig:
             return float(self.lam)
         return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
 
-    def __deepcopy__(self, memo: dict) -> "MoonshotConfig":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoonshotConfig":
         """Itself: nothing in it changes, and calibration data may be large, or an iterator that cannot be copied."""
         return self
 
@@ -227,9 +230,8 @@ class MoonshotConfig:
 
 def _bytes(value: Any) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[kmgt]i?b)\s*", str(value).lower())
-    require(
-        match is not None and not isinstance(value, bool), f'max_memory={value!r}: give bytes or a size such as "8GiB"'
-    )
+    if match is None or isinstance(value, bool):
+        raise MoonshotError(f'max_memory={value!r}: give bytes or a size such as "8GiB"')
     unit = match[2]
     power = 0 if not unit else "kmgt".index(unit[0]) + 1
     return int(float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,19 +26,19 @@ class Solver(Protocol):
     """Hyperparameters are dataclass fields; `objective` says which statistics `solve` works on."""
 
     objective: ClassVar[type[Quadratic] | type[DiagonalQuadratic]]
-    patterns: ClassVar[tuple[type, ...]]  # the classes of patterns that `solve` takes
+    patterns: ClassVar[tuple[type[Pattern], ...]]  # the classes of patterns that `solve` takes
     grouped: ClassVar[bool]  # whether rows may read inputs of their own, as in grouped convolutions
     calibrated: ClassVar[bool]  # False: the weights alone decide, and calibration data only serve the report
 
-    def solve(self, objective: Any, pattern: Pattern) -> PrunedWeight: ...
+    def solve(self, objective: Any, pattern: Any) -> PrunedWeight: ...
 
 
 def block_size(solver: Solver, d_in: int, pattern: Pattern) -> int | None:
     """Inputs per block of the objective that a solver works on; None where it is not block-diagonal."""
-    return solver.block(d_in, pattern) if solver.objective is BlockQuadratic else None
+    return cast(Any, solver).block(d_in, pattern) if solver.objective is BlockQuadratic else None
 
 
-_SOLVERS: dict[str, type] = {}
+_SOLVERS: dict[str, type[Solver]] = {}
 
 
 def register_solver(name: str) -> Callable[[type], type]:
@@ -58,7 +58,7 @@ def solver_names() -> list[str]:
     return sorted(_SOLVERS)
 
 
-def solver_class(name: str) -> type:
+def solver_class(name: str) -> type[Solver]:
     """The solver registered under a name.
 
     Raises:
