@@ -40,6 +40,7 @@ KINDS = ("python", "bash", "text")
 SMALLER = {
     "num_samples=512": "num_samples=20",
     "--num-samples 512": "--num-samples 20",
+    "lambdas=[0.25, 0.5, 0.75, 0.9, 1]": "lambdas=[0.5, 1]",
     "--seeds 0 1 2": "--seeds 0 --lambdas 0.5 1",
     "max_steps=200": "max_steps=4",
     '"paper"': '["letters.yaml"]',
@@ -103,6 +104,7 @@ def commands(source: str) -> Iterator[list[str]]:
 
 def run_command(words: list[str]) -> None:
     """Run this package's commands, and check that what others need is there."""
+    words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
     for start, runner in RUNNERS.items():
         size = len(start.split())
         if " ".join(words[:size]) == start:
@@ -148,9 +150,12 @@ def _pip(words: list[str]) -> None:
     """Of this package alone, with extras that it has."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg", encoding="utf-8")
-    for word in words:
+    constraints = [after for option, after in zip(words, words[1:], strict=False) if option == "-c"]
+    if not all((ROOT / name).is_file() for name in constraints):
+        raise Broken(f"pip install -c {' '.join(constraints)}: no such file")
+    for word in (word for word in words if not word.startswith("-") and word not in constraints):
         name, _, extras = word.rstrip("]").partition("[")
-        if not word.startswith("-") and name not in (".", settings["metadata"]["name"]):
+        if name not in (".", settings["metadata"]["name"]):
             raise Broken(f"pip install {word}: not this package")
         for extra in filter(None, extras.split(",")):
             if extra not in settings["options.extras_require"]:

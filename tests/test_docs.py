@@ -14,6 +14,7 @@ from test_imports import ENTRY, FLOORS, folder, modules
 
 import optimum_moonshot
 import optimum_moonshot.data.text as text_data
+import optimum_moonshot.solvers.base as solvers
 
 NOT_RUN: dict[str, int] = {}  # page → how many of its blocks say why they are not run
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
@@ -47,6 +48,7 @@ def stage(layout, server, tmp_path, monkeypatch):
     shutil.copytree(layout, tmp_path / "stage")
     monkeypatch.chdir(tmp_path / "stage")
     monkeypatch.setattr(text_data, "load_dataset", load_dataset)
+    monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register its own
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     address, hub = server
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
