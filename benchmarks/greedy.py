@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import reference
 
+from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import Structured, Unstructured
-from optimum_moonshot.objective.quadratic import BlockQuadratic, Quadratic, RowFisher, diagonal_blocks
+from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.obc import OBC
 from optimum_moonshot.solvers.osscar import OSSCAR
@@ -61,10 +62,10 @@ SHAPES = {
 
 def problem(solver: str, rows: int, d_in: int, samples: int | None = None, device: str = "cpu"):
     """The objective of a layer on random statistics; the matrices of the rows come from 2·d_in samples at once."""
-    kind, size = Quadratic, d_in
-    if solver == "cap":
-        kind, size = BlockQuadratic, CAP(block_size=BLOCK).block(d_in, Unstructured(SPARSITY))
+    column_block = CAP(block_size=BLOCK).column_block(d_in, Unstructured(SPARSITY)) if solver == "cap" else None
+    size = column_block or d_in
     weight, gram, gradients = random_layer(rows, d_in, samples or 8, tokens=max(4, 2 * d_in // 8), device=device)
+    fisher = SampleGradients(gradients)
     if samples is None:
         generator = torch.Generator(device).manual_seed(1)
         matrices = torch.empty(rows * d_in // size, size, size, device=device)
@@ -72,9 +73,8 @@ def problem(solver: str, rows: int, d_in: int, samples: int | None = None, devic
         for index, matrix in enumerate(matrices):
             part = torch.randn(2 * size, size, generator=generator, device=device) * scale[index % len(scale)]
             torch.mm(part.T, part, out=matrix)
-        gradients = RowFisher(matrices, 2 * size)
-    cut = diagonal_blocks(gram, size) if solver == "cap" else gram
-    return kind.build(weight, cut, gradients, LAM)
+        fisher = FisherMatrices(matrices, 2 * size)
+    return Quadratic.build(weight, gram, fisher, LAM, column_block=column_block)
 
 
 def run_ours(solver: str, objective: Quadratic) -> None:
@@ -87,7 +87,7 @@ def run_ours(solver: str, objective: Quadratic) -> None:
 
 def damped(objective: Quadratic, rows: slice) -> torch.Tensor:
     """The rows' damped matrices in float32, as the literal side uses them."""
-    matrices = objective.rows(rows, objective.weight.device).float()
+    matrices = objective.row_hessians(rows).float()
     diagonal = matrices.diagonal(dim1=1, dim2=2)
     diagonal += 0.01 * diagonal.mean(1, keepdim=True)
     return matrices
@@ -152,7 +152,7 @@ def compare(solver: str, d_in: int, repeats: int) -> dict:
 def dense_osscar(objective: Quadratic, removals: int) -> None:
     """The textbook: the inverse Hessian of every row, updated after every removal, and an exact solve at the end."""
     weight, d_in = objective.weight, objective.weight.shape[1]
-    matrices = objective.rows(slice(None), weight.device).float()
+    matrices = objective.row_hessians(slice(None)).float()
     matrices.diagonal(dim1=1, dim2=2).add_(0.01 * objective.damping_unit)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrices))
     gone = torch.zeros(d_in, dtype=torch.bool)

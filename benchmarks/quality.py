@@ -54,8 +54,10 @@ def prune_all(model, tokenizer, calibration: Path, config: MoonshotConfig, choos
     weights = {}
 
     def solve(layer, layer_statistics, variants):
+        fisher = layer_statistics.gradients
+        gradients = None if fisher is None else fisher.gradients
         for key, choice in choose(config, layer):
-            pruned = prune_weight(layer.matrix, layer_statistics.inputs, layer_statistics.gradients, config=choice)
+            pruned = prune_weight(layer.matrix, layer_statistics.inputs, gradients, config=choice)
             weights.setdefault(key, {})[layer.name] = pruned.weight
         return original(layer, layer_statistics, variants)
 

@@ -1,27 +1,40 @@
 """`MoonshotConfig`: every choice of a pruning run, checked when it is made, before any work can be lost."""
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from .errors import MoonshotError, check_expressions, check_number, check_whole, require
-from .objective.allocation_rules import METHODS, apply_rules, parse_rules
-from .objective.patterns import Pattern, parse_pattern
-from .solvers import Solver, solver_class
+from .objective.allocation_rules import PatternRules, check_allocation
+from .objective.patterns import NM, Pattern
+from .solvers.base import Solver, make_solver, solver_class
+from .solvers.base import solver_options as options_of
+from .solvers.hyperparameters import check_option, check_options
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
+# Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
+SHARED_OPTIONS = ("damping", "block_size")
+# In a dictionary of version 1, of every solver, also of one that has no damping.
+_DAMPING_OF_VERSION_1 = 0.01
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SolversOwn(float):
+    """A hyperparameter that nobody gave, with the solver's own value: `dataclasses.replace` by another solver, which
+    hands it on, takes that one's own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MoonshotConfig:
     """How to prune.
 
     Args:
         solver: "sparsegpt", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
-            "magnitude" only choose.
+            "magnitude" only choose. Or a name that `register_solver` got, also in an installed package that names it as
+            an entry point of the group `optimum_moonshot.solvers`.
         pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
             which removes whole input columns. Not every solver takes every pattern.
         sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
@@ -41,10 +54,14 @@ class MoonshotConfig:
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
             setting for language models), the others then use λ = 1.
-        damping: share of the mean diagonal added to a Hessian before it is factored. It grows tenfold, up to 1, for a
-            layer that needs it; the report says so. Wanda and magnitude use none.
+        damping: share of the mean diagonal added to a Hessian before it is factored, in (0, 1]. It grows tenfold, up
+            to 1, for a layer that needs it; the report says so. None is the solver's own, 0.01 for those here, and
+            afterwards reads as that. It has no effect on a solver without one, such as Wanda.
         block_size: SparseGPT: columns pruned together, with all rows its comparison group (128). CAP: the most inputs
-            of a row that have a quadratic together (192). None is the solver's own, in brackets.
+            of a row that have a quadratic together (192). None is the solver's own, in brackets; without effect as
+            above.
+        solver_options: the solver's hyperparameters, name → value; those that are not given have its defaults. Of
+            `damping` and `block_size`, which may be given here as well, the fields are what is kept.
         targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
             layers (decoder or encoder layers, stages). Embeddings, also of patches, stems and heads are pruned only if
             one of these names them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
@@ -65,9 +82,12 @@ class MoonshotConfig:
         calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
             ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))`` prunes while loading. It
             is no part of `to_dict`, nor of the equality of two configurations.
+
+    Raises:
+        MoonshotError: a value of the wrong type or out of range, or two that contradict each other; it names the field.
     """
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     quant_method: ClassVar[str] = "moonshot"  # under which transformers finds the quantizer of integrations
 
     solver: str = "sparsegpt"
@@ -82,10 +102,11 @@ class MoonshotConfig:
     recompute: bool = False
     lam: float | None = None
     fisher: str = "all"
-    damping: float = 0.01
+    damping: float | None = None
     block_size: int | None = None
-    targets: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
+    solver_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    targets: Sequence[str] | None = None
+    ignore: Sequence[str] = ()
     num_samples: int = 128
     sequence_length: int | None = None
     batch_size: int = 8
@@ -107,14 +128,12 @@ class MoonshotConfig:
         check_number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
-        check_number("damping", self.damping)
-        require(0 < self.damping <= 1, f"damping={self.damping}: it lies above 0 and at most at 1")
+        self._settle_options(solver)
         require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
         check_number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
-        for field in ("block_size", "num_samples", "batch_size", "recover_steps"):
-            if field != "block_size" or self.block_size is not None:
-                check_whole(field, getattr(self, field), least=1)
+        for field in ("num_samples", "batch_size", "recover_steps"):
+            check_whole(field, getattr(self, field), least=1)
         check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:
             check_whole("sequence_length", self.sequence_length, least=2)
@@ -128,12 +147,8 @@ class MoonshotConfig:
 
     def _check_allocation(self) -> None:
         how = self.allocation
+        check_allocation(how)
         named = isinstance(how, dict)
-        require(
-            named or (isinstance(how, str) and how in METHODS),
-            f'allocation={how!r}: use "uniform", "owl", "alpha", or a dict of layer → sparsity or "n:m"',
-        )
-        require(not named or bool(how), f"allocation={how!r}: it has no entry; leave it out")
         mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
         require(
             how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
@@ -147,27 +162,62 @@ class MoonshotConfig:
             low = value > 0 if field == "owl_threshold" else value >= 0
             require(low and value < limit, f"{field}={value}: it lies between 0 and {limit:g}")
 
+    def _settle_options(self, solver: type[Solver]) -> None:
+        """Check the solver's hyperparameters, and keep each in one place: the shared ones in their fields."""
+        require(
+            isinstance(self.solver_options, Mapping) and all(isinstance(name, str) for name in self.solver_options),
+            f"solver_options={self.solver_options!r}: give a dict of name → value",
+        )
+        known, given = options_of(self.solver), dict(self.solver_options)
+        for name in SHARED_OPTIONS:
+            short, long = self._given(name), given.get(name)
+            require(
+                name not in given or short is None or short == long,
+                f"{name}={short!r} and solver_options[{name!r}]={long!r}: two values for one; give it once",
+            )
+            if short is not None:  # also what has no effect: with another solver it may have one
+                check_option((known if name in known else options_of("sparsegpt"))[name], short)
+        try:
+            check_options(solver, given, f"solver={self.solver!r}")
+        except MoonshotError as error:
+            raise MoonshotError(f"solver_options: {error}") from None
+        for name in SHARED_OPTIONS:
+            value = self._given(name) if given.get(name) is None else given.pop(name)
+            object.__setattr__(self, name, value)
+        own = known["damping"].default if "damping" in known and "damping" not in given else None
+        if self.damping is None and isinstance(own, float):
+            object.__setattr__(self, "damping", _SolversOwn(own))
+        object.__setattr__(self, "solver_options", {name: given[name] for name in known if name in given})
+        self.make_solver()  # which may have something to say on its hyperparameters together
+
+    def _given(self, name: str) -> Any:
+        """A shared option's value; None where it is the solver's own."""
+        value = getattr(self, name)
+        return None if isinstance(value, _SolversOwn) else value
+
     def _check_patterns(self, solver: type[Solver]) -> None:
         """Every pattern that a layer may get is one that the solver takes."""
-        takes = " or ".join(kind.kind for kind in solver.patterns)
-        if self.parsed_pattern is not None:
-            require(
-                isinstance(self.parsed_pattern, solver.patterns),
-                f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
-            )
+        takes, rules = " or ".join(kind.kind for kind in solver.patterns), self.pattern_rules
+        require(
+            rules.default is None or isinstance(rules.default, solver.patterns),
+            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
+        )
         named = self.allocation if isinstance(self.allocation, dict) else {}
-        for key, rule in parse_rules(named).items():
+        for key, rule in rules.rules.items():
             require(
                 isinstance(rule, solver.patterns),
                 f"allocation[{key!r}]={named[key]!r}: solver={self.solver!r} takes {takes}",
             )
 
     @property
+    def pattern_rules(self) -> PatternRules:
+        """Which pattern each layer gets."""
+        return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
+
+    @property
     def parsed_pattern(self) -> Pattern | None:
         """`pattern`, `sparsity` and `group_size` as one object; None where an allocation by name is all there is."""
-        if isinstance(self.allocation, dict) and self.pattern == "unstructured" and self.sparsity is None:
-            return None
-        return parse_pattern(self.pattern, self.sparsity, self.group_size)
+        return self.pattern_rules.default
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern]:
         """Every layer's pattern, as far as it is known before the model is (all but OWL's and AlphaPruning's).
@@ -175,11 +225,11 @@ class MoonshotConfig:
         Raises:
             MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
         """
-        pattern = self.parsed_pattern
-        if isinstance(self.allocation, dict):
-            return apply_rules(parse_rules(self.allocation), names, pattern)
-        assert pattern is not None  # only an allocation by name goes without
-        return dict.fromkeys(names, pattern)
+        return self.pattern_rules.of(names)
+
+    def nm_patterns(self) -> list[NM]:
+        """The n:m patterns that layers may get, short groups first."""
+        return self.pattern_rules.nm()
 
     @property
     def max_memory_bytes(self) -> int | None:
@@ -187,10 +237,16 @@ class MoonshotConfig:
         return None if self.max_memory is None else _bytes(self.max_memory)
 
     def make_solver(self) -> Solver:
-        """The solver with those of its hyperparameters that this configuration has."""
-        cls: Any = solver_class(self.solver)
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        """The solver with the hyperparameters that were given, and its own defaults."""
+        known = options_of(self.solver)
+        shared = {name: self._given(name) for name in SHARED_OPTIONS if name in known}
+        shared = {name: value for name, value in shared.items() if value is not None}
+        return make_solver(self.solver, {**shared, **self.solver_options})
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Every hyperparameter of the solver with the value that it has."""
+        solver = self.make_solver()
+        return {name: getattr(solver, name) for name in options_of(self.solver)}
 
     def resolve_lam(self, kind: str = "language") -> float:
         """λ; where none was given, the default of the method for this kind of model ("language" or "vision").
@@ -201,6 +257,15 @@ class MoonshotConfig:
             return float(self.lam)
         return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
 
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        shown = []
+        for field in (field for field in dataclasses.fields(self) if field.repr):
+            value, default = getattr(self, field.name), {} if field.name == "solver_options" else field.default
+            if value != default and not isinstance(value, _SolversOwn):
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoonshotConfig":
         """Itself: nothing in it changes, and calibration data may be large, or an iterator that cannot be copied."""
         return self
@@ -210,22 +275,46 @@ class MoonshotConfig:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         values["allocation"] = dict(self.allocation) if isinstance(self.allocation, dict) else self.allocation
+        values["solver_options"] = dict(self.solver_options)
+        values["damping"] = None if self.damping is None else float(self.damping)
         return {"version": self.VERSION, **values}
+
+    def fingerprint(self) -> str:
+        """All that results depend on, as text: equal where the settings are, in whatever way they were given."""
+        values = {**self.to_dict(), "hyperparameters": self.hyperparameters()}
+        for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
+            del values[name]
+        return json.dumps(_whole_numbers(values))
+
+    @classmethod
+    def check_version(cls, version: Any) -> None:
+        """Raise `MoonshotError` unless this release reads dictionaries of this version."""
+        known = version in range(1, cls.VERSION + 1)
+        require(known, f"version={version}: this release reads configurations up to version {cls.VERSION}; update it")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoonshotConfig":
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`, also of earlier versions.
 
         Raises:
             MoonshotError: a newer version, an unknown field, or a value that is out of range.
         """
         values = dict(values)
         version = values.pop("version", cls.VERSION)
-        require(version == cls.VERSION, f"version={version}: this release reads version {cls.VERSION} configurations")
+        cls.check_version(version)
+        if version == 1 and values.get("damping") == _DAMPING_OF_VERSION_1:
+            del values["damping"]
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(known))}")
         return cls(**values)
+
+
+def _whole_numbers(values: Any) -> Any:
+    """The same JSON, with 1 for 1.0."""
+    if isinstance(values, dict):
+        return {name: _whole_numbers(value) for name, value in values.items()}
+    return int(values) if isinstance(values, float) and values.is_integer() else values
 
 
 def _bytes(value: Any) -> int:

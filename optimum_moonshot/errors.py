@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -24,10 +25,23 @@ def check_number(name: str, value: Any, optional: bool = False) -> None:
 
 
 def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
-    """`value` as a tuple of regular expressions; None where "targets" are not given. Else raise `MoonshotError`."""
+    """Regular expressions, checked.
+
+    Args:
+        field: the argument that they came with, "targets" or "ignore".
+        value: a sequence of strings; for "targets" also None.
+
+    Returns:
+        A tuple of them; None where "targets" are not given.
+
+    Raises:
+        MoonshotError: another type, such as a string alone, or one that is no regular expression.
+    """
     if value is None and field == "targets":
         return None
-    require(not isinstance(value, str) and hasattr(value, "__iter__"), f"{field}={value!r}: give a list of expressions")
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    such = f", such as [{value!r}]" if isinstance(value, str) else ""
+    require(listed, f"{field}={value!r}: give a list of expressions{such}")
     expressions = tuple(value)
     for expression in expressions:
         require(isinstance(expression, str), f"{field}: {expression!r} is not a string")

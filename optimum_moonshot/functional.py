@@ -11,12 +11,11 @@ from torch import Tensor
 
 from .config import MoonshotConfig
 from .errors import require
+from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
 from .objective.patterns import Pattern, Unstructured
-from .objective.quadratic import DiagonalQuadratic, Quadratic, diagonal_blocks
+from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
-from .solvers.base import block_size
-from .solvers.ranked import Ranked
 
 
 @torch.no_grad()
@@ -75,8 +74,13 @@ def prune_weight_path(
 
 
 def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
-    """Raise `MoonshotError` unless one elimination serves several sparsities, and a list of them is given."""
-    able = [name for name in solver_names() if issubclass(solver_class(name), Ranked)]
+    """Raise `MoonshotError` unless one elimination serves several sparsities, and a list of them is given.
+
+    Args:
+        config: its solver ranks removals, and its pattern is unstructured.
+        sparsities: numbers, each once.
+    """
+    able = [name for name in solver_names() if solver_class(name).ranks]
     require(
         config.solver in able,
         f"solver={config.solver!r} has no path of sparsities: use one of {', '.join(able)}, or prune for each sparsity",
@@ -97,7 +101,7 @@ def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
 
 def _problem(
     weight: Tensor, gram: Tensor | None, gradients: Tensor | None, config: MoonshotConfig
-) -> tuple[Solver, Quadratic | DiagonalQuadratic]:
+) -> tuple[Solver, Objective]:
     """The solver and its objective, all checked."""
     _check_tensor("weight", weight, (None, None))
     require(
@@ -132,15 +136,27 @@ def _problem(
 
 def build_objective(
     solver: Solver, pattern: Pattern, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float
-) -> Quadratic | DiagonalQuadratic:
-    """The objective a solver asks for, from full statistics."""
-    if issubclass(solver.objective, DiagonalQuadratic):
+) -> Objective:
+    """The objective that a solver asks for, from full statistics.
+
+    Args:
+        solver: which declares what it works on.
+        pattern: that it will prune by.
+        weight: dense weight, [d_out, d_in].
+        gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
+        gradients: A_n, [N, d_out, d_in]; None at λ = 1.
+        lam: λ in [0, 1].
+
+    Raises:
+        FactorizationError: G is far from positive semidefinite.
+    """
+    if solver.objective.diagonal_only:
         squares = None if gradients is None else sum(part.float().square() for part in gradients).to(weight.device)
         return DiagonalQuadratic.build(
             weight, gram.diagonal(dim1=-2, dim2=-1), squares, 0 if gradients is None else len(gradients), lam
         )
-    block = block_size(solver, weight.shape[1], pattern)
-    return solver.objective.build(weight, diagonal_blocks(gram, block) if block else gram, gradients, lam)
+    fisher = None if gradients is None else SampleGradients(gradients)
+    return Quadratic.build(weight, gram, fisher, lam, column_block=solver.column_block(weight.shape[1], pattern))
 
 
 def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None:

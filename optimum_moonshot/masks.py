@@ -6,7 +6,7 @@ weight decay or rounding made of them.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,8 +33,8 @@ def keep_sparsity(
     model: nn.Module,
     optimizer: Optimizers,
     *,
-    targets: tuple[str, ...] | None = None,
-    ignore: tuple[str, ...] = (),
+    targets: Sequence[str] | None = None,
+    ignore: Sequence[str] = (),
 ) -> Iterator["Masks"]:
     """Keep the zeros of a pruned model at zero while it trains.
 
@@ -72,7 +72,7 @@ def keep_sparsity(
 
 
 def find_pruned(
-    model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()
+    model: nn.Module, targets: Sequence[str] | None = None, ignore: Sequence[str] = ()
 ) -> list[PrunableLayer]:
     """The layers of a model that hold zeros to keep.
 

@@ -1,5 +1,6 @@
 """`MoonshotPruner`, what a user calls: load → prune → save."""
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
+from .checkpoint.loading import check_complete
 from .checkpoint.packed_files import model_class
 from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig
@@ -26,6 +28,7 @@ from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
+from .reports.record import PruningRecord
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
 
@@ -74,10 +77,15 @@ class MoonshotPruner:
             name_or_path: a Hub repository or a local folder.
             config: what to do.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
+
+        Raises:
+            MoonshotError: the checkpoint lacks weights of the model, which would be random numbers.
         """
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
         loader: Any = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
-        model = loader.from_pretrained(name_or_path, **model_kwargs)
+        require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
+        model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
+        check_complete(info, name_or_path)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
@@ -228,11 +236,9 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
         report = self._pruned()
-        small, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
-        report.compaction = done.to_dict()
-        record = getattr(small.config, "moonshot", None) or {}
-        small.config.moonshot = {**record, "compaction": report.compaction}
-        self.model = small
+        model, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
+        dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
+        self.model, report.compaction = model, done.to_dict()
         return done
 
     def save_pretrained(self, directory: str | os.PathLike[str], format: str = "dense", **options: Any) -> None:

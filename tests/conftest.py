@@ -1,12 +1,16 @@
 """One thread per test process: several processes with several threads each spend their time waiting for each other."""
 
+import importlib
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 import transformers as hf
 from checkpoints import pruned
+
+from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
@@ -25,6 +29,12 @@ def tokenizer():
     )
 
 
+@pytest.fixture
+def registry(monkeypatch):
+    """Solvers that a test registers are forgotten at its end."""
+    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A packed 2:4 Llama in bfloat16, in two shards, and its model."""
@@ -38,3 +48,11 @@ def packed(tmp_path_factory):
 def packed_copy(packed, tmp_path):
     """A copy of it to damage."""
     return shutil.copytree(packed[0], tmp_path / "copy")
+
+
+@pytest.fixture
+def toy(monkeypatch, registry):
+    """The solver of `toy_solver.py`, registered for one test."""
+    monkeypatch.delitem(sys.modules, "toy_solver", raising=False)
+    yield importlib.import_module("toy_solver")
+    del sys.modules["toy_solver"]

@@ -50,6 +50,15 @@ def without_dead_inputs(weight: Tensor, gram: Tensor) -> Tensor:
     return weight.masked_fill(of_rows(gram, len(weight)).diagonal(dim1=1, dim2=2) == 0, 0)
 
 
+def row_fishers(gradients: Tensor) -> Tensor:
+    """Σ_n a_n a_nᵀ of every row of gradients [N, d_out, d_in], sample by sample: [d_out, d_in, d_in]."""
+    found = gradients.new_zeros(gradients.shape[1], gradients.shape[2], gradients.shape[2])
+    for sample in gradients:
+        for row, matrix in zip(sample, found, strict=True):
+            matrix += torch.outer(row, row)
+    return found
+
+
 def losses_at_zero(weight: Tensor, gram: Tensor, gradients: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """L_R(0) and L_F(0), row by row."""
     reconstruction = sum(row @ g @ row for row, g in zip(weight, of_rows(gram, len(weight)), strict=True))

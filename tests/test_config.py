@@ -1,15 +1,20 @@
 """A configuration is checked when it is made, and each message names the field and its value."""
 
 import dataclasses
+import itertools
 import json
+import pickle
 import re
+import types
 
 import pytest
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.solvers import solver_class, solver_names
+from optimum_moonshot.solvers import base, solver_class, solver_names
+from optimum_moonshot.solvers.base import make_solver, solver_options
+from optimum_moonshot.solvers.wanda import Wanda
 
 NAN, INF = float("nan"), float("inf")
 
@@ -25,14 +30,15 @@ BAD = {
     "recompute": [1, 0, None, "yes"],
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
-    "damping": [0, -0.01, 1.5, NAN, None, "0.01"],
+    "damping": [0, -0.01, 1.5, NAN, "0.01", True],
     "block_size": [0, -1, 64.0, "128", True],
+    "solver_options": [None, "damping=0.1", [("damping", 0.1)], {3: 0.1}],
     "num_samples": [0, -1, 1.5, None, True],
     "batch_size": [0, -8, 2.0, None],
     "seed": [-1, 0.5, None, "0"],
     "sequence_length": [0, 1, 2.5, "2048"],
-    "targets": ["q_proj", 5, ["("], [3], [None]],
-    "ignore": [None, "lm_head", ["*"], [b"head"]],
+    "targets": ["q_proj", 5, b"q_proj", {"q_proj"}, ["("], [3], [None]],
+    "ignore": [None, "lm_head", {"lm_head": 1}, ["*"], [b"head"]],
     "max_memory": ["8 apples", "", "-1GiB", -5, True, NAN, INF, "GiB", [8]],
     "offload_dir": [5, True],
     "recover": ["", "layerwise", True, 1],
@@ -76,6 +82,14 @@ def test_a_bad_value_is_refused_by_field_and_value(field, value):
 )
 def test_values_at_the_bounds_are_taken(values):
     MoonshotConfig(**values)
+
+
+def test_expressions_are_any_sequence_of_strings():
+    configs = [MoonshotConfig(sparsity=0.5, targets=kind(["mlp", "^q"]), ignore=kind(["up"])) for kind in (list, tuple)]
+    assert configs[0] == configs[1] and hash(configs[0]) == hash(configs[1])
+    assert configs[0].targets == ("mlp", "^q") and configs[0].ignore == ("up",)
+    with pytest.raises(MoonshotError, match=r"targets='mlp': give a list of expressions, such as \['mlp'\]"):
+        MoonshotConfig(sparsity=0.5, targets="mlp")
 
 
 def test_a_sparsity_that_contradicts_the_pattern_is_refused():
@@ -127,6 +141,8 @@ def test_a_solver_gets_its_hyperparameters():
     assert (solver.damping, solver.block_size) == (0.1, 64)
     assert MoonshotConfig(sparsity=0.5).make_solver().block_size == 128
     assert MoonshotConfig(sparsity=0.5, solver="cap").make_solver().block_size == 192
+    assert MoonshotConfig(sparsity=0.5, damping=0.1).hyperparameters() == {"damping": 0.1, "block_size": 128}
+    assert usual("wanda", damping=0.1, block_size=64).hyperparameters() == {}
     for name in solver_names():
         usual(name).make_solver()
 
@@ -168,6 +184,7 @@ def test_memory_is_given_in_bytes_or_with_a_unit(size, expected):
             offload_dir="cache",
         ),
         MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.25, group_size=64),
+        MoonshotConfig(sparsity=0.5, solver_options={"block_size": 64, "damping": 1}),
     ],
 )
 def test_a_configuration_survives_json(config):
@@ -191,3 +208,148 @@ def test_unknown_fields_and_newer_versions_are_refused():
             MoonshotConfig.from_dict({"version": version, "sparsity": 0.5})
     with pytest.raises(MoonshotError, match="lam=2"):
         MoonshotConfig.from_dict({"sparsity": 0.5, "lam": 2})
+
+
+def test_configurations_of_the_first_version_are_read():
+    first = {**MoonshotConfig(sparsity=0.5).to_dict(), "version": 1, "damping": 0.01}
+    del first["solver_options"]
+    assert MoonshotConfig.from_dict(first) == MoonshotConfig(sparsity=0.5)
+    # It wrote its default for every solver, also for one without a damping.
+    assert MoonshotConfig.from_dict({**first, "solver": "wanda"}) == MoonshotConfig(sparsity=0.5, solver="wanda")
+    assert MoonshotConfig.from_dict({**first, "damping": 0.1}).damping == 0.1
+
+
+def test_the_dictionary_is_of_plain_types():
+    values = MoonshotConfig(sparsity=0.5).to_dict()
+    assert type(values["damping"]) is float and values["damping"] == 0.01
+    assert values["block_size"] is None and values["solver_options"] == {}
+
+
+@pytest.mark.parametrize("solver", solver_names())
+def test_the_shared_hyperparameters_read_as_what_they_are(solver):
+    has = "damping" in solver_options(solver)
+    config = usual(solver)
+    assert config.damping == (0.01 if has else None) and config.block_size is None
+    assert usual(solver, damping=0.1, block_size=7).damping == 0.1
+    assert config.make_solver() == make_solver(solver, {})
+
+
+def test_a_shared_hyperparameter_is_kept_in_one_place():
+    short = MoonshotConfig(sparsity=0.5, damping=0.1, block_size=64)
+    long = MoonshotConfig(sparsity=0.5, solver_options={"block_size": 64, "damping": 0.1})
+    both = MoonshotConfig(sparsity=0.5, damping=0.1, block_size=64, solver_options={"damping": 0.1})
+    assert short == long == both and hash(short) == hash(long) and short.solver_options == long.solver_options == {}
+    assert (long.damping, long.block_size) == (0.1, 64) and short.make_solver() == long.make_solver()
+    for name, first, second in (("damping", 0.1, 0.2), ("block_size", 64, 32)):
+        message = rf"{name}={first} and solver_options\['{name}'\]={second}: two values for one; give it once"
+        with pytest.raises(MoonshotError, match=message):
+            MoonshotConfig(sparsity=0.5, **{name: first}, solver_options={name: second})
+
+
+def test_the_mapping_of_hyperparameters_is_copied():
+    given = {"block_size": 64}
+    config = MoonshotConfig(sparsity=0.5, solver_options=given)
+    given["block_size"] = 1
+    assert config.block_size == 64
+    assert MoonshotConfig(sparsity=0.5, solver_options=types.MappingProxyType(given)).block_size == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"solver_options": {"strength": 2}},
+            "strength=2: solver='sparsegpt' has no .*it has damping, block_size",
+        ),
+        ({"solver_options": {"damping": 2}}, "damping=2: give a number above 0 and at most 1"),
+        ({"solver_options": {"block_size": None}}, "block_size=None: give a whole number"),
+        ({"solver": "wanda", "solver_options": {"damping": 0.1}}, "damping=0.1: solver='wanda' has no such .*has none"),
+    ],
+)
+def test_hyperparameters_are_checked_by_their_solver(values, words):
+    with pytest.raises(MoonshotError, match=f"^solver_options: {words}"):
+        MoonshotConfig(sparsity=0.5, **values)
+
+
+@pytest.mark.parametrize("given", [{}, {"damping": 0.1}, {"block_size": 64}, {"damping": 0.1, "block_size": 64}])
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_a_configuration_goes_from_solver_to_solver(given, way):
+    for first, second in itertools.permutations(solver_names(), 2):
+        has = solver_options(first)
+        more = {"solver_options": {n: v for n, v in given.items() if n in has}} if way == "long" else given
+        other = usual(second)
+        changes = {"solver": second, "pattern": other.pattern}
+        changed = dataclasses.replace(usual(first, **more), **changes)
+        kept = {name: value for name, value in given.items() if way == "short" or name in has}
+        assert changed == usual(second, **kept)
+        assert changed.hyperparameters() == {
+            **other.hyperparameters(), **{n: v for n, v in kept.items() if n in solver_options(second)}
+        }  # fmt: skip
+        assert dataclasses.replace(changed, damping=0.5).damping == 0.5
+
+
+def test_what_nobody_gave_is_the_next_solvers_own(registry):
+    @base.register_solver("strong")
+    @dataclasses.dataclass(frozen=True)
+    class Strong(Wanda):
+        damping: float = base.hyperparameter(0.3, help="", above=0)
+        least: float = 0.0
+        limit: int | None = 3
+
+        def __post_init__(self):
+            if self.least > self.damping:
+                raise ValueError("least: it exceeds the damping")
+
+    changed = dataclasses.replace(MoonshotConfig(sparsity=0.5), solver="strong")
+    assert changed.damping == 0.3 and changed == MoonshotConfig(sparsity=0.5, solver="strong")
+    assert dataclasses.replace(changed, solver="sparsegpt").damping == 0.01
+    assert dataclasses.replace(changed, sparsity=0.6).damping == 0.3
+    assert dataclasses.replace(MoonshotConfig(sparsity=0.5, damping=0.2), solver="strong").damping == 0.2
+    # The solver's own bounds hold, and what it says itself about values that are good one by one.
+    assert MoonshotConfig(sparsity=0.5, solver="strong", damping=5).make_solver().damping == 5
+    assert MoonshotConfig(sparsity=0.5, solver="strong", damping=5, solver_options={"least": 4}).damping == 5
+    with pytest.raises(MoonshotError, match="solver='strong': least: it exceeds the damping"):
+        MoonshotConfig(sparsity=0.5, solver="strong", solver_options={"least": 4})
+    # None is a value where the solver says so.
+    config = MoonshotConfig(sparsity=0.5, solver="strong", solver_options={"limit": None})
+    assert config.hyperparameters() == {"damping": 0.3, "least": 0.0, "limit": None}
+    with pytest.raises(MoonshotError, match="solver_options: limit=None: solver='sparsegpt' has no such"):
+        dataclasses.replace(config, solver="sparsegpt")
+    assert dataclasses.replace(config, solver="sparsegpt", solver_options={}) == MoonshotConfig(sparsity=0.5)
+
+
+def test_a_configuration_can_be_pickled():
+    for config in (MoonshotConfig(sparsity=0.5), MoonshotConfig(sparsity=0.5, damping=0.2)):
+        found = pickle.loads(pickle.dumps(config))
+        assert found == config and repr(found) == repr(config)
+
+
+def test_equal_settings_have_one_fingerprint():
+    config = MoonshotConfig(sparsity=0.5, lam=1, alpha_tau=0)
+    for same in (
+        dict(lam=1.0, alpha_tau=0.0),
+        dict(damping=0.01),
+        dict(block_size=128),
+        dict(solver_options={"block_size": 128, "damping": 0.01}),
+        dict(max_memory="1GiB", offload_dir="folder"),
+        dict(targets=None, ignore=[]),
+    ):
+        assert dataclasses.replace(config, **same).fingerprint() == config.fingerprint(), same
+    for other in (dict(damping=0.02), dict(block_size=64), dict(seed=1), dict(lam=0.9), dict(targets=["mlp"])):
+        assert dataclasses.replace(config, **other).fingerprint() != config.fingerprint(), other
+    # The first expression that is found decides, so their order is a setting.
+    one, two = ({"mlp": 0.5, "up": 0.25}, {"up": 0.25, "mlp": 0.5})
+    assert MoonshotConfig(allocation=one).fingerprint() != MoonshotConfig(allocation=two).fingerprint()
+    # What has no effect is no setting.
+    assert usual("wanda", damping=0.1).fingerprint() == usual("wanda").fingerprint()
+
+
+def test_the_representation_says_what_is_not_usual():
+    assert repr(MoonshotConfig(sparsity=0.5)) == "MoonshotConfig(sparsity=0.5)"
+    assert repr(MoonshotConfig(pattern="2:4", num_samples=128, calibration=[1])) == "MoonshotConfig(pattern='2:4')"
+    for config in (
+        MoonshotConfig(solver="wanda", pattern="2:4", damping=0.1, targets=["q"], seed=3),
+        MoonshotConfig(allocation={"mlp": "2:4"}, solver_options={"block_size": 64}),
+        usual("osscar", group_size=8),
+    ):
+        assert eval(repr(config)) == config

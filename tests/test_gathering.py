@@ -4,6 +4,7 @@ import pytest
 import torch
 from golden.make import grouped_layer, layer
 from models import image_batches, make, token_batches
+from objectives import full, matrices
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
@@ -11,9 +12,10 @@ from optimum_moonshot.calibration.accumulators import STAGED, LayerTotals, Part,
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import NM, Unstructured
-from optimum_moonshot.objective.quadratic import BlockQuadratic, Quadratic, RowFisher, Totals, diagonal_blocks
-from optimum_moonshot.objective.row_slices import ranges
+from optimum_moonshot.objective.quadratic import Quadratic, Totals
+from optimum_moonshot.objective.row_slices import split_range
 from optimum_moonshot.pruning import schedule as gathering
 from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
@@ -27,12 +29,6 @@ def storage():
 
 def linear(d_out, d_in):
     return PrunableLayer("layer", (nn.Linear(d_in, d_out),), False)
-
-
-def matrices(gradients, size=None):
-    """The compressed form of gradients [N, d_out, d_in]."""
-    rows = gradients if size is None else gradients.unflatten(2, (-1, size)).flatten(1, 2)
-    return RowFisher(torch.einsum("nki,nkj->kij", rows, rows), len(gradients))
 
 
 def feed(accumulators, layer, batches, seed=0):
@@ -67,10 +63,10 @@ def test_every_form_gathers_the_same_gradients(block, rows, batches):
     totals = LayerTotals(layer, samples, block)
     gradients = feed([kept, compressed, totals], layer, batches)
     some = gradients[:, rows or slice(None)]
-    torch.testing.assert_close(kept.result(), some)
+    torch.testing.assert_close(kept.result().gradients, some)
     found = compressed.result()
     assert found.samples == samples
-    torch.testing.assert_close(found.matrices, matrices(some, block).matrices, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.values, matrices(some, block).values, rtol=1e-4, atol=1e-3)
     products = (gradients * layer.matrix).unflatten(2, (-1, block)).sum(3)
     expected = Totals(3.0, float(products.square().sum()) / samples, float(gradients.square().sum(0).mean()), samples)
     assert totals.result(3.0) == pytest.approx(expected, rel=1e-4)
@@ -90,14 +86,13 @@ def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
 @pytest.mark.parametrize("size", [None, 4])
 def test_the_compressed_quadratic_is_the_quadratic(lam, size):
     weight, gram, gradients = layer(6, 12, 30, seed=3)
-    kind, cut = (Quadratic, gram) if size is None else (BlockQuadratic, diagonal_blocks(gram, size))
-    whole = kind.build(weight, cut, gradients, lam)
-    small = kind.build(weight, cut, matrices(gradients, size), lam)
+    whole = full(weight, gram, gradients, lam, column_block=size)
+    small = Quadratic.build(weight, gram, matrices(gradients, size), lam, column_block=size)
     assert small.losses_at_zero == pytest.approx(whole.losses_at_zero, rel=1e-4)
     assert small.damping_unit == pytest.approx(whole.damping_unit, rel=1e-5)
     assert small.mean_diagonal() == pytest.approx(whole.mean_diagonal(), rel=1e-4)
-    device = weight.device
-    torch.testing.assert_close(small.rows(slice(1, 5), device), whole.rows(slice(1, 5), device), rtol=1e-3, atol=1e-7)
+    some = slice(1, 5)
+    torch.testing.assert_close(small.row_hessians(some), whole.row_hessians(some), rtol=1e-3, atol=1e-7)
     pruned = weight * (weight > 0)
     assert small.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-4)
 
@@ -110,11 +105,10 @@ def test_solvers_take_the_compressed_form(solver, lam):
         solver=solver, pattern="structured" if solver == "osscar" else "unstructured", sparsity=0.5, block_size=8
     )
     made, pattern = settings.make_solver(), settings.parsed_pattern
-    size = made.block(24, pattern) if solver == "cap" else None
-    cut = gram if size is None else diagonal_blocks(gram, size)
+    size = made.column_block(24, pattern)
     found, expected = (
-        made.solve(made.objective.build(weight, cut, form, lam), pattern)
-        for form in (matrices(gradients, size), gradients)
+        made.solve(Quadratic.build(weight, gram, form, lam, column_block=size), pattern)
+        for form in (matrices(gradients, size), SampleGradients(gradients))
     )
     assert torch.equal(found.keep, expected.keep)
     torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
@@ -123,19 +117,18 @@ def test_solvers_take_the_compressed_form(solver, lam):
 @pytest.mark.parametrize("size", [None, 5])
 def test_parts_of_a_quadratic_are_its_rows(size):
     weight, gram, gradients = grouped_layer(3, 4, 20, 10)
-    kind, cut = (Quadratic, gram) if size is None else (BlockQuadratic, diagonal_blocks(gram, size))
-    whole = kind.build(weight, cut, gradients, 0.5)
+    whole = full(weight, gram, gradients, 0.5, column_block=size)
     squares = float(gradients.square().sum(0).mean())
     totals = Totals(*whole.losses_at_zero, squares, len(gradients))
-    bare, device = kind.build(weight, cut, None, 0.5, totals), weight.device
+    bare = Quadratic.build(weight, gram, None, 0.5, totals, size)
     assert bare.scales == whole.scales and bare.mean_diagonal() == pytest.approx(whole.mean_diagonal())
     blocks = 20 // whole.size
     pruned = weight * (weight > 0)
     lost = 0.0
     for rows in (slice(0, 4), slice(4, 6), slice(6, 7), slice(7, 8), slice(8, 12)):
-        part = bare.part(rows, gradients[:, rows])
+        part = bare.part(rows, SampleGradients(gradients[:, rows]))
         here = slice(rows.start * blocks, rows.stop * blocks)
-        torch.testing.assert_close(part.rows(slice(None), device), whole.rows(here, device))
+        torch.testing.assert_close(part.row_hessians(slice(None)), whole.row_hessians(here))
         lost += part.losses(pruned[rows])[0].total
     assert lost == pytest.approx(whole.losses(pruned)[0].total)
 
@@ -178,7 +171,7 @@ def assert_same(found, expected):
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
     expected = prune(name, solver, lam, pattern)
     monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
-    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], rows))
+    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], rows))
     found = prune(name, solver, lam, pattern)
     assert_same(found, expected)
     assert any("chunks of rows" in note for note in found[1].notes)
@@ -203,7 +196,7 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
         return original(self, objective, pattern, damping)
 
     monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
-    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: ranges(0, layer.shape[0], 7))
+    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 7))
     monkeypatch.setattr(made, "rank", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
     monkeypatch.undo()
@@ -220,6 +213,5 @@ def test_many_samples_are_compressed(pattern, monkeypatch):
     original = solving.solve_layer
     monkeypatch.setattr(solving, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
     prune("vit", "obc", 0.5, "2:4" if isinstance(pattern, NM) else 0.5)
-    assert {isinstance(form, RowFisher) for form in seen} == {True, False}  # 16 and 24 inputs, 20 samples
-    for form in seen:
-        assert form.samples == 20 if isinstance(form, RowFisher) else len(form) == 20
+    assert {type(form) for form in seen} == {SampleGradients, FisherMatrices}  # 16 and 24 inputs, 20 samples
+    assert all(form.samples == 20 for form in seen)

@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from golden.make import layer
+from objectives import full
 from test_sparsegpt import indefinite
 
 from optimum_moonshot.config import MoonshotConfig
@@ -13,7 +14,6 @@ from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective import row_slices as slices_module
 from optimum_moonshot.objective.patterns import NM, Unstructured
-from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import greedy, ranked
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.greedy import Elimination, removals, take_square
@@ -131,7 +131,7 @@ def test_two_weights_of_four_are_rarely_far_from_the_best_pair(lam):
         pairs = []
         for pair in itertools.combinations(range(4), 2):
             fixed = MoonshotConfig(solver="obc", sparsity=0.5, lam=lam).make_solver()
-            objective = Quadratic.build(*tensors, lam)
+            objective = full(*tensors, lam)
             keep = torch.tensor([[j not in pair for j in range(4)]])
             (weight,) = fixed.minimise(objective, [keep], 0.01)
             pairs.append(loss(weight, tensors, lam)[0])
@@ -157,7 +157,7 @@ def test_how_many_rows_pass_together_changes_nothing(solver, pattern, lam, monke
 def test_an_ill_conditioned_row_is_eliminated_in_float64(lam, monkeypatch):
     weight, gram, gradients = layer(6, 40, 5, seed=6)
     tensors = (weight, gram @ gram, gradients)
-    objective = Quadratic.build(*tensors, lam)
+    objective = full(*tensors, lam)
     _, fits = Inverses(objective, 1e-4).of(slice(0, 6))
     assert not fits.any()
     found = prune("obc", 0.5, lam, tensors, damping=1e-4)
@@ -170,8 +170,8 @@ def test_an_ill_conditioned_row_is_eliminated_in_float64(lam, monkeypatch):
 def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
     weight, gram, gradients = layer(5, 12, 4)
     gradients[:, 2] = 0
-    objective = Quadratic.build(weight, gram, gradients, 0.0)
-    plain = objective.rows(slice(None), weight.device)
+    objective = full(weight, gram, gradients, 0.0)
+    plain = objective.row_hessians(slice(None))
     extra = (damped_rows(objective, slice(None), 0.01) - plain).diagonal(dim1=1, dim2=2)
     means = plain.diagonal(dim1=1, dim2=2).mean(1)
     means[2] = means.mean()
@@ -193,8 +193,8 @@ def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
         (13, 5, Unstructured(0.5), 1),
     ],
 )
-def test_blocks_are_the_largest_divisor(d_in, wished, pattern, size):
-    assert CAP(block_size=wished).block(d_in, pattern) == size
+def test_column_blocks_are_the_largest_divisor(d_in, wished, pattern, size):
+    assert CAP(block_size=wished).column_block(d_in, pattern) == size
 
 
 def test_cap_on_whole_rows_differs_from_obc_in_its_ranking_alone():

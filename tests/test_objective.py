@@ -4,21 +4,18 @@ import pytest
 import reference
 import torch
 from golden.make import layer
+from objectives import diagonal, full
 
-from optimum_moonshot.objective import quadratic as objective
-from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic, scales
+from optimum_moonshot import MoonshotConfig, prune_weight
+from optimum_moonshot.objective import fisher
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.quadratic import scales
+from optimum_moonshot.solvers import solver_class, solver_names
 
 LAMS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
 
-def diagonal(weight, gram, gradients, lam):
-    """A `DiagonalQuadratic` from full statistics."""
-    squares = None if gradients is None else gradients.float().square().sum(0)
-    samples = 0 if gradients is None else len(gradients)
-    return DiagonalQuadratic.build(weight, gram.diagonal(), squares, samples, lam)
-
-
-BUILD = pytest.mark.parametrize("build", [Quadratic.build, diagonal], ids=["full", "diagonal"])
+BUILD = pytest.mark.parametrize("build", [full, diagonal], ids=["full", "diagonal"])
 
 
 @BUILD
@@ -41,7 +38,7 @@ def test_losses_are_those_of_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=1)
     generator = torch.Generator().manual_seed(2)
     others = [torch.randn(weight.shape, generator=generator) for _ in range(3)]
-    found = Quadratic.build(weight, gram, gradients, lam).losses(*others)
+    found = full(weight, gram, gradients, lam).losses(*others)
     for other, loss in zip(others, found, strict=True):
         exact = reference.objective(other.double(), weight.double(), gram.double(), gradients.double(), lam)
         assert loss.total == pytest.approx(float(exact), rel=1e-5)
@@ -68,8 +65,8 @@ def test_diagonal_losses_are_those_of_the_formula(lam):
 def test_row_matrices_and_diagonals_are_those_of_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=4)
     exact = reference.hessians(weight.double(), gram.double(), gradients.double(), lam)
-    quadratic = Quadratic.build(weight, gram, gradients, lam)
-    torch.testing.assert_close(quadratic.rows(slice(2, 5), weight.device), exact[2:5], rtol=1e-5, atol=1e-8)
+    quadratic = full(weight, gram, gradients, lam)
+    torch.testing.assert_close(quadratic.row_hessians(slice(2, 5)), exact[2:5], rtol=1e-5, atol=1e-8)
     squares, terms = gradients.double().square().sum(0), weight.double().square()
     a = lam / (terms * gram.diagonal()).sum()
     b = (1 - lam) / (terms * squares).sum()
@@ -89,11 +86,12 @@ def test_the_zero_weight_goes_by_magnitude(build, lam):
 
 @BUILD
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_a_zero_gram_kills_every_input(build, lam):
+def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
-    quadratic = build(weight, torch.zeros_like(gram), gradients, lam)
-    assert not quadratic.weight.any()
-    assert quadratic.scales.notes == ("12 dead inputs", "no loss at W = 0: weights go by magnitude")
+    quadratic = build(weight, torch.zeros_like(gram), gradients if lam < 1 else None, lam)
+    assert torch.equal(quadratic.weight, weight)
+    notes = {0.0: (), 0.5: ("no reconstruction loss at W = 0: Fisher alone",)}
+    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights go by magnitude",))
 
 
 @BUILD
@@ -111,7 +109,7 @@ def test_zero_gradients_leave_reconstruction_alone(build, lam):
 def test_gradients_without_reconstruction_leave_fisher_alone():
     weight = torch.tensor([[1.0, -1.0, 2.0, -2.0]])
     gradients = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    quadratic = Quadratic.build(weight, torch.ones(4, 4), gradients, 0.5)
+    quadratic = full(weight, torch.ones(4, 4), gradients, 0.5)
     assert quadratic.scales.a == 0 and quadratic.scales.lam == 0
     assert quadratic.scales.notes == ("no reconstruction loss at W = 0: Fisher alone",)
     assert quadratic.losses(torch.zeros_like(weight))[0].total == pytest.approx(1)
@@ -141,7 +139,7 @@ def test_gradients_in_half_precision_and_in_slices_give_the_same_losses(build, d
     pruned = weight * (weight > 0)
     whole = build(weight, gram, gradients.float(), 0.3)
     for size in (1, 3 * 4 * 5 * 20):
-        monkeypatch.setattr(objective, "SLICE_BYTES", size)
+        monkeypatch.setattr(fisher, "SLICE_BYTES", size)
         sliced = build(weight, gram, gradients, 0.3)
         assert sliced.losses_at_zero == pytest.approx(whole.losses_at_zero, rel=1e-6)
         assert sliced.losses(pruned)[0] == pytest.approx(whole.losses(pruned)[0], rel=1e-6)
@@ -149,7 +147,26 @@ def test_gradients_in_half_precision_and_in_slices_give_the_same_losses(build, d
 
 def test_the_damping_unit_is_the_mean_diagonal_whatever_lambda():
     weight, gram, gradients = layer(6, 20, 5)
-    units = {Quadratic.build(weight, gram, gradients, lam).damping_unit for lam in LAMS}
+    units = {full(weight, gram, gradients, lam).damping_unit for lam in LAMS}
     assert len(units) == 1
     expected = gram.diagonal().mean() / reference.losses_at_zero(weight, gram, None)[0]
     assert units.pop() == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", solver_names())
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
+def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam, pattern):
+    sparsity = None if pattern == "2:4" else 0.5
+    kind = {"unstructured": Unstructured, "2:4": NM, "structured": Structured}[pattern]
+    if kind not in solver_class(solver).patterns:
+        pytest.skip("the solver takes no such pattern")
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    config = MoonshotConfig(solver=solver, pattern=pattern, sparsity=sparsity, lam=lam)
+    found = prune_weight(weight, torch.zeros(16, 16), torch.zeros(5, 8, 16), config=config)
+    assert (found.weight == 0).float().mean() == 0.5
+    assert torch.equal(found.weight[found.keep], weight[found.keep])
+    assert found.notes == ("no loss at W = 0: weights go by magnitude",)
+    if pattern == "2:4":  # whatever the solver compares within a row, of four weights the two smallest go
+        smaller = weight.abs().view(-1, 4).argsort(1)[:, :2]
+        assert not found.keep.view(-1, 4).gather(1, smaller).any()

@@ -4,13 +4,13 @@ import pytest
 import reference
 import torch
 from golden.make import layer
+from objectives import full
 from test_sparsegpt import indefinite
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective import row_slices as slices_module
-from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import osscar
 from optimum_moonshot.solvers.osscar import Support
 
@@ -63,7 +63,7 @@ def test_an_ill_conditioned_state_is_in_float64(group):
     weight, gram, gradients = layer(6, 40, 5, seed=5)
     generator = torch.Generator().manual_seed(0)
     tensors = (weight, gram, gradients + 100 * torch.randn(gradients.shape, generator=generator))
-    low, high = (Support(Quadratic.build(*tensors, lam), group, 1e-4) for lam in (0.999, 0.001))
+    low, high = (Support(full(*tensors, lam), group, 1e-4) for lam in (0.999, 0.001))
     assert low.spread.dtype == torch.float32 and high.spread.dtype == torch.float64
     assert_literal(tensors, 0.001, 0.5, group)
 

@@ -101,7 +101,7 @@ def test_chain_gives_the_statistics_of_the_whole_model(name, padded):
     grams, gradients = slow_statistics(model, list(structure.layers()), batches)
     for layer in structure.layers():
         assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-        assert close(found[layer.name].gradients, gradients[layer.name]), layer.name
+        assert close(found[layer.name].gradients.gradients, gradients[layer.name]), layer.name
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
@@ -113,14 +113,14 @@ def test_convolutions_have_the_statistics_of_their_patches(name, monkeypatch):
     assert any(layer.groups > 1 for layer in layers) == (name in ("convnext", "convnet"))
     for layer in layers:
         assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-        assert close(found[layer.name].gradients, gradients[layer.name]), layer.name
+        assert close(found[layer.name].gradients.gradients, gradients[layer.name]), layer.name
     for limit in (1, 2 * 4 * 8 * 9 * 40):  # one output row at a time, and a few
         monkeypatch.setattr(convolution, "STRIP_BYTES", limit)
         _, sliced = gather(model, batches, whole=True)
         _, squares = gather(model, batches, whole=True, diagonal=True)
         for layer in layers:
             assert close(sliced[layer.name].inputs, grams[layer.name])
-            assert close(sliced[layer.name].gradients, gradients[layer.name])
+            assert close(sliced[layer.name].gradients.gradients, gradients[layer.name])
             assert close(squares[layer.name].inputs, grams[layer.name].diagonal(dim1=-2, dim2=-1))
             assert close(squares[layer.name].gradients, gradients[layer.name].square().sum(0))
 
@@ -151,7 +151,7 @@ def test_diagonal_statistics_are_the_squares(whole):
     _, diagonal = gather(model, batches, diagonal=True, whole=whole)
     for layer, statistics in diagonal.items():
         assert close(statistics.inputs, full[layer].inputs.diagonal())
-        assert close(statistics.gradients, full[layer].gradients.square().sum(0))
+        assert close(statistics.gradients, full[layer].gradients.gradients.square().sum(0))
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -10,6 +10,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, Prun
 from optimum_moonshot.calibration import observer as statistics_module
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.fisher import SampleGradients
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
@@ -92,10 +93,10 @@ def test_every_solver_prunes_whole_models(name, solver, lam):
     for layer in report.layers:
         assert layer.sparsity == 0.5 and layer.loss <= slack * layer.loss_masked
         matrix, statistics, found, group = seen[layer.name]
-        if not statistics.diagonal and isinstance(statistics.gradients, torch.Tensor | None):
-            alone = prune_weight(
-                matrix, statistics.inputs, statistics.gradients, config=config(**choice, group_size=group)
-            )
+        fisher = statistics.gradients
+        if not statistics.diagonal and isinstance(fisher, SampleGradients | None):
+            gradients = None if fisher is None else fisher.gradients
+            alone = prune_weight(matrix, statistics.inputs, gradients, config=config(**choice, group_size=group))
             assert torch.equal(found.matrix, alone.weight)
     assert any(not torch.equal(dense[f"{layer.name}.weight"], seen[layer.name][2].parameter) for layer in report.layers)
 
@@ -250,7 +251,7 @@ def test_half_precision_models_keep_float32_statistics(dtype, monkeypatch):
     original = SparseGPT.solve
 
     def spy(self, objective, pattern):
-        seen.update({objective.weight.dtype, objective.gram.dtype, objective.gradients.dtype})
+        seen.update({objective.weight.dtype, objective.gram.dtype, objective.fisher.gradients.dtype})
         return original(self, objective, pattern)
 
     monkeypatch.setattr(SparseGPT, "solve", spy)
@@ -370,3 +371,17 @@ def test_from_pretrained_loads_the_class_that_was_saved(tmp_path, tokenizer):
         assert (pruner.tokenizer is None) == (name == "vit")
     with pytest.raises(OSError):
         MoonshotPruner.from_pretrained(tmp_path / "missing", config())
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 200]], [[1, -1, 3]], [[1.0, 2.0, 3.0]]])
+def test_tokens_that_the_model_has_no_embedding_for_are_named(ids):
+    with pytest.raises(MoonshotError, match=r"^input_ids: (it gives token (200|-1)|token ids are torch.float32)"):
+        prune(make("llama"), [{"input_ids": torch.tensor(ids)}], num_samples=1)
+
+
+def test_a_tokenizer_of_another_model_is_named(tokenizer):
+    model = make("llama")
+    with torch.no_grad():
+        model.resize_token_embeddings(40)
+    with pytest.raises(MoonshotError, match="^tokenizer: it gives token .* has 40: use the tokenizer of the model"):
+        prune(model, ["what is written here " * 9] * 6, tokenizer)

@@ -60,8 +60,9 @@ def check(model, batches, gradients=True, targets=None):
         grams, samples = slow_statistics(literal, list(layers), batches)
         for layer in layers:
             assert close(found[layer.name].inputs, grams[layer.name]), layer.name
-            assert found[layer.name].gradients is None or close(found[layer.name].gradients, samples[layer.name])
-            assert (found[layer.name].gradients is None) == (not gradients)
+            fisher = found[layer.name].gradients
+            assert (fisher is not None) == gradients
+            assert fisher is None or close(fisher.gradients, samples[layer.name])
         for layer in layers:
             layer.assign(pruned[layer.name])
     return passes

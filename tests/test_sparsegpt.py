@@ -6,11 +6,11 @@ import pytest
 import reference
 import torch
 from golden.make import grouped_layer, layer
+from objectives import full
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.objective.quadratic import Quadratic
 from optimum_moonshot.solvers import sparsegpt
 
 PATTERNS = pytest.mark.parametrize("pattern", [0.6, "2:4"])
@@ -80,7 +80,7 @@ def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_siz
 @pytest.mark.parametrize("lam", [0.0, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("sizes", [(3, 4, 40, 12), (5, 1, 36, 4), (2, 3, 12, 30)])
 def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "GROUP_BYTES", 4 * 4 * sizes[2] ** 2)  # n:m in several parts
+    monkeypatch.setattr(sparsegpt, "STATE_BYTES", 4 * 4 * sizes[2] ** 2)  # n:m in several parts
     tensors = grouped_layer(*sizes, seed=1, dead=(2,))
     assert_same(prune(tensors, lam, pattern), exact(tensors, lam, pattern), 2e-5)
 
@@ -140,13 +140,13 @@ def test_rows_in_groups_and_slices_give_the_same_result(lam, pattern, dense, mon
     monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = layer(10, 140, 12, seed=9)
     whole = prune(tensors, lam, pattern)
-    for name, size in (("SLICE_BYTES", 1), ("GROUP_BYTES", 1), ("SLICE_BYTES", 300_000), ("GROUP_BYTES", 300_000)):
+    for name, size in (("SLICE_BYTES", 1), ("STATE_BYTES", 1), ("SLICE_BYTES", 300_000), ("STATE_BYTES", 300_000)):
         monkeypatch.setattr(sparsegpt, name, size)
         assert_same(prune(tensors, lam, pattern), (whole.weight, whole.keep), 1e-5)
 
 
 def test_only_rows_that_do_not_compete_are_split(monkeypatch):
-    monkeypatch.setattr(sparsegpt, "GROUP_BYTES", 1)
+    monkeypatch.setattr(sparsegpt, "STATE_BYTES", 1)
     tensors = layer(6, 64, 5)
     seen = []
     original = sparsegpt.prune_columns
@@ -174,7 +174,7 @@ def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch)
     monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = hard_layer()
     hessians = reference.hessians(*(tensor.double() for tensor in tensors), lam)
-    quadratic = Quadratic.build(*tensors, lam)
+    quadratic = full(*tensors, lam)
     hessians.diagonal(dim1=1, dim2=2).add_(0.01 * quadratic.damping_unit)
     assert torch.linalg.cond(hessians).max() > 1e5
     assert_same(prune(tensors, lam, pattern), exact(tensors, lam, pattern), 1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_moonshot import MoonshotConfig, prune_weight
-from optimum_moonshot.objective.parallel import each
+from optimum_moonshot.objective.parallel import parallel_map
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def two_threads():
 
 
 def test_results_come_in_order_and_the_thread_count_stays(two_threads):
-    seen = each(lambda piece: (piece, torch.get_num_threads(), torch.is_grad_enabled()), range(20), CPU)
+    seen = parallel_map(lambda piece: (piece, torch.get_num_threads(), torch.is_grad_enabled()), range(20), CPU)
     assert seen == [(piece, 1, False) for piece in range(20)]
     assert torch.get_num_threads() == 2 and torch.is_grad_enabled()
 
@@ -29,12 +29,12 @@ def test_an_exception_is_raised_and_the_thread_count_stays(two_threads):
             raise KeyError(piece)
 
     with pytest.raises(KeyError):
-        each(fail, range(20), CPU)
+        parallel_map(fail, range(20), CPU)
     assert torch.get_num_threads() == 2
 
 
 def test_a_single_piece_keeps_every_thread(two_threads):
-    assert each(lambda _: torch.get_num_threads(), [0], CPU) == [2]
+    assert parallel_map(lambda _: torch.get_num_threads(), [0], CPU) == [2]
 
 
 @pytest.mark.parametrize("pattern", [{"sparsity": 0.6}, {"pattern": "2:4"}])

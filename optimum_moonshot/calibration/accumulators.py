@@ -1,9 +1,10 @@
 """What becomes of the gradients ``A_n = Σ_t δ_t x_tᵀ`` of a layer's samples, in float32: three ways to gather them.
 
 `Samples` keeps every A_n, `Squares` their elementwise Σ_n A_n², and `RowMatrices` compresses them exactly, where there
-are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row (or block of a row). All but `Squares` may gather some
-rows of the layer alone. Pieces arrive as x [B·groups, T, d_in] and δ [B·groups, T, d_out/groups]; a layer that is
-called several times for a sample, or in strips, has the sum of its pieces as gradient.
+are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row, or every column block of a row. All but `Squares` give
+a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [B·groups, T, d_in] and δ
+[B·groups, T, d_out/groups]; a layer that is called several times for a sample, or in strips, has the sum of its pieces
+as gradient.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
-from ..objective.quadratic import RowFisher, Totals
-from ..objective.row_slices import slices
+from ..objective.fisher import FisherMatrices, SampleGradients
+from ..objective.quadratic import Totals
+from ..objective.row_slices import row_slices
 from .memory import Storage
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
@@ -24,14 +26,14 @@ STAGED = 64
 class Plan:
     """What to gather of a layer's gradients."""
 
-    block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
+    column_block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
     rows: slice | None = None  # of the layer: a whole number of its groups, or inside of one; None is all
-    totals: int | None = None  # also L_F(0), of blocks of so many inputs, and Σ A², both of all rows
+    totals: int | None = None  # also L_F(0), of column blocks of so many inputs, and Σ A², both of all rows
 
 
-def numbers_per_row(d_in: int, samples: int, block: int | None) -> int:
-    """Floats that `Samples` (no block) or `RowMatrices` hold per row of a layer."""
-    return d_in * (samples if block is None else block + min(STAGED, samples))
+def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
+    """Floats that `Samples` (no column block) or `RowMatrices` hold per row of a layer."""
+    return d_in * (samples if column_block is None else column_block + min(STAGED, samples))
 
 
 class Samples:
@@ -52,8 +54,8 @@ class Samples:
     def end(self) -> None:
         pass
 
-    def result(self) -> Tensor:
-        return self.value
+    def result(self) -> SampleGradients:
+        return SampleGradients(self.value)
 
 
 class Squares:
@@ -89,12 +91,12 @@ class Squares:
 
 
 class RowMatrices:
-    """Σ_n a_n a_nᵀ of every row's blocks, [rows · blocks, size, size]; so many samples are staged and added at once."""
+    """Σ_n a_n a_nᵀ of column blocks, [rows · blocks, size, size]; `STAGED` samples are added at once."""
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
-        self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.block
-        blocks = layer.shape[1] // plan.block
-        shape = (self.part.count * blocks, plan.block, plan.block)
+        self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.column_block
+        blocks = layer.shape[1] // self.size
+        shape = (self.part.count * blocks, self.size, self.size)
         self.matrices = storage.zeros(shape, torch.float32, f"{layer.name}: gradients of its rows")
         shape = (min(STAGED, samples), self.part.count, layer.shape[1])
         self.staged = storage.zeros(shape, torch.float32, f"{layer.name}: gradients of some samples")
@@ -118,15 +120,15 @@ class RowMatrices:
         if not self.used:
             return
         gradients = self.staged[: self.used].unflatten(2, (-1, self.size)).flatten(1, 2)
-        for rows in slices(slice(0, len(self.matrices)), 8 * self.used * self.size, self.staged.device):
+        for rows in row_slices(slice(0, len(self.matrices)), 8 * self.used * self.size, self.staged.device):
             some = gradients[:, rows].transpose(0, 1)
             self.matrices[rows].baddbmm_(some.mT, some)
         self.staged.zero_()
         self.used = 0
 
-    def result(self) -> RowFisher:
+    def result(self) -> FisherMatrices:
         self._flush()
-        return RowFisher(self.matrices, self.samples)
+        return FisherMatrices(self.matrices, self.samples)
 
 
 class LayerTotals:

@@ -7,14 +7,8 @@ from torch import Tensor, nn
 
 from ..model.convolution import batched, geometry, joined, strips
 from ..model.layers import PrunableLayer
-from ..objective.quadratic import (
-    BlockQuadratic,
-    DiagonalQuadratic,
-    Quadratic,
-    RowFisher,
-    diagonal_blocks,
-    reconstruction,
-)
+from ..objective.fisher import Fisher
+from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, reconstruction
 from .accumulators import LayerTotals
 
 
@@ -47,35 +41,36 @@ class InputStatistics:
 
 @dataclass
 class LayerStatistics:
-    """What a layer's objective needs: Σ x xᵀ or (diagonal) Σ x², and A_n [N, d_out, d_in], Σ_n a_n a_nᵀ of its rows or
-    (diagonal) Σ_n A_n² [d_out, d_in].
+    """What a layer's objective needs: Σ x xᵀ and the Fisher term of its rows or, diagonal, Σ x² and Σ_n A_n².
 
-    Inputs are [d_in, d_in] or [d_in], with groups in front for a grouped convolution. Gradients may be those of some
-    rows, with the totals of the layer once those are known.
+    Inputs are [d_in, d_in] or [d_in], with groups in front for a grouped convolution. Gradients are a `Fisher`, or
+    [d_out, d_in] where diagonal; None at λ = 1. They may be those of some rows, with the totals of the layer once those
+    are known.
     """
 
     inputs: Tensor
-    gradients: Tensor | RowFisher | None
+    gradients: Fisher | Tensor | None
     samples: int
     diagonal: bool = False
     totals: LayerTotals | None = None
 
-    def objective(self, weight: Tensor, lam: float, block: int | None = None) -> Quadratic | DiagonalQuadratic:
-        """The layer's quadratic at its dense weight [d_out, d_in]; `block` inputs of a row have one together."""
+    def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
+        """The layer's quadratic at its dense weight.
+
+        Args:
+            weight: [d_out, d_in].
+            lam: λ in [0, 1].
+            column_block: inputs of a row that have a quadratic together; None is all.
+        """
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
             return DiagonalQuadratic.build(weight, self.inputs, gradients, self.samples, lam)
-        if block is not None:
-            return BlockQuadratic.build(weight, diagonal_blocks(self.inputs, block), gradients, lam)
-        return Quadratic.build(weight, self.inputs, gradients, lam)
+        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
 
-    def layer_objective(self, weight: Tensor, lam: float, block: int | None = None) -> Quadratic:
-        """The layer's quadratic without gradients, by the totals that were gathered with some rows."""
-        kind, gram = (
-            (Quadratic, self.inputs) if block is None else (BlockQuadratic, diagonal_blocks(self.inputs, block))
-        )
-        totals = self.totals.result(reconstruction(weight, gram))
-        return kind.build(weight, gram, None, lam, totals)
+    def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
+        """As `objective`, without gradients: by the totals that were gathered with some rows."""
+        totals = self.totals.result(reconstruction(weight, self.inputs, column_block))
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)
 
 
 @dataclass(frozen=True)

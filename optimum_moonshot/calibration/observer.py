@@ -15,9 +15,6 @@ from ..errors import MoonshotError, require
 from ..model.convolution import batched, joined, strip_of, strips
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
-from ..objective.quadratic import (
-    RowFisher,
-)
 from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
 from .layer_statistics import Call, InputStatistics, LayerStatistics
 from .memory import Storage
@@ -70,7 +67,7 @@ class Collector(AbstractContextManager):
             self.totals[layer.name] = LayerTotals(layer, self.samples, plan.totals)
         if self.diagonal:
             return Squares(layer, self.storage)
-        return (Samples if plan.block is None else RowMatrices)(layer, self.samples, self.storage, plan)
+        return (Samples if plan.column_block is None else RowMatrices)(layer, self.samples, self.storage, plan)
 
     def __enter__(self) -> "Collector":
         for layer in self.layers:
@@ -224,14 +221,15 @@ class Collector(AbstractContextManager):
         inputs, gradients = self.inputs.pop(name).value, self.gradients.pop(name, None)
         gradients = gradients and gradients.result()
         diagonal = inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1)
-        _finite(diagonal, f"{name}: its inputs (activations)")
+        _check_finite(all_finite(diagonal), f"{name}: its inputs (activations)")
         if gradients is not None:
-            _finite(gradients[0] if isinstance(gradients, RowFisher) else gradients, f"{name}: its gradients")
+            finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
+            _check_finite(finite, f"{name}: its gradients")
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, self.totals.pop(name, None))
 
 
-def _finite(tensor: Tensor, what: str) -> None:
+def _check_finite(finite: bool, what: str) -> None:
     require(
-        all_finite(tensor),
+        finite,
         f"{what} hold NaN or infinite values: check the model's weights and dtype (float16 overflows; use bfloat16)",
     )

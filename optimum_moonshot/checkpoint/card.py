@@ -20,6 +20,7 @@ from yaml import YAMLError
 from ..files import read_json, replace_file
 from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
+from ..reports.record import PruningRecord
 from .packed_files import pruned_layers, stored_bytes
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -123,7 +124,8 @@ class Facts:
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
         """From a pruned transformers model."""
         base = find_base(getattr(model, "name_or_path", ""))
-        return cls(name, format, base, model.config.moonshot["lam"], *weight_bytes(model), type(model).__name__)
+        lam = PruningRecord.require_of(model).lam
+        return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
@@ -269,23 +271,23 @@ def _calibration(report: PruneReport) -> dict[str, Any] | None:
 
 def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
-    rows = [
+    rows: list[tuple[str, Any]] = [
         ("solver", config["solver"]),
         ("pattern", config["pattern"] + (" (n of every m inputs survive)" if ":" in config["pattern"] else "")),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
         ("layers with the Fisher loss", config["fisher"]),
-        ("damping", f"{config['damping']:g}"),
     ]
+    options = {"damping": config["damping"], **config.get("solver_options", {})}
+    rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
     if data is None:
-        return [*rows, ("calibration", "none")]
-    length = "" if data["sequence_length"] is None else f" of {data['sequence_length']} tokens"
-    return [
-        *((key, _cell(value)) for key, value in rows),
-        ("calibration", _cell(f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}")),
-        ("SHA-256 of the calibration data", f"`{data['digest']}`"),
-    ]
+        rows.append(("calibration", "none"))
+    else:
+        length = "" if data["sequence_length"] is None else f" of {data['sequence_length']} tokens"
+        samples = f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}"
+        rows += [("calibration", samples), ("SHA-256 of the calibration data", f"`{data['digest']}`")]
+    return [(key, _cell(value)) for key, value in rows]
 
 
 def _kinds(report: PruneReport) -> list[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_path, require
 from ..packing.bitmask import check_packed, is_nm
 from ..reports.prune_report import REPORT_NAME, PruneReport
+from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .keys import META, PACKED, parameter_names
 from .packed_files import (
@@ -72,13 +73,15 @@ def load_pruned(
     format = verify(folder)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
-    require(hasattr(config, "moonshot"), f"{name_or_path}: config.json has no entry moonshot: the model is not pruned")
+    require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
     if runtime == "packed":
         mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
         require(format == "packed", f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
         config.quantization_config["runtime"] = "packed"
     model, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **model_kwargs)
-    _check_loaded(info)
+    check_complete(info, name_or_path)
+    unknown = sorted(info["unexpected_keys"])
+    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
     if format == "dense":
         _check_zeros(folder, model)
     if runtime == "semi_structured":
@@ -184,11 +187,24 @@ def _check_index(folder: Path, found: set[str]) -> None:
     require(not missing, f"{_layer((missing or [''])[0])}: the index names it, no file holds it")
 
 
-def _check_loaded(info: dict[str, Any]) -> None:
-    """Raise `MoonshotError` for weights that the files do not have, or the model does not."""
-    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    require(not missing, f"{_layer((missing or [''])[0])}: no file holds it, nor {len(missing) - 1} others")
-    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
+def check_complete(info: dict[str, Any], name_or_path: str | os.PathLike) -> None:
+    """Every weight of a model came from its files.
+
+    Args:
+        info: transformers' loading info.
+        name_or_path: where the model was loaded from.
+
+    Raises:
+        MoonshotError: with the first weight that is missing, or has another shape in the files.
+    """
+    missing = sorted(info["missing_keys"])
+    missing += sorted(key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
+    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+    require(
+        not missing,
+        f"{_layer((missing or [''])[0])}: no file of {name_or_path} holds it{more}: they would be random numbers; "
+        "give a complete checkpoint",
+    )
 
 
 def _check_zeros(folder: Path, model: nn.Module) -> None:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ..config import MoonshotConfig
 from ..errors import MoonshotError, require
 from ..files import read_json
 from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured, parse_pattern
 from ..packing.bitmask import check_packed, pack, packed_bytes, unpack
+from ..reports.record import PruningRecord
 from .keys import META, PACKED, parameter_names
 
 FORMATS = ("dense", "packed")
@@ -91,16 +91,14 @@ def read_model_config(folder: Path, **options: Any) -> Any:
 
 
 def pruned_layers(model: nn.Module) -> Layers:
-    """The weights that `model.config.moonshot` says are pruned, under every name that they have in the model.
+    """The weights that the model's record says are pruned, under every name that they have in the model.
 
     Raises:
-        MoonshotError: the model is not a pruned one.
+        MoonshotError: the model is not a pruned one, or its record is damaged.
     """
-    run = getattr(model.config, "moonshot", None)
-    require(isinstance(run, dict) and "config" in run, "config.json has no entry moonshot: the model is not pruned")
-    settings = MoonshotConfig.from_dict(run["config"])
-    layers = list(find_structure(model, settings.targets, settings.ignore).layers())
-    patterns = settings.layer_patterns(layer.name for layer in layers)
+    record = PruningRecord.require_of(model)
+    layers = list(find_structure(model, record.targets, record.ignore).layers())
+    patterns = record.layer_patterns(layer.name for layer in layers)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,6 +1,7 @@
 """What the subcommands of `optimum-cli moonshot` share: the options of a method, loading, measuring, errors."""
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError
+from ..errors import MoonshotError, reason
 
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
@@ -48,6 +49,11 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "block_size": {
         "type": int,
         "help": "columns that SparseGPT prunes together (128), or inputs of CAP's blocks (192)",
+    },
+    "solver_options": {
+        "action": "append",
+        "metavar": "NAME=VALUE",
+        "help": "a hyperparameter of the solver, such as block_size=64; repeat it for others",
     },
     "targets": {
         "nargs": "+",
@@ -94,6 +100,8 @@ class UsageError(MoonshotError):
 
 
 def flag(name: str) -> str:
+    """The option of a field; one that is given again and again has its name in the singular."""
+    name = name.removesuffix("s") if CONFIG_OPTIONS.get(name, {}).get("action") == "append" else name
     return "--" + name.replace("_", "-")
 
 
@@ -110,6 +118,26 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a Python module first, such as one in this folder that registers a solver; repeat it for others",
+    )
+
+
+def import_modules(names: list[str]) -> None:
+    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the code of a user raises
+            kind = type(error).__name__
+            raise UsageError(f"--import {name}: it cannot be imported ({kind}: {reason(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -136,11 +164,19 @@ def make_meter(
 
 
 def make_config(args: argparse.Namespace):
+    """The configuration that the options of a command are.
+
+    Raises:
+        UsageError: it is none.
+    """
     from .. import MoonshotConfig
 
     given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
-    given |= {"allocation": read_allocation(given["allocation"])} if "allocation" in given else {}
+    if "allocation" in given:
+        given["allocation"] = read_allocation(given["allocation"])
     try:
+        if "solver_options" in given:
+            given["solver_options"] = read_options(given.get("solver", MoonshotConfig.solver), given["solver_options"])
         return MoonshotConfig(**given)
     except MoonshotError as error:
         raise UsageError(str(error)) from None
@@ -159,6 +195,28 @@ def read_allocation(given: str) -> str | dict:
         raise UsageError(f"{usage} ({_line(error)})") from None
     expect(isinstance(rules, dict), usage)
     return rules
+
+
+def read_options(solver: str, given: list[str]) -> dict[str, Any]:
+    """A solver's hyperparameters, of the types that it declares.
+
+    Raises:
+        MoonshotError: no such solver or hyperparameter, one that is given twice, or a value that it cannot have.
+    """
+    from ..solvers.base import parse_option, solver_options
+
+    known, found = solver_options(solver), {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        usage = f"{flag('solver_options')} {text}"
+        expect(bool(name and sign), f"{usage}: give NAME=VALUE")
+        expect(name in known, f"{usage}: solver={solver!r} has {', '.join(known) or 'none'}")
+        expect(name not in found, f"{usage}: {name} is given twice")
+        try:
+            found[name] = parse_option(known[name], value)
+        except MoonshotError as error:
+            raise UsageError(f"{usage}: {error}") from None
+    return found
 
 
 def find_device(name: str | None):

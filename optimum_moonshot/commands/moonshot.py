@@ -23,6 +23,7 @@ from .common import (  # fmt: skip
     expect,
     find_device,
     guard,
+    import_modules,
     load,
     make_config,
     make_meter,
@@ -72,6 +73,7 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
 def prune(args: argparse.Namespace) -> None:
     """`moonshot prune`: load, measure, prune, measure, save, report."""
     start = time.perf_counter()
+    import_modules(args.imports)
     config = make_config(args)
     structured = config.pattern == "structured"
     expect(structured or not args.compact, "--compact: only --pattern structured leaves neurons and heads to remove")

@@ -20,6 +20,7 @@ from .common import (
     expect,
     find_device,
     guard,
+    import_modules,
     load,
     make_config,
     make_meter,
@@ -66,6 +67,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
 def sweep(args: argparse.Namespace) -> None:
     """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
     started = time.perf_counter()
+    import_modules(args.imports)
     needed = any(":" not in pattern for pattern in args.patterns)
     expect(not needed or args.sparsities, f"--patterns {' '.join(args.patterns)}: give --sparsities too")
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1

@@ -4,7 +4,6 @@ For perplexity, text is tokenised as one stream and cut into windows of the mode
 it is the exponentiated mean loss of every next-token prediction inside a window.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional
 from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
 from ..errors import check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
-from ..model.facts import max_positions
+from ..model.facts import check_tokens, max_positions
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
@@ -100,13 +99,7 @@ def _check(model: nn.Module, windows: Tensor) -> None:
         not getattr(config, "is_encoder_decoder", False),
         f"{name} is an encoder-decoder: perplexity of text needs a causal language model",
     )
-    size = None
-    with suppress(AttributeError, NotImplementedError):  # not every model says where its embeddings are
-        size = model.get_input_embeddings().num_embeddings
-    require(
-        size is None or int(windows.max()) < size,
-        f"tokenizer: it gives token {int(windows.max())}, {name} has {size}: use the tokenizer of the model",
-    )
+    check_tokens(model, windows, "tokenizer")
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -22,11 +22,11 @@ from ..masks import Masks, find_pruned, layer_follows
 from ..model.facts import takes_images
 from ..model.layers import PrunableLayer
 from ..model.losses import IGNORED
-from ..objective.allocation_rules import parse_rules
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
 from ..pruning.selection import select
 from ..reports.prune_report import PruneReport, mean_over_weights
+from ..reports.record import PruningRecord
 from .distillation import Distillation
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
@@ -79,8 +79,8 @@ class MoonshotCallback(TrainerCallback):
         teacher: nn.Module | None = None,
         temperature: float = 2.0,
         teacher_weight: float = 0.5,
-        targets: tuple[str, ...] | None = None,
-        ignore: tuple[str, ...] = (),
+        targets: Sequence[str] | None = None,
+        ignore: Sequence[str] = (),
     ):
         good = config is None or isinstance(config, MoonshotConfig)
         require(good, f"config is a {type(config).__name__}: give a MoonshotConfig")
@@ -239,14 +239,8 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
     """The n:m patterns that layers of a model were pruned to, short groups first; none where nothing says which."""
-    if config is None:
-        record = getattr(getattr(model, "config", None), "moonshot", None)
-        if not isinstance(record, dict) or "config" not in record:
-            return []
-        config = MoonshotConfig.from_dict(record["config"])
-    rules = parse_rules(config.allocation).values() if isinstance(config.allocation, dict) else ()
-    found = {pattern for pattern in (config.parsed_pattern, *rules) if isinstance(pattern, NM)}
-    return sorted(found, key=lambda pattern: (pattern.m, pattern.n))
+    told = PruningRecord.of(model) if config is None else config
+    return [] if told is None else told.nm_patterns()
 
 
 def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:

@@ -18,6 +18,7 @@ from ..checkpoint.keys import PACKED, parameter_names
 from ..checkpoint.packed_files import METHOD, PackedLayer, check_version, naming, packed_layers
 from ..config import MoonshotConfig
 from ..errors import require
+from ..reports.record import PruningRecord
 from ..runtime.packed_linear import PackedLinear
 
 _log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class MoonshotQuantizer(HfQuantizer):
     def _prepare_pruning(self, model: nn.Module) -> None:
         from ..model.facts import load_processor, load_tokenizer
 
-        run = getattr(model.config, "moonshot", None)
-        require(run is None, f"quantization_config: {model.name_or_path} is pruned already; load it without one")
+        pruned = PruningRecord.of(model) is not None
+        require(not pruned, f"quantization_config: {model.name_or_path} is pruned already; load it without one")
         config = self.quantization_config
         require(
             config.calibration is not None or not config.make_solver().calibrated,

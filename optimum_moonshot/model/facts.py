@@ -3,8 +3,11 @@
 import os
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
+
+from ..errors import require
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -21,6 +24,36 @@ def vocabulary_size(model: nn.Module) -> int:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "vocab_size", None) or 1
+
+
+def embedded_tokens(model: nn.Module) -> int | None:
+    """How many token ids a model has embeddings for; None where it does not say where they are."""
+    try:
+        return model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def check_tokens(model: nn.Module, ids: Tensor, given_by: str) -> None:
+    """Every token id is one that the model has an embedding for.
+
+    Args:
+        model: a language model.
+        ids: of any shape.
+        given_by: where they come from: "tokenizer" or "input_ids".
+
+    Raises:
+        MoonshotError: ids that are no whole numbers, or outside of the vocabulary.
+    """
+    name, size = type(model).__name__, embedded_tokens(model)
+    whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
+    require(whole, f"{given_by}: token ids are {ids.dtype}, give whole numbers")
+    if size is None or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    wrong = low if low < 0 else high
+    mend = f"{given_by}: it gives token {wrong}, {name} has {size}: use the tokenizer of the model"
+    require(low >= 0 and high < size, mend)
 
 
 def takes_images(model: nn.Module) -> bool:

@@ -3,12 +3,64 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ..errors import MoonshotError, require
-from .patterns import Pattern, Unstructured, parse_pattern
+from .patterns import NM, Pattern, Unstructured, parse_pattern
 
 METHODS = ("uniform", "owl", "alpha")
+
+
+@dataclass(frozen=True)
+class PatternRules:
+    """Every layer's pattern, as far as it is known before the model is: all but OWL's and AlphaPruning's shares."""
+
+    default: Pattern | None  # of the layers that no rule decides; None where all layers need one
+    rules: Mapping[str, Pattern]  # layer or expression → pattern; empty without an allocation by name
+
+    @classmethod
+    def parse(
+        cls, pattern: str, sparsity: float | None, group_size: int, allocation: str | dict[str, float | str]
+    ) -> PatternRules:
+        """From the four fields of a configuration that say it.
+
+        Args:
+            pattern: "unstructured", "structured" or "n:m".
+            sparsity: share of the weights (of the groups of columns) to remove; follows from n:m.
+            group_size: columns that go or stay together, where they are structured.
+            allocation: a method's name, or a layer's name or expression → sparsity or "n:m".
+
+        Raises:
+            MoonshotError: an unknown pattern or method, a sparsity outside [0, 1], or an entry that is neither of both.
+        """
+        check_allocation(allocation)
+        rules = parse_rules(allocation) if isinstance(allocation, dict) else {}
+        all_named = isinstance(allocation, dict) and pattern == Unstructured.kind and sparsity is None
+        return cls(None if all_named else parse_pattern(pattern, sparsity, group_size), rules)
+
+    def of(self, names: Iterable[str]) -> dict[str, Pattern]:
+        """Every layer's pattern.
+
+        Raises:
+            MoonshotError: a layer without an entry or default, or an entry that decides no layer.
+        """
+        return apply_rules(self.rules, names, self.default) if self.rules else dict.fromkeys(names, self.default)
+
+    def nm(self) -> list[NM]:
+        """The n:m patterns among them, short groups first."""
+        found = {pattern for pattern in (self.default, *self.rules.values()) if isinstance(pattern, NM)}
+        return sorted(found, key=lambda pattern: (pattern.m, pattern.n))
+
+
+def check_allocation(allocation: object) -> None:
+    """Raise `MoonshotError` unless this is a method's name or a dict with entries."""
+    named = isinstance(allocation, dict)
+    require(
+        named or (isinstance(allocation, str) and allocation in METHODS),
+        f'allocation={allocation!r}: use "uniform", "owl", "alpha", or a dict of layer → sparsity or "n:m"',
+    )
+    require(not named or bool(allocation), f"allocation={allocation!r}: it has no entry; leave it out")
 
 
 def parse_rules(rules: dict) -> dict[str, Pattern]:
@@ -34,10 +86,15 @@ def parse_rules(rules: dict) -> dict[str, Pattern]:
     return parsed
 
 
-def apply_rules(rules: dict[str, Pattern], names: Iterable[str], default: Pattern | None) -> dict[str, Pattern]:
+def apply_rules(rules: Mapping[str, Pattern], names: Iterable[str], default: Pattern | None) -> dict[str, Pattern]:
     """Every layer's pattern: of the entry with its exact name, else of the first whose expression is found in it.
 
     A layer's whole name is no expression: it speaks of that layer alone.
+
+    Args:
+        rules: name or regular expression → pattern, in the order in which expressions decide.
+        names: of all layers.
+        default: for those without an entry; None where there is to be none.
 
     Raises:
         MoonshotError: a layer without an entry or default, or an entry that decides no layer.

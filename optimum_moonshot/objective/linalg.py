@@ -23,6 +23,21 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """The diagonal blocks of matrices.
+
+    Args:
+        matrix: [d, d], or several, [g, d, d].
+        size: of a block; it divides d.
+
+    Returns:
+        [g, d / size, size, size], with g = 1 for a single matrix.
+    """
+    matrices = matrix if matrix.ndim == 3 else matrix[None]
+    blocks = matrices.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)
+    return blocks.permute(0, 3, 1, 2).contiguous()
+
+
 def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The upper triangular U with ``matrix⁻¹ = Uᵀ U``, without inverting `matrix`.
 
@@ -65,7 +80,12 @@ def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor
 
 
 def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
-    """Raise `FactorizationError` unless all of `ok` holds."""
+    """Raise `FactorizationError` unless all of `ok` holds.
+
+    Args:
+        ok: bool, any shape: which factorisations exist.
+        what: was factored, for the message.
+    """
     if not ok.all():
         raise FactorizationError(f"{what} is not positive definite")
 
@@ -78,7 +98,7 @@ def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
         attempt: raises `FactorizationError` where it fails.
 
     Raises:
-        FactorizationError: it fails even at a damping of 1.
+        FactorizationError: it fails even at a damping of `MAX_DAMPING`.
     """
     tried = []
     while True:

@@ -2,17 +2,31 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
-def each(work: Callable[[Any], Any], pieces: Sequence, device: torch.device) -> list:
-    """`work` of every piece, in order; on a CPU as many pieces at a time as torch has threads, each on one of them.
+
+def parallel_map(work: Callable[[Piece], Result], pieces: Sequence[Piece], device: torch.device) -> list[Result]:
+    """The work on every piece; on a CPU as many pieces at a time as torch has threads, each on one of them.
 
     torch splits a single operation between its threads, which costs more than it gains on small batched products, and
-    its batched factorisations use one thread anyway. Pieces must write to different places; the result then does not
-    depend on the number of threads. No gradients are recorded. The first exception is raised once all have ended.
+    its batched factorisations use one thread anyway.
+
+    Args:
+        work: records no gradients. Pieces must write to different places; the result then does not depend on the
+            number of threads.
+        pieces: what it is called with, one at a time.
+        device: where it computes.
+
+    Returns:
+        What `work` returned, in the order of the pieces.
+
+    Raises:
+        Exception: the first that a piece raised, once all have ended.
     """
     threads = min(torch.get_num_threads(), len(pieces)) if device.type == "cpu" else 1
     if threads <= 1:

@@ -5,22 +5,24 @@
     L_F(W) = 1/N Σ_k ‖A_kᵀ (w_k-ŵ_k)‖²               A_k: row k of the N per-sample gradients, as columns
 
 so row k carries the matrix ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
-``L_λ(0) = 1``. `Quadratic` keeps the whole matrices, `BlockQuadratic` their diagonal blocks (CAP) and
+``L_λ(0) = 1``. `Quadratic` keeps the whole matrices or, with column blocks, their diagonal blocks alone (CAP), and
 `DiagonalQuadratic` their diagonals (Wanda), each normalised by its own losses. Tensor format here and in every solver:
-weights [d_out, d_in], gradients [N, d_out, d_in]. Rows of a grouped convolution read inputs of their own: its G is
-[groups, d_in, d_in], one matrix for each d_out/groups rows.
+weights [d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Rows come in groups that share a Gram matrix: G is
+[groups, d_in, d_in] where there are several, as in a grouped convolution, one for each d_out/groups rows.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import FactorizationError
+from .fisher import Fisher
+from .linalg import diagonal_blocks
 
-# Rows of A are read in slices of about this many bytes, so that gradients kept off the device stream through it.
-SLICE_BYTES = 256 * 2**20
 # How far below 0 rounding may take a loss that is 0, in proportion to the largest it could be.
 ROUNDING = 1e-5
 
@@ -33,13 +35,6 @@ class RelativeLoss(NamedTuple):
     total: float
 
 
-class RowFisher(NamedTuple):
-    """``A_k A_kᵀ`` itself, for the rows (or blocks of rows) of a quadratic: exact, and smaller where N > size."""
-
-    matrices: Tensor  # Σ_n a_n a_nᵀ, [rows, size, size], on any device
-    samples: int  # N
-
-
 class Totals(NamedTuple):
     """Of a whole layer, where a quadratic has the gradients of some of its rows only."""
 
@@ -50,11 +45,11 @@ class Totals(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scalars a, b of F_k, the λ they realise, and what a user should know about them."""
+    """The scalars of F_k, and what a user should know about them."""
 
-    a: float
-    b: float
-    lam: float
+    a: float  # of G
+    b: float  # of A_k A_kᵀ; 0 where there is no Fisher term
+    lam: float  # the λ that they realise
     notes: tuple[str, ...]
 
 
@@ -82,43 +77,66 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
 
 @dataclass(frozen=True)
 class Quadratic:
-    """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``L_λ(0) = 1``."""
+    """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``L_λ(0) = 1``.
 
-    weight: Tensor  # ŵ             [d_out, d_in] float32, 0 at dead inputs
-    gram: Tensor  # G               [d_in, d_in], or [groups, d_in, d_in]
-    gradients: Tensor | RowFisher | None  # A_n [N, d_out, d_in], or A_k A_kᵀ, on any device; None at λ = 1
+    With column blocks of `size` inputs, all but the diagonal blocks of G and A_k A_kᵀ is left out: block j of row k
+    then counts as row ``k · blocks + j``, in `row_weights`, `row_hessians` and `fisher`.
+    """
+
+    weight: Tensor  # ŵ       [d_out, d_in] float32, 0 at dead inputs
+    gram: Tensor  # G         [d_in, d_in], [groups, d_in, d_in] or, in blocks, [groups, blocks, size, size]
+    fisher: Fisher | None  # A_k A_kᵀ of the rows; None where there is no Fisher term (λ = 1), or not yet (`part`)
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
-    totals: Totals | None = None  # of the layer, where gradients are those of some rows
+    totals: Totals | None = None  # of the layer, where `fisher` is that of some rows
+
+    diagonal_only: ClassVar[bool] = False  # whether the diagonals of G and A_k A_kᵀ are all there is
 
     @classmethod
     def build(
         cls,
         weight: Tensor,
         gram: Tensor,
-        gradients: Tensor | RowFisher | None,
+        fisher: Fisher | None,
         lam: float,
         totals: Totals | None = None,
-    ) -> "Quadratic":
+        column_block: int | None = None,
+    ) -> Quadratic:
         """From a dense weight and its statistics; inputs that never fire lose their weights first.
 
-        With `totals` the gradients may follow, rows by rows, in `part`.
+        Args:
+            weight: ŵ, [d_out, d_in].
+            gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
+            fisher: of the weight's rows, or of their column blocks of the same size; None at λ = 1.
+            lam: λ in [0, 1].
+            totals: of the layer. With them `fisher` may follow, rows by rows, in `part`.
+            column_block: inputs of a column block, a divisor of d_in; None is all.
+
+        Raises:
+            FactorizationError: G is far from positive semidefinite.
         """
+        gram = gram if column_block is None else diagonal_blocks(gram, column_block)
         weight, dead = _without_dead_inputs(weight, _input_squares(gram))
-        gradients = _by_block(gradients, gram.shape[-1])
-        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, gradients))
+        fisher = None if fisher is None else fisher.column_blocks(gram.shape[-1])
+        at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, fisher))
         if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * gram.diagonal(dim1=-2, dim2=-1).max()):
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
-        found = scales(lam, *at_zero, samples=totals.samples if totals else _samples(gradients))
-        return cls(weight, gram, gradients, _with_note(found, dead), at_zero, totals)
+        source = totals or fisher
+        found = scales(lam, *at_zero, samples=source.samples if source else 0)
+        return cls(weight, gram, fisher, _with_note(found, dead), at_zero, totals)
 
-    def part(self, rows: slice, gradients: Tensor | RowFisher) -> "Quadratic":
-        """The quadratic of some rows, a whole number of groups or inside of one, with their gradients."""
+    def part(self, rows: slice, fisher: Fisher) -> Quadratic:
+        """The quadratic of some rows of the weight.
+
+        Args:
+            rows: a whole number of groups, or inside of one.
+            fisher: of these rows, as for `build`.
+        """
         gram = self.gram
         if gram.ndim > 2:
             size = len(self.weight) // len(gram)
             gram = gram[rows.start // size : -(-rows.stop // size)]
-        return replace(self, weight=self.weight[rows], gram=gram, gradients=_by_block(gradients, self.size))
+        return replace(self, weight=self.weight[rows], gram=gram, fisher=fisher.column_blocks(self.size))
 
     @property
     def damping_unit(self) -> float:
@@ -129,60 +147,40 @@ class Quadratic:
 
     @property
     def size(self) -> int:
-        """Inputs of a block: d_in, unless the quadratic is block-diagonal."""
+        """Inputs of a row of `row_weights`: d_in, or those of a column block."""
         return self.gram.shape[-1]
 
     @property
     def row_weights(self) -> Tensor:
-        """ŵ as `rows` counts it, [rows, size]: a row of the weight is a row here, or its blocks one after another."""
+        """ŵ, [rows, size]: a row of the weight is a row here, or its column blocks one after another."""
         return self.weight.reshape(-1, self.size)
 
     def mean_diagonal(self) -> float:
         """The mean of all ``F_k,jj`` of the layer."""
         squares = 0.0
         if self.scales.b:
-            squares = self.totals.squares if self.totals else _mean_square(self.gradients, self.weight.numel())
+            squares = self.totals.squares if self.totals else self.fisher.mean_square()
         return self.scales.a * float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) + self.scales.b * squares
 
     def grams_of(self, rows: slice) -> Tensor:
-        """Which of the matrices in `gram`, counted through, each of some rows has."""
+        """Which of the matrices in `gram`, counted through, each of some rows of `row_weights` has: [r]."""
         count = len(self.row_weights)
         groups, blocks = _by_group(self.gram).shape[:2]
         index = torch.arange(*rows.indices(count), device=self.weight.device)
         return index // (count // groups) * blocks + index % blocks
 
-    def rows(self, rows: slice, device: torch.device) -> Tensor:
-        """The matrices F_k of some rows (blocks of rows), [r, size, size] in float64."""
+    def row_hessians(self, rows: slice) -> Tensor:
+        """The matrices F_k of some rows of `row_weights`, [r, size, size] in float64."""
         grams, which = _by_group(self.gram).flatten(0, 1), self.grams_of(rows)
         shared = grams[which].double() if len(grams) > 1 else grams.double().expand(len(which), -1, -1)
         if not self.scales.b:
             return self.scales.a * shared
-        if isinstance(self.gradients, RowFisher):
-            fisher = self.gradients.matrices[rows].to(device, torch.float64)
-            return fisher.mul_(self.scales.b).add_(shared, alpha=self.scales.a)
-        factors = self.gradients[:, rows].to(device).permute(1, 2, 0).double()
-        return torch.baddbmm(shared, factors, factors.mT, beta=self.scales.a, alpha=self.scales.b)
+        return self.fisher.combined(shared, rows, self.scales.a, self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         """The ruler of every report: relative losses of pruned weights [d_out, d_in]."""
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
-        return _relative(_terms(deltas, self.gram, self.gradients), self.losses_at_zero, self.scales.lam)
-
-
-@dataclass(frozen=True)
-class BlockQuadratic(Quadratic):
-    """`Quadratic` with all but the diagonal blocks of G and A_k A_kᵀ left out, as CAP does; its own ruler.
-
-    `gram` is [groups, blocks, size, size] with ``blocks · size = d_in``, and block j of row k is row
-    ``k · blocks + j`` of `rows` and `gradients`.
-    """
-
-
-def diagonal_blocks(gram: Tensor, size: int) -> Tensor:
-    """Of G [d_in, d_in] or [groups, d_in, d_in], the diagonal blocks, [groups, blocks, size, size]."""
-    grams = gram if gram.ndim == 3 else gram[None]
-    blocks = grams.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)
-    return blocks.permute(0, 3, 1, 2).contiguous()
+        return _relative(_terms(deltas, self.gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
 
 def _by_group(gram: Tensor) -> Tensor:
@@ -207,11 +205,21 @@ class DiagonalQuadratic:
     scales: Scales
     losses_at_zero: tuple[float, float | None]
 
+    diagonal_only: ClassVar[bool] = True
+
     @classmethod
     def build(
         cls, weight: Tensor, input_squares: Tensor, gradient_squares: Tensor | None, samples: int, lam: float
-    ) -> "DiagonalQuadratic":
-        """From a dense weight and its statistics; `input_squares` may be [groups, d_in]."""
+    ) -> DiagonalQuadratic:
+        """From a dense weight and its statistics; inputs that never fire lose their weights first.
+
+        Args:
+            weight: ŵ, [d_out, d_in].
+            input_squares: diag G, [d_in] or [groups, d_in].
+            gradient_squares: Σ_n A_n², [d_out, d_in]; None at λ = 1.
+            samples: N, of the gradients.
+            lam: λ in [0, 1].
+        """
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms(weight[None], input_squares, gradient_squares, samples))
@@ -231,14 +239,27 @@ class DiagonalQuadratic:
         return _relative(terms, self.losses_at_zero, self.scales.lam)
 
 
+Objective = Quadratic | DiagonalQuadratic
+
+
 def of_rows(groups: Tensor, d_out: int) -> Tensor:
-    """What holds for groups of rows [groups, …], for each of the d_out rows: [d_out, …]."""
+    """What holds for groups of rows, for each row.
+
+    Args:
+        groups: [groups, …].
+        d_out: rows, a multiple of the groups.
+
+    Returns:
+        [d_out, …].
+    """
     return groups.repeat_interleave(d_out // len(groups), 0)
 
 
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
     """`input_squares` [d_in] or [groups, d_in]."""
     dead = input_squares == 0
+    if dead.all():  # nothing tells the weights apart but themselves, and `scales` says so
+        return weight.detach().float(), 0
     of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
     return weight.detach().float().masked_fill(of_weight, 0), int(dead.sum())
 
@@ -247,55 +268,26 @@ def _with_note(found: Scales, dead: int) -> Scales:
     return found if not dead else found._replace(notes=(f"{dead} dead inputs", *found.notes))
 
 
-def reconstruction(weight: Tensor, gram: Tensor) -> float:
-    """L_R(0) of a weight."""
+def reconstruction(weight: Tensor, gram: Tensor, column_block: int | None = None) -> float:
+    """L_R(0).
+
+    Args:
+        weight: ŵ, [d_out, d_in].
+        gram: G, [d_in, d_in] or [groups, d_in, d_in].
+        column_block: inputs of a column block, where the quadratic has such; None is all.
+    """
+    gram = gram if column_block is None else diagonal_blocks(gram, column_block)
     return float(_terms(weight.float()[None], gram, None)[0])
 
 
-def _by_block(gradients: Tensor | RowFisher | None, size: int) -> Tensor | RowFisher | None:
-    """Gradients as a quadratic with blocks of so many inputs counts its rows, [N, rows, size]."""
-    if gradients is None or isinstance(gradients, RowFisher):
-        return gradients
-    return gradients.unflatten(2, (-1, size)).flatten(1, 2)
-
-
-def _samples(gradients: Tensor | RowFisher | None) -> int:
-    if isinstance(gradients, RowFisher):
-        return gradients.samples
-    return 0 if gradients is None else len(gradients)
-
-
-def _mean_square(gradients: Tensor | RowFisher, weights: int) -> float:
-    """Σ_n A_n², mean over the weights."""
-    if isinstance(gradients, RowFisher):
-        return float(gradients.matrices.diagonal(dim1=1, dim2=2).double().mean())
-    return sum(float(part.float().square().sum()) for part in gradients) / weights
-
-
-def _terms(deltas: Tensor, gram: Tensor, gradients: Tensor | RowFisher | None) -> tuple[Tensor, Tensor | None]:
+def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> tuple[Tensor, Tensor | None]:
     """L_R and L_F of several differences [w, d_out, d_in], as [w] in float64."""
     count, size = len(deltas), gram.shape[-1]
     grams = _by_group(gram).float()
     blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
     products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
     lost = (products * blocks).double().sum((0, 1, 3, 4))
-    if gradients is None:
-        return lost, None
-    rows = deltas.reshape(count, -1, size)
-    compressed = isinstance(gradients, RowFisher)
-    samples = _samples(gradients)
-    step = max(1, SLICE_BYTES // (4 * size * (size if compressed else samples)))
-    fisher = torch.zeros_like(lost)
-    for start in range(0, rows.shape[1], step):
-        some = slice(start, start + step)
-        columns = rows[:, some].permute(1, 2, 0)
-        if compressed:
-            part = gradients.matrices[some].to(deltas.device, torch.float32)
-            fisher += ((part @ columns) * columns).double().sum((0, 1))
-        else:
-            part = gradients[:, some].to(deltas.device, torch.float32).transpose(0, 1)
-            fisher += (part @ columns).double().square().sum((0, 1))
-    return lost, fisher / samples
+    return lost, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size))
 
 
 def _diagonal_terms(

@@ -1,4 +1,4 @@
-"""Ranges of rows and columns that pass together."""
+"""Ranges of rows and columns, cut into pieces that pass together."""
 
 import torch
 
@@ -7,12 +7,24 @@ CPU_BYTES = 64 * 2**20
 GPU_BYTES = 1024 * 2**20
 
 
-def ranges(start: int, stop: int, width: int) -> list[slice]:
-    """[start, stop) in pieces of `width`, the last one shorter."""
+def split_range(start: int, stop: int, width: int) -> list[slice]:
+    """[start, stop) in pieces.
+
+    Args:
+        start: the first index.
+        stop: one more than the last.
+        width: indices of a piece, at least 1; the last piece has what is left.
+    """
     return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
-def slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
-    """Rows in pieces whose intermediates, of `bytes_per_row` each, pass together."""
+def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
+    """Rows in pieces whose intermediates pass together, within `CPU_BYTES` or `GPU_BYTES`.
+
+    Args:
+        rows: with start and stop.
+        bytes_per_row: of intermediates.
+        device: of the work.
+    """
     limit = CPU_BYTES if device.type == "cpu" else GPU_BYTES
-    return ranges(rows.start, rows.stop, max(1, limit // bytes_per_row))
+    return split_range(rows.start, rows.stop, max(1, limit // bytes_per_row))

@@ -9,10 +9,8 @@ from torch import Tensor
 from ..calibration.layer_statistics import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
-from ..objective.quadratic import DiagonalQuadratic, Quadratic, RelativeLoss
+from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import PrunedWeight, Solver
-from ..solvers.base import block_size
-from ..solvers.ranked import Ranked
 
 
 class Solved(NamedTuple):
@@ -27,10 +25,10 @@ class Solved(NamedTuple):
 class ChunkedStatistics(Protocol):
     """Statistics of a layer that do not fit in memory whole: `RowChunks`."""
 
-    def statistics(self, block: int | None) -> LayerStatistics:
+    def statistics(self, column_block: int | None) -> LayerStatistics:
         """Those of the layer, without gradients."""
 
-    def solve(self, solver: Ranked, patterns: list[Pattern], lam: float, block: int | None) -> list[Solved]:
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
         """As `solve_layer`, for the patterns of one elimination."""
 
 
@@ -50,7 +48,7 @@ def solve_layer(
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
     together = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
-    families = [together] if together and isinstance(solver, Ranked) else [[index] for index in together]
+    families = [together] if together and solver.ranks else [[index] for index in together]
     families += [[index] for index in range(len(patterns)) if index not in together]
     found: dict[int, Solved] = {}
     for family in families:
@@ -66,13 +64,13 @@ def _solve_family(
     statistics: Statistics,
     lam: float,
 ) -> list[Solved]:
-    block = block_size(solver, layer.shape[1], patterns[0])
+    column_block = solver.column_block(layer.shape[1], patterns[0])
     if not isinstance(statistics, LayerStatistics):
         if lam < 1:
-            return statistics.solve(solver, patterns, lam, block)
-        statistics = statistics.statistics(block)
-    objective = statistics.objective(layer.matrix, lam, block)
-    if isinstance(solver, Ranked):
+            return statistics.solve(solver, patterns, lam, column_block)
+        statistics = statistics.statistics(column_block)
+    objective = statistics.objective(layer.matrix, lam, column_block)
+    if solver.ranks:
         results = solver.solve_path(objective, patterns)
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
@@ -82,9 +80,7 @@ def _solve_family(
     ]
 
 
-def _losses(
-    objective: Quadratic | DiagonalQuadratic, weight: Tensor, keep: Tensor, layer: PrunableLayer
-) -> list[RelativeLoss]:
+def _losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
     """Of the mask alone, and of the weight as the layer will hold it."""
     return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
 

@@ -12,7 +12,7 @@ from ..data.images import load_images, open_images
 from ..data.text import CalibrationData, load_calibration
 from ..errors import require
 from ..model.calls import model_device
-from ..model.facts import max_positions, takes_images, vocabulary_size
+from ..model.facts import check_tokens, max_positions, takes_images, vocabulary_size
 from ..model.losses import add_masked_labels, needs_masked_labels
 from .selection import Selection, check_weights
 
@@ -104,6 +104,9 @@ def _read(subject: Subject, selection: Selection, calibration: Any) -> Calibrati
         return load_images(source, model, subject.processor, labels=labels, **options)
     options["sequence_length"] = config.sequence_length
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
+    given_by = "input_ids" if data.given else "tokenizer"
+    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
+        check_tokens(model, ids, given_by)
     if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
         labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
         data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))

@@ -4,27 +4,27 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
 from ..model.layers import PrunableLayer
+from ..objective.fisher import Fisher
 from ..objective.linalg import escalate
 from ..objective.patterns import Pattern
-from ..objective.quadratic import Quadratic, RelativeLoss, RowFisher
-from ..objective.row_slices import ranges
-from ..solvers.base import finish
-from ..solvers.ranked import Ranked, Ranking
+from ..objective.quadratic import Quadratic, RelativeLoss
+from ..objective.row_slices import split_range
+from ..solvers.base import Solver, finish
+from ..solvers.ranked import Ranking
 from .layer_solving import Solved, _losses, _total
 
 
 def chunk_rows(layer: PrunableLayer, plan: Plan, samples: int, room: int) -> list[slice]:
     """Rows whose statistics fit in `room` bytes: whole groups of a grouped convolution, or a part of one."""
     d_out, d_in = layer.shape
-    size, count = d_out // layer.groups, max(1, room // (4 * numbers_per_row(d_in, samples, plan.block)))
+    size, count = d_out // layer.groups, max(1, room // (4 * numbers_per_row(d_in, samples, plan.column_block)))
     if count >= size:
-        return ranges(0, d_out, count // size * size)
-    return [rows for first in range(0, d_out, size) for rows in ranges(first, first + size, count)]
+        return split_range(0, d_out, count // size * size)
+    return [rows for first in range(0, d_out, size) for rows in split_range(first, first + size, count)]
 
 
 class RowChunks:
@@ -39,12 +39,12 @@ class RowChunks:
 
     def __init__(self, layer: PrunableLayer, rows: list[slice], collect: Callable[[Plan], LayerStatistics], plan: Plan):
         self.layer, self.rows, self.collect, self.plan = layer, rows, collect, plan
-        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs per block of the objective
-        self.held: tuple[int, Tensor | RowFisher] | None = None  # the gradients of a chunk
+        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs of a column block
+        self.held: tuple[int, Fisher] | None = None  # the gradients of a chunk
 
-    def statistics(self, block: int | None) -> LayerStatistics:
+    def statistics(self, column_block: int | None) -> LayerStatistics:
         """Those of the layer, without gradients; the totals come with the first chunk."""
-        size = block or self.layer.shape[1]
+        size = column_block or self.layer.shape[1]
         if size not in self.whole:
             self.held = None
             found = self.collect(dataclasses.replace(self.plan, rows=self.rows[0], totals=size))
@@ -60,9 +60,9 @@ class RowChunks:
             self.held = (index, found.gradients)
         return whole.part(self.rows[index], self.held[1])
 
-    def solve(self, solver: Ranked, patterns: list[Pattern], lam: float, block: int | None) -> list["Solved"]:
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list["Solved"]:
         """As `solve_layer`, for the patterns of one elimination."""
-        whole = self.statistics(block).layer_objective(self.layer.matrix, lam, block)
+        whole = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
         parts = range(len(self.rows))
 
         def rank(damping: float) -> Ranking:

@@ -14,10 +14,7 @@ from ..calibration.observer import Collector
 from ..calibration.passes import Step
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
-from ..objective.quadratic import DiagonalQuadratic
 from ..solvers import Solver
-from ..solvers.base import block_size
-from ..solvers.ranked import Ranked
 from .row_chunks import RowChunks, chunk_rows
 
 
@@ -37,7 +34,7 @@ class StatisticsSchedule:
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
         self.samples, self.storage = samples, storage
-        self.diagonal = solver.objective is DiagonalQuadratic
+        self.diagonal = solver.objective.diagonal_only
         self.notes: list[str] = []
 
     def statistics(
@@ -84,9 +81,9 @@ class StatisticsSchedule:
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
         d_in = layer.shape[1]
-        sizes = {block_size(self.solver, d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
+        sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
-        return Plan(block=max(sizes) if compressed else None)
+        return Plan(column_block=max(sizes) if compressed else None)
 
     def _bytes(self, layer: PrunableLayer) -> int:
         """What a layer's statistics take."""
@@ -94,14 +91,14 @@ class StatisticsSchedule:
         total = 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
         if self.lams[layer.name] < 1:
             samples = 1 if self.diagonal else self.samples
-            total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).block)
+            total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
         return total
 
     def _chunks(self, group: list[PrunableLayer], step: Step) -> "RowChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
         layer, room = group[0], self.storage.available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(group) > 1 or lam == 1 or not isinstance(self.solver, Ranked) or self._bytes(layer) <= room:
+        if len(group) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
             return None
         rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
         if len(rows) == 1:

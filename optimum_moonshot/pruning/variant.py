@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
+from ..reports.record import PruningRecord
 from .preparation import Prepared
 from .result_store import ResultStore, fingerprint
 from .selection import Selection
@@ -48,9 +48,8 @@ class Variant:
         notes = prepared.data.notes if prepared.data else ()
         if folder is None:
             return cls(selection, ResultStore(None, "", field), notes)
-        settings = {**selection.config.to_dict(), "offload_dir": None, "max_memory": None}
         digest = prepared.data.digest if prepared.data else ""
-        known = fingerprint(str(settings), digest, layers=selection.structure.layers_present())
+        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
         return cls(selection, ResultStore(folder, known, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
@@ -114,14 +113,14 @@ class Variant:
             notes=notes,
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
         )
-        if isinstance(getattr(prepared.model, "config", None), PreTrainedConfig):
-            prepared.model.config.moonshot = {
-                "config": report.config,
-                "lam": self.selection.lam,
-                "sparsity": report.sparsity,
-                "calibration": report.calibration,
-                "versions": report.versions,
-            }
+        PruningRecord(
+            config=report.config,
+            solver_options=self.selection.config.hyperparameters(),
+            lam=self.selection.lam,
+            sparsity=report.sparsity,
+            calibration=report.calibration,
+            versions=report.versions,
+        ).attach(prepared.model)
         return report
 
 

@@ -1,15 +1,50 @@
-"""What a solver is: a frozen dataclass of hyperparameters with one method, registered under one name."""
+"""What a solver is: a frozen dataclass of hyperparameters that declares what it can do, registered under one name.
+
+A new solver is a file with one class, which states only what differs from the defaults of `Solver`:
+
+    @register_solver("mine")
+    @dataclass(frozen=True)
+    class Mine(Solver):
+        strength: float = hyperparameter(0.5, help="what it does", above=0)
+
+        patterns: ClassVar[tuple[type, ...]] = (Unstructured,)
+
+        def solve(self, objective: Quadratic, pattern: Unstructured) -> PrunedWeight:
+            ...
+            return finish(objective, weight, keep)
+
+From then on ``MoonshotConfig(solver="mine")`` knows it and, through `solver_options`, its hyperparameters. Nothing in
+the package asks which class a solver is: all it does for one follows from what the class declares.
+"""
+
+from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import MoonshotError
+from ..errors import MoonshotError, reason, require
 from ..objective.patterns import Pattern
-from ..objective.quadratic import BlockQuadratic, DiagonalQuadratic, Quadratic
+from ..objective.quadratic import Objective, Quadratic
+from .entry_points import entry_point_names, load_entry_point
+from .hyperparameters import check_options, hyperparameter, options_of, parse_option
+
+__all__ = [
+    "PrunedWeight",
+    "Solver",
+    "finish",
+    "hyperparameter",
+    "make_solver",
+    "parse_option",
+    "register_solver",
+    "solver_class",
+    "solver_names",
+    "solver_options",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,54 +57,165 @@ class PrunedWeight:
     notes: tuple[str, ...] = ()
 
 
-class Solver(Protocol):
-    """Hyperparameters are dataclass fields; `objective` says which statistics `solve` works on."""
+class Solver(ABC):
+    """What every solver declares, with the defaults; hyperparameters are the fields of its own dataclass."""
 
-    objective: ClassVar[type[Quadratic] | type[DiagonalQuadratic]]
-    patterns: ClassVar[tuple[type[Pattern], ...]]  # the classes of patterns that `solve` takes
-    grouped: ClassVar[bool]  # whether rows may read inputs of their own, as in grouped convolutions
-    calibrated: ClassVar[bool]  # False: the weights alone decide, and calibration data only serve the report
+    # The classes of patterns that `solve` takes: of `Unstructured`, `NM` and `Structured`.
+    patterns: ClassVar[tuple[type[Pattern], ...]]
+    # What `solve` works on, and so what is gathered: `Quadratic`, from G and the Fisher term of the rows or of their
+    # column blocks, or `DiagonalQuadratic`, from their diagonals alone.
+    objective: ClassVar[type[Objective]] = Quadratic
+    # Whether rows may come in groups that read inputs of their own, as in grouped convolutions.
+    grouped: ClassVar[bool] = False
+    # False: the weights alone decide, and calibration data only serve the report.
+    calibrated: ClassVar[bool] = True
+    # Whether it ranks removals: one elimination then serves every sparsity, and a layer whose statistics exceed the
+    # memory is solved in chunks of rows. Such a solver has the methods of `ranked.Ranked`, and its ``damping``.
+    ranks: ClassVar[bool] = False
 
-    def solve(self, objective: Any, pattern: Any) -> PrunedWeight: ...
+    def __post_init__(self) -> None:
+        values = {name: getattr(self, name) for name in options_of(type(self))}
+        check_options(type(self), values, type(self).__name__)
+
+    def column_block(self, d_in: int, pattern: Pattern) -> int | None:
+        """Inputs of a column block of the quadratic: all others of its row are left out. None: all of d_in together.
+
+        Args:
+            d_in: inputs of the layer.
+            pattern: that it is pruned by.
+
+        Returns:
+            A divisor of d_in, a multiple of the pattern's width; or None.
+        """
+        return None
+
+    @abstractmethod
+    def solve(self, objective: Any, pattern: Any) -> PrunedWeight:
+        """One layer's pruned weight.
+
+        Args:
+            objective: of the class that `objective` names, with the layer's dense weight.
+            pattern: of one of the classes in `patterns`; it fits the weight.
+
+        Raises:
+            FactorizationError: the quadratic stays singular at the largest damping.
+        """
 
 
-def block_size(solver: Solver, d_in: int, pattern: Pattern) -> int | None:
-    """Inputs per block of the objective that a solver works on; None where it is not block-diagonal."""
-    return cast(Any, solver).block(d_in, pattern) if solver.objective is BlockQuadratic else None
-
+# The methods of a solver that ranks removals, as `ranked.Ranked` has them.
+RANKING = ("rank", "minimise", "solve_path")
 
 _SOLVERS: dict[str, type[Solver]] = {}
+C = TypeVar("C", bound=type[Any])
 
 
-def register_solver(name: str) -> Callable[[type], type]:
-    """Class decorator: makes a solver known to ``MoonshotConfig(solver=name)``. A name is taken once."""
+def register_solver(name: str) -> Callable[[C], C]:
+    """Class decorator: makes a solver known to ``MoonshotConfig(solver=name)``.
 
-    def register(cls: type) -> type:
+    A class that does not derive from `Solver` has its defaults for whatever it leaves out.
+
+    Raises:
+        ValueError: the name is taken.
+        MoonshotError: the class declares too little, or what no solver can have.
+    """
+
+    def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
+        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block"):
+            if not hasattr(cls, capability):
+                setattr(cls, capability, getattr(Solver, capability))
+        _check_declared(cls)
         _SOLVERS[name] = cls
         return cls
 
     return register
 
 
+def _check_declared(cls: type[Any]) -> None:
+    """Raise `MoonshotError` unless a class says everything that the package will ask of it."""
+    own, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
+    needed = ("patterns", "solve", *(RANKING if cls.ranks else ()))
+    lacks = [name for name in needed if not hasattr(cls, name) or name in abstract]
+    lacks += ["the hyperparameter damping"] if cls.ranks and "damping" not in options else []
+    why = ", which a solver with ranks=True has (solvers/ranked.py)" if cls.ranks else ""
+    require(not lacks, f"{own} lacks {', '.join(lacks)}{why}: declare it as `Solver` in solvers/base.py says")
+    kinds = {kind.__name__: kind for kind in get_args(Pattern)}
+    known = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
+    require(known and bool(cls.patterns), f"{own}.patterns={cls.patterns!r}: give a tuple of {', '.join(kinds)}")
+    objectives = {kind.__name__: kind for kind in get_args(Objective)}
+    known = cls.objective in objectives.values()
+    require(known, f"{own}.objective={cls.objective!r}: give {' or '.join(objectives)}")
+    for name in ("grouped", "calibrated", "ranks"):
+        value = getattr(cls, name)
+        require(isinstance(value, bool), f"{own}.{name}={value!r}: give True or False")
+    require(
+        not (cls.ranks and cls.objective.diagonal_only),
+        f"{own}.objective={cls.objective.__name__}: a solver with ranks=True works on a Quadratic",
+    )
+
+
 def solver_names() -> list[str]:
-    """The names `MoonshotConfig.solver` accepts."""
+    """The solvers registered so far; those of other packages join when they are asked for."""
     return sorted(_SOLVERS)
 
 
 def solver_class(name: str) -> type[Solver]:
-    """The solver registered under a name.
+    """The solver registered under a name, if need be by the package that names it as an entry point.
+
+    Raises:
+        MoonshotError: no such solver, or one whose package cannot be imported.
+    """
+    if isinstance(name, str) and name not in _SOLVERS and load_entry_point(name):
+        told = f"solver={name!r}: it is an entry point of an installed package, which registers no solver of this name"
+        require(name in _SOLVERS, told)
+    if not isinstance(name, str) or name not in _SOLVERS:
+        known = sorted({*solver_names(), *entry_point_names()})
+        raise MoonshotError(f"solver={name!r}: use one of {', '.join(known)}")
+    return _SOLVERS[name]
+
+
+def solver_options(name: str) -> dict[str, dataclasses.Field[Any]]:
+    """The hyperparameters of a registered solver, by name: ``type``, ``default`` and ``metadata["help"]`` of each.
 
     Raises:
         MoonshotError: no such solver.
     """
-    if not isinstance(name, str) or name not in _SOLVERS:
-        raise MoonshotError(f"solver={name!r}: use one of {', '.join(solver_names())}")
-    return _SOLVERS[name]
+    return options_of(solver_class(name))
 
 
-def finish(objective: Any, weight: Tensor, keep: Tensor, damping: float = 0.0, asked: float = 0.0) -> PrunedWeight:
-    """A `PrunedWeight` with exact zeros off `keep`, the objective's own notes, and one on damping beyond the asked."""
+def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
+    """A registered solver with some of its hyperparameters; the others have their defaults.
+
+    Args:
+        name: of the solver.
+        options: hyperparameter → value.
+
+    Raises:
+        MoonshotError: no such solver or hyperparameter, or a value that it cannot have; also where the solver itself
+            refuses them with a `ValueError`.
+    """
+    cls = solver_class(name)
+    check_options(cls, options, f"solver={name!r}")
+    try:
+        return cls(**options)
+    except MoonshotError:
+        raise
+    except ValueError as error:
+        raise MoonshotError(f"solver={name!r}: {reason(error)}") from error
+
+
+def finish(
+    objective: Objective, weight: Tensor, keep: Tensor, damping: float = 0.0, asked: float = 0.0
+) -> PrunedWeight:
+    """A `PrunedWeight` with exact zeros off `keep`, the objective's own notes, and one on damping beyond the asked.
+
+    Args:
+        objective: that was solved.
+        weight: [d_out, d_in].
+        keep: bool [d_out, d_in].
+        damping: that it took, 0 without one.
+        asked: the hyperparameter.
+    """
     raised = () if damping == asked else (f"damping raised from {asked:g} to {damping:g}",)
     return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, objective.scales.notes + raised)

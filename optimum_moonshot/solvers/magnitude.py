@@ -8,15 +8,14 @@ from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import Quadratic
-from .base import PrunedWeight, finish, register_solver
+from .base import PrunedWeight, Solver, finish, register_solver
 
 
 @register_solver("magnitude")
 @dataclass(frozen=True)
-class Magnitude:
+class Magnitude(Solver):
     """No hyperparameters; the comparison group is the layer, and the surviving weights stay as they are."""
 
-    objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
     grouped: ClassVar[bool] = True
     calibrated: ClassVar[bool] = False

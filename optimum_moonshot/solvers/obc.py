@@ -6,7 +6,6 @@ Every row is one quadratic, eliminated greedily; the layer's removals are ranked
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..objective.quadratic import Quadratic
 from .base import register_solver
 from .ranked import Ranked
 
@@ -16,7 +15,4 @@ from .ranked import Ranked
 class OBC(Ranked):
     """Comparison group: the layer. `damping` p adds ``μ_k = p·mean(diag F_k)`` to the diagonal of F_k."""
 
-    damping: float = 0.01
-
-    objective: ClassVar[type] = Quadratic
     cumulative: ClassVar[bool] = False

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate
 from ..objective.patterns import Structured
-from ..objective.quadratic import Quadratic, RowFisher
-from ..objective.row_slices import slices
-from .base import PrunedWeight, finish, register_solver
+from ..objective.quadratic import Quadratic
+from ..objective.row_slices import row_slices
+from .base import PrunedWeight, Solver, finish, register_solver
+from .hyperparameters import damping_option
 
 # Columns whose removal waits, and the share of dead ones that is worth a copy without them.
 WAITING = 64
@@ -34,15 +35,12 @@ RESIDUAL = 1e-6
 
 @register_solver("osscar")
 @dataclass(frozen=True)
-class OSSCAR:
+class OSSCAR(Solver):
     """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
 
-    damping: float = 0.01
+    damping: float = damping_option()
 
-    objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Structured,)
-    grouped: ClassVar[bool] = False
-    calibrated: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Structured) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
@@ -59,7 +57,15 @@ class OSSCAR:
 
 
 def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
-    """The pruned weight [d_out, d_in] and which groups of columns survive, bool [groups].
+    """Remove column groups one by one, each time the one that costs least.
+
+    Args:
+        objective: of the whole layer.
+        pattern: how many columns a group has, and the share of groups to remove.
+        ridge: what is added to the diagonal of every F_k.
+
+    Returns:
+        The pruned weight [d_out, d_in], and which column groups survive, bool [d_in / group].
 
     Raises:
         FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
@@ -75,6 +81,14 @@ class Support:
 
     Columns stay in place until a quarter is dead; `groups` says which ones are left. The state of the rows is in
     float32, unless the condition of an M_k asks for more.
+
+    Args:
+        objective: of the whole layer.
+        group: columns that go together, a divisor of d_in.
+        ridge: what is added to the diagonal of every F_k.
+
+    Raises:
+        FactorizationError: a matrix is not positive definite with it.
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
@@ -109,11 +123,11 @@ class Support:
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
-        samples, (count, d_in) = _rank(objective), self.weight.shape
+        samples, (count, d_in) = objective.fisher.rank, self.weight.shape
         self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
         for rows in self._slices(3 * samples):
-            factors = _factors(objective, rows, self.device)
+            factors = objective.fisher.factors(rows, self.device)
             spread = factors @ self.inverse
             self.spread[rows] = spread
             inner[rows] = self.scale * spread @ factors.mT
@@ -121,7 +135,7 @@ class Support:
         if inner.norm(dim=(1, 2)).amax() >= SINGLE_CONDITION:
             self.spread = self.spread.double()
             for rows in self._slices(3 * samples):
-                self.spread[rows] = _factors(objective, rows, self.device) @ self.inverse
+                self.spread[rows] = objective.fisher.factors(rows, self.device) @ self.inverse
         lower, info = torch.linalg.cholesky_ex(inner)
         check_factored(info == 0)
         self.inner = torch.cholesky_inverse(lower).to(self.spread.dtype)
@@ -129,7 +143,7 @@ class Support:
 
     def _slices(self, numbers: int) -> list[slice]:
         """Rows whose intermediates, of so many numbers per input, pass together."""
-        return slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
+        return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
 
     def _columns(self, group: int) -> slice:
         return slice(group * self.group, (group + 1) * self.group)
@@ -232,8 +246,8 @@ class Support:
         weight = torch.zeros_like(dense)
         if groups.all() or not groups.any():
             return dense.mul_(kept).float(), groups
-        for rows in self._slices(3 * _rank(objective) if self.scale else 3):
-            factors = _factors(objective, rows, self.device) if self.scale else None
+        for rows in self._slices(3 * objective.fisher.rank if self.scale else 3):
+            factors = objective.fisher.factors(rows, self.device) if self.scale else None
             multiply = lambda w, factors=factors: self._multiply(w, factors)  # noqa: E731
             pull = multiply(dense[rows] * ~kept)[:, kept]
             change = torch.zeros_like(weight[rows])
@@ -266,23 +280,3 @@ def _half_solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     lower, info = torch.linalg.cholesky_ex(matrix)
     check_factored(info == 0)
     return torch.linalg.solve_triangular(lower, right.to(lower.dtype), upper=False), lower
-
-
-def _rank(objective: Quadratic) -> int:
-    """Factors of a row: N, or d_in where that is less."""
-    d_in = objective.weight.shape[1]
-    return d_in if isinstance(objective.gradients, RowFisher) else min(d_in, len(objective.gradients))
-
-
-def _factors(objective: Quadratic, rows: slice, device: torch.device) -> Tensor:
-    """Factors with ``factorsᵀ factors = A_k A_kᵀ``, at most d_in of them: [r, _rank, d_in] in float64."""
-    gradients = objective.gradients
-    if isinstance(gradients, RowFisher):
-        fisher = gradients.matrices[rows].to(device, torch.float64)
-    else:
-        factors = gradients[:, rows].to(device).transpose(0, 1).double()
-        if factors.shape[1] <= factors.shape[2]:
-            return factors
-        fisher = factors.mT @ factors
-    values, vectors = torch.linalg.eigh(fisher)
-    return vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate
-from ..objective.parallel import each
+from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import ranges, slices
-from .base import PrunedWeight, finish
+from ..objective.row_slices import row_slices, split_range
+from .base import PrunedWeight, Solver, finish
 from .greedy import Elimination, removals, take_square
+from .hyperparameters import damping_option
 
 # Rows that are eliminated together: on a CPU so many that their waiting vectors stay in its cache, on a GPU as many as
 # a share of its free memory holds.
@@ -56,12 +57,19 @@ class Ranking:
         return kept.scatter_(1, self.order.long(), late)
 
 
-class Ranked:
-    """`solve` for a solver with the hyperparameter `damping`, by ranking."""
+@dataclass(frozen=True)
+class Ranked(Solver):
+    """A solver that ranks removals; whoever derives from it says by which losses.
+
+    Another that declares ``ranks = True`` has the same methods, and `rank` and `minimise` work on an objective that
+    holds some rows of a layer as on one that holds all.
+    """
+
+    damping: float = damping_option()
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
-    calibrated: ClassVar[bool] = True
+    ranks: ClassVar[bool] = True
     cumulative: ClassVar[bool]  # rank by all of a row's losses so far, not by the removal's own
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
@@ -73,7 +81,18 @@ class Ranked:
         return self.solve_path(objective, [pattern])[0]
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
-        """As `solve`, for several unstructured patterns, or for one n:m pattern, by one elimination."""
+        """As `solve`, for several patterns, by one elimination.
+
+        Args:
+            objective: of the layer.
+            patterns: unstructured ones, or a single n:m pattern.
+
+        Returns:
+            What `solve` returns for each.
+
+        Raises:
+            FactorizationError: no damping up to 1 sufficed.
+        """
         ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
         weights = self.minimise(objective, keeps, damping)
@@ -81,6 +100,11 @@ class Ranked:
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.
+
+        Args:
+            objective: of a layer, or of some of its rows.
+            pattern: unstructured or n:m; a sparsity plays no part.
+            damping: p, in (0, 1].
 
         Raises:
             FactorizationError: a row's matrix is not positive definite at this damping.
@@ -94,12 +118,21 @@ class Ranked:
         def eliminate(part: slice) -> None:
             order[part], losses[part] = _eliminate(inverses, weight, part, pattern)
 
-        each(eliminate, ranges(0, rows, _rows_together(size, weight.device)), weight.device)
+        parallel_map(eliminate, split_range(0, rows, _rows_together(size, weight.device)), weight.device)
         check_factored(torch.isfinite(losses))
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]:
-        """The minimisers of the damped quadratic on several masks [d_out, d_in], each [d_out, d_in] in float32."""
+        """The minimisers of the damped quadratic on several masks.
+
+        Args:
+            objective: of a layer, or of some of its rows.
+            keeps: bool, [d_out, d_in] each, of the objective's rows.
+            damping: at which the removals were ranked.
+
+        Returns:
+            For each mask, [d_out, d_in] in float32, 0 off the mask.
+        """
         weight, device = objective.row_weights, objective.weight.device
         size = weight.shape[1]
         masks = [keep.reshape(weight.shape) for keep in keeps]
@@ -110,13 +143,22 @@ class Ranked:
             for mask, out in zip(masks, found, strict=True):
                 _minimise(hessians, weight[part].double(), mask[part], out[part])
 
-        each(minimise, slices(slice(0, len(weight)), 24 * size * size, device), device)
+        parallel_map(minimise, row_slices(slice(0, len(weight)), 24 * size * size, device), device)
         return [out.view_as(objective.weight) for out in found]
 
 
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
-    """F_k + μ_k I of some rows, [r, size, size] in float64; where diag F_k is 0, μ_k comes from the layer's mean."""
-    hessians = objective.rows(rows, objective.weight.device)
+    """F_k + μ_k I of some rows, ``μ_k = p · mean(diag F_k)``, or p times the layer's mean where that is 0.
+
+    Args:
+        objective: of a layer, or of some of its rows.
+        rows: of `row_weights`.
+        damping: p.
+
+    Returns:
+        [r, size, size] in float64.
+    """
+    hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     means = diagonal.mean(1, keepdim=True)
     if not means.all():
@@ -126,7 +168,12 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
 
 
 class Inverses:
-    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 those with the same G share theirs."""
+    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 those with the same G share theirs.
+
+    Args:
+        objective: of a layer, or of some of its rows.
+        damping: as for `damped_rows`.
+    """
 
     def __init__(self, objective: Quadratic, damping: float):
         self.objective, self.damping = objective, damping
@@ -155,7 +202,7 @@ class Inverses:
         size, device = self.objective.size, self.objective.weight.device
         inverse = torch.empty(rows.stop - rows.start, size, size, device=device)
         fits = torch.empty(len(inverse), dtype=torch.bool, device=device)
-        for part in slices(rows, 24 * size * size, device):
+        for part in row_slices(rows, 24 * size * size, device):
             here = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
             # The factor is exact to float64: its inverse in float32 loses by its own condition, F's root, alone.

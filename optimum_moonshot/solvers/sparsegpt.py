@@ -1,8 +1,9 @@
 """SparseGPT (Frantar & Alistarh, arXiv 2301.00774) with row-specific Hessians (MOONSHOT, arXiv 2604.13287, Alg. 2).
 
-Columns go left to right in groups. At the start of a group (unstructured) or of every m columns (n:m) the smallest
-w²/C_jj² are chosen; a pruned weight's error err = w_j/C_jj is spread over the columns on its right, w_j: -= err·C_j,j:.
-C_k is the upper Cholesky factor of F_k⁻¹. Three ways to have what this needs of it, all exact:
+Columns go left to right, in comparison groups of some columns and all rows, and column block by column block within.
+At the start of a comparison group (unstructured) or of every m columns (n:m) the smallest w²/C_jj² are chosen; a pruned
+weight's error err = w_j/C_jj is spread over the columns on its right, w_j: -= err·C_j,j:. C_k is the upper Cholesky
+factor of F_k⁻¹. Three ways to have what this needs of it, all exact:
 
 * `SharedFactor`: λ = 1, one factor for all rows;
 * `LowRankFactors`: row-specific without a matrix of the rows' size. With S₀ = aG + μI = (Uᵀ U)⁻¹ and the whitened
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..objective.linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
-from ..objective.parallel import each
+from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
-from ..objective.quadratic import Quadratic, RowFisher
-from ..objective.row_slices import ranges
-from .base import PrunedWeight, finish, register_solver
+from ..objective.quadratic import Quadratic
+from ..objective.row_slices import split_range
+from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
+from .hyperparameters import damping_option
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
 STEP = 32
@@ -31,7 +33,7 @@ STEP = 32
 SLICE_BYTES = 4 * 2**20
 GPU_SLICE_BYTES = 256 * 2**20
 # State of the rows that are pruned together. Only n:m rows can be split: unstructured rows compete with each other.
-GROUP_BYTES = 4 * 2**30
+STATE_BYTES = 4 * 2**30
 # Largest condition number, by its bound, that the state of a row takes in float32: errors stay below about 1e-5.
 SINGLE_CONDITION = 256.0
 # Row-sized matrices are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
@@ -40,16 +42,14 @@ DENSE_BELOW = 1.7
 
 @register_solver("sparsegpt")
 @dataclass(frozen=True)
-class SparseGPT:
+class SparseGPT(Solver):
     """Comparison group: d_out × `block_size` columns. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
 
-    damping: float = 0.01
-    block_size: int = 128
+    damping: float = damping_option()
+    block_size: int = hyperparameter(128, help="columns pruned together: with all rows the comparison group", least=1)
 
-    objective: ClassVar[type] = Quadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
-    calibrated: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
@@ -71,53 +71,88 @@ class SparseGPT:
         weight = objective.weight.clone()
         keep = torch.empty_like(weight, dtype=torch.bool)
         widths = Widths.of(pattern, self.block_size)
-        for rows in _row_groups(objective, pattern, widths):
+        for rows in _row_batches(objective, pattern, widths):
             factors = _factors(objective, factor, ridge, rows, widths)
             keep[rows] = prune_columns(weight[rows], factors, pattern, widths)
         return weight, keep
 
 
 class Widths(NamedTuple):
-    """Columns of a comparison group, and of a block inside it; multiples of m for n:m."""
+    """How many columns a comparison group has, and a column block inside it; multiples of m for n:m."""
 
-    group: int
+    compared: int
     block: int
 
     @classmethod
     def of(cls, pattern: Pattern, block_size: int) -> "Widths":
+        """Those of a run.
+
+        Args:
+            pattern: its m divides both widths.
+            block_size: columns of a comparison group, brought down to a multiple of m, and at least to m.
+        """
         m = pattern.m if isinstance(pattern, NM) else 1
-        group, block = (max(1, size // m) * m for size in (block_size, STEP))
-        return cls(group, min(group, block))
+        compared, block = (max(1, size // m) * m for size in (block_size, STEP))
+        return cls(compared, min(compared, block))
 
 
 class Factors(Protocol):
-    """The Cholesky factors C_k of some rows, delivered group by group of columns, and block by block within."""
+    """The Cholesky factors C_k of some rows, delivered by comparison groups of columns, and block by block within.
 
-    def enter(self, weight: Tensor, group: slice) -> Tensor:
-        """Bring the group's weights up to date with the groups before it, in place. Returns C_jj: [r or 1, group]."""
+    Every method is given `weight`, all columns of these rows, [r, d_in] in float32, and `columns`, those of the
+    comparison group.
+    """
 
-    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
-        """Bring the block's weights up to date with the group's blocks before it, in place.
+    def enter(self, weight: Tensor, columns: slice) -> Tensor:
+        """Bring the columns' weights up to date with those before them, in place.
 
-        `errors` [r, group] holds theirs. Returns C_k[block, block]: [r or 1, block, block].
+        Returns:
+            C_jj of the columns, [r or 1, columns].
         """
 
-    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
-        """Spread the group's errors [r, group] over the columns on its right, in place (or in the state)."""
+    def step(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        """Bring a block's weights up to date with the blocks before it among these columns, in place.
+
+        Args:
+            weight, columns: as said above.
+            block: columns of the matrix, `widths.block` of them or what is left.
+            errors: [r, columns], known for the blocks before.
+
+        Returns:
+            C_k[block, block], [r or 1, block, block].
+        """
+
+    def leave(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        """Spread the columns' errors over all on their right, in place (or in the state).
+
+        Args:
+            weight, columns: as said above.
+            errors: [r, columns].
+        """
 
 
 def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
-    """Prune `weight` [r, d_in] in place, group by group, and return `keep`."""
+    """Prune rows in place, one comparison group of columns after another.
+
+    Args:
+        weight: [r, d_in] in float32, changed here.
+        factors: of these rows.
+        pattern: unstructured or n:m.
+        widths: of comparison groups and column blocks.
+
+    Returns:
+        keep, bool [r, d_in].
+    """
     keep = torch.empty_like(weight, dtype=torch.bool)
-    for group in ranges(0, weight.shape[1], widths.group):
-        pivots = factors.enter(weight, group)
+    for columns in split_range(0, weight.shape[1], widths.compared):
+        pivots = factors.enter(weight, columns)
         if not isinstance(pattern, NM):
-            keep[:, group] = pattern.keep((weight[:, group] / pivots).square(), before=group.start * len(weight))
-        errors = torch.empty(len(weight), group.stop - group.start, device=weight.device)
-        for block in ranges(group.start, group.stop, widths.block):
-            factor = factors.step(weight, group, block, errors)
-            _prune_block(weight[:, block], factor, pattern, keep[:, block], errors[:, _within(group, block)])
-        factors.leave(weight, group, errors)
+            keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
+        errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
+        for block in split_range(columns.start, columns.stop, widths.block):
+            factor = factors.step(weight, columns, block, errors)
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], errors[:, _within(columns, block)])
+        factors.leave(weight, columns, errors)
     return keep
 
 
@@ -138,16 +173,16 @@ class SharedFactor:
     def __init__(self, factor: Tensor):
         self.factor = factor.float()
 
-    def enter(self, weight: Tensor, group: slice) -> Tensor:
-        return self.factor.diagonal()[None, group]
+    def enter(self, weight: Tensor, columns: slice) -> Tensor:
+        return self.factor.diagonal()[None, columns]
 
-    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
-        before = slice(group.start, block.start)
-        weight[:, block].addmm_(errors[:, _within(group, before)], self.factor[before, block], alpha=-1)
+    def step(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(columns.start, block.start)
+        weight[:, block].addmm_(errors[:, _within(columns, before)], self.factor[before, block], alpha=-1)
         return self.factor[None, block, block]
 
-    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
-        weight[:, group.stop :].addmm_(errors, self.factor[group, group.stop :], alpha=-1)
+    def leave(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        weight[:, columns.stop :].addmm_(errors, self.factor[columns, columns.stop :], alpha=-1)
 
 
 class RowFactors:
@@ -157,28 +192,29 @@ class RowFactors:
         device, d_in = objective.weight.device, objective.weight.shape[1]
         self.factor = torch.empty(rows.stop - rows.start, d_in, d_in, device=device)
         for part in _slices(rows, 4 * 8 * d_in * d_in, device):
-            hessians = objective.rows(part, device)
+            hessians = objective.row_hessians(part)
             hessians.diagonal(dim1=-2, dim2=-1).add_(ridge)
             factor, ok = inverse_factor(hessians)
             check_factored(ok)
             self.factor[part.start - rows.start : part.stop - rows.start] = factor
 
-    def enter(self, weight: Tensor, group: slice) -> Tensor:
-        return self.factor.diagonal(dim1=1, dim2=2)[:, group]
+    def enter(self, weight: Tensor, columns: slice) -> Tensor:
+        return self.factor.diagonal(dim1=1, dim2=2)[:, columns]
 
-    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
-        before = slice(group.start, block.start)
-        weight[:, block] -= (errors[:, None, _within(group, before)] @ self.factor[:, before, block]).squeeze(1)
+    def step(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(columns.start, block.start)
+        weight[:, block] -= (errors[:, None, _within(columns, before)] @ self.factor[:, before, block]).squeeze(1)
         return self.factor[:, block, block]
 
-    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
-        weight[:, group.stop :] -= (errors[:, None] @ self.factor[:, group, group.stop :]).squeeze(1)
+    def leave(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        weight[:, columns.stop :] -= (errors[:, None] @ self.factor[:, columns, columns.stop :]).squeeze(1)
 
 
 class LowRankFactors:
     """C_k = R_k U from P [r, N, N] and s [r, N], with Z [r, d_in, N] in float32.
 
-    P does not depend on the weights, so it passes a whole group, block b by block, before any of its weights is chosen:
+    P does not depend on the weights, so it passes a whole comparison group, block b by block, before any of its weights
+    is chosen:
 
         E = I - Z_b P Z_bᵀ = Rᵀ R,   Q = R⁻ᵀ Z_b P,   P += Qᵀ Q
 
@@ -191,32 +227,36 @@ class LowRankFactors:
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        device, (samples, _, d_in) = factor.device, objective.gradients.shape
+        device, samples, d_in = factor.device, objective.fisher.rank, len(factor)
         self.factor, self.single = factor, factor.float()
         self.count, self.widths = rows.stop - rows.start, widths
-        self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.group), device)
+        self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
         self.whitened = torch.empty(self.count, d_in, samples, device=device)  # Z
         self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
         self.failed = torch.zeros(self.count, dtype=torch.int32, device=device)
         self._whiten(objective, rows)
-        self.states = each(self._invert, self.parts, device)  # P
-        self.uppers = [state.new_empty(len(state), widths.group, widths.block) for state in self.states]  # R of a group
-        self.carries = [state.new_empty(len(state), widths.group, samples) for state in self.states]  # Q of a group
+        self.states = parallel_map(self._invert, self.parts, device)  # P
+        self.uppers = [
+            state.new_empty(len(state), widths.compared, widths.block) for state in self.states
+        ]  # R of a comparison group
+        self.carries = [
+            state.new_empty(len(state), widths.compared, samples) for state in self.states
+        ]  # Q of a comparison group
 
     def _whiten(self, objective: Quadratic, rows: slice) -> None:
-        """Z = √b·U·A_k, group by group: U is triangular, so that one needs the inputs from it on."""
-        gradients, device = objective.gradients[:, rows], self.factor.device
-        samples, _, d_in = gradients.shape
-        groups = ranges(0, d_in, self.widths.group)
-        uppers = [(objective.scales.b**0.5 * self.factor[group, group.start :]).float() for group in groups]
+        """Z = √b·U·A_k, some columns at a time: U is triangular, so that they need the inputs from them on."""
+        fisher, device = objective.fisher.part(rows), self.factor.device
+        samples, d_in = fisher.rank, fisher.size
+        cuts = split_range(0, d_in, self.widths.compared)
+        uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
 
         def whiten(part: slice) -> None:
-            tail = gradients[:, part].transpose(0, 1).to(device, torch.float32).flatten(0, 1)
-            for group, upper in zip(groups, uppers, strict=True):
-                product = upper @ tail[:, group.start :].mT
-                self.whitened[part, group] = product.view(len(upper), -1, samples).transpose(0, 1)
+            tail = fisher.factors(part, device, torch.float32).flatten(0, 1)
+            for columns, upper in zip(cuts, uppers, strict=True):
+                product = upper @ tail[:, columns.start :].mT
+                self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
 
-        each(whiten, _slices(slice(0, self.count), 4 * samples * d_in, device), device)
+        parallel_map(whiten, _slices(slice(0, self.count), 4 * samples * d_in, device), device)
 
     def _invert(self, part: slice) -> Tensor:
         """P of a slice of rows, in the precision that its condition asks for."""
@@ -231,29 +271,32 @@ class LowRankFactors:
         """I + ZᵀZ of a slice of rows."""
         count, d_in, samples = self.whitened[part].shape
         total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
-        for some in ranges(0, d_in, 4 * samples):
+        for some in split_range(0, d_in, 4 * samples):
             z = self.whitened[part, some].to(dtype)
             total.baddbmm_(z.mT, z)
         return total
 
-    def enter(self, weight: Tensor, group: slice) -> Tensor:
-        blocks = ranges(0, group.stop - group.start, self.widths.block)
-        upper = self.factor[group, group]
-        self.pull = weight.new_empty(self.count, 1, group.stop - group.start, dtype=torch.float64)  # y
-        pivots = weight.new_empty(self.count, group.stop - group.start)
+    def enter(self, weight: Tensor, columns: slice) -> Tensor:
+        blocks = split_range(0, columns.stop - columns.start, self.widths.block)
+        upper = self.factor[columns, columns]
+        self.pull = weight.new_empty(self.count, 1, columns.stop - columns.start, dtype=torch.float64)  # y
+        pivots = weight.new_empty(self.count, columns.stop - columns.start)
 
         def advance(index: int) -> None:
             part, state, uppers, carries = (x[index] for x in (self.parts, self.states, self.uppers, self.carries))
-            z = self.whitened[part, group].to(state.dtype)
+            z = self.whitened[part, columns].to(state.dtype)
             self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
             for block in blocks:
                 root = self._advance(part, state, z[:, block], carries[:, block])
                 uppers[:, block, : root.shape[-1]] = root
                 pivots[part, block] = root.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
 
-        each(advance, range(len(self.parts)), weight.device)
-        self.change, self.turn = torch.zeros_like(self.pull), torch.zeros_like(self.spread)  # of y and s, in this group
-        weight[:, group] += (self.pull @ upper).squeeze(1).float()
+        parallel_map(advance, range(len(self.parts)), weight.device)
+        self.change, self.turn = (
+            torch.zeros_like(self.pull),
+            torch.zeros_like(self.spread),
+        )  # of y and s, by these columns
+        weight[:, columns] += (self.pull @ upper).squeeze(1).float()
         return pivots
 
     def _advance(self, part: slice, state: Tensor, z: Tensor, kept: Tensor) -> Tensor:
@@ -268,15 +311,15 @@ class LowRankFactors:
         kept.copy_(carry)
         return lower.mT
 
-    def step(self, weight: Tensor, group: slice, block: slice, errors: Tensor) -> Tensor:
-        inner = _within(group, block)
+    def step(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        inner = _within(columns, block)
         width = inner.stop - inner.start
         if inner.start:
             self._absorb(slice(inner.start - self.widths.block, inner.start), errors)
             for part, state in zip(self.parts, self.states, strict=True):
                 turn = self.turn[part].to(state.dtype)
                 self.change[part, :, inner] = -(turn @ self.whitened[part, block].to(state.dtype).mT)
-            upper = self.factor[group.start : block.stop, block]
+            upper = self.factor[columns.start : block.stop, block]
             weight[:, block] += (self.change[:, 0, : inner.stop] @ upper).float()
         corner = self.single[block, block]
         return torch.cat([uppers[:, inner, :width].float() @ corner for uppers in self.uppers])
@@ -288,11 +331,13 @@ class LowRankFactors:
             self.change[part, :, inner] -= error @ uppers[:, inner, : error.shape[-1]]
             self.turn[part] -= error @ carries[:, inner]
 
-    def leave(self, weight: Tensor, group: slice, errors: Tensor) -> None:
-        self._absorb(ranges(0, errors.shape[1], self.widths.block)[-1], errors)
+    def leave(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        self._absorb(split_range(0, errors.shape[1], self.widths.block)[-1], errors)
         self.spread += self.turn
-        weight[:, group.stop :].addmm_((self.pull + self.change).squeeze(1).float(), self.single[group, group.stop :])
-        if group.stop == weight.shape[1]:
+        weight[:, columns.stop :].addmm_(
+            (self.pull + self.change).squeeze(1).float(), self.single[columns, columns.stop :]
+        )
+        if columns.stop == weight.shape[1]:
             check_factored(self.failed == 0)
 
 
@@ -305,37 +350,40 @@ def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: sl
 
 
 def _needs_matrices(objective: Quadratic) -> bool:
-    if objective.gram.ndim == 3 or isinstance(objective.gradients, RowFisher):  # nothing shared, or matrices already
+    if objective.gram.ndim == 3:  # the rows share nothing
         return True
-    return bool(objective.scales.b) and _dense_is_cheaper(len(objective.gradients), objective.weight.shape[1])
+    return bool(objective.scales.b) and _dense_is_cheaper(objective.fisher.rank, objective.weight.shape[1])
 
 
 def _dense_is_cheaper(samples: int, d_in: int) -> bool:
-    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in)."""
+    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in).
+
+    N factors of a row, no more than it has inputs: so they do wherever there are as many samples as that.
+    """
     return d_in < DENSE_BELOW * samples
 
 
-def _row_groups(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[slice]:
-    """Rows pruned together: all where they compete, else as many as `GROUP_BYTES` hold."""
+def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[slice]:
+    """Rows pruned together: all where they compete, else as many as `STATE_BYTES` hold."""
     count, d_in = objective.weight.shape
     if not isinstance(pattern, NM):
         return [slice(0, count)]
     if _needs_matrices(objective):
         row = 4 * d_in * d_in
     elif objective.scales.b:
-        samples = len(objective.gradients)
-        row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.group * (samples + widths.block)
+        samples = objective.fisher.rank
+        row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]
-    return ranges(0, count, max(1, GROUP_BYTES // row))
+    return split_range(0, count, max(1, STATE_BYTES // row))
 
 
 def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
     """Rows whose intermediates pass together."""
     limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
-    return ranges(rows.start, rows.stop, max(1, limit // bytes_per_row))
+    return split_range(rows.start, rows.stop, max(1, limit // bytes_per_row))
 
 
-def _within(group: slice, columns: slice) -> slice:
-    """Columns of the matrix as columns of the group."""
-    return slice(columns.start - group.start, columns.stop - group.start)
+def _within(columns: slice, some: slice) -> slice:
+    """Some of the columns, counted from the first of them."""
+    return slice(some.start - columns.start, some.stop - columns.start)

@@ -8,18 +8,17 @@ from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import DiagonalQuadratic
-from .base import PrunedWeight, finish, register_solver
+from .base import PrunedWeight, Solver, finish, register_solver
 
 
 @register_solver("wanda")
 @dataclass(frozen=True)
-class Wanda:
+class Wanda(Solver):
     """No hyperparameters; the comparison group is one row, and the surviving weights stay as they are."""
 
-    objective: ClassVar[type] = DiagonalQuadratic
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
+    objective: ClassVar[type] = DiagonalQuadratic
     grouped: ClassVar[bool] = True
-    calibrated: ClassVar[bool] = True
 
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
         scores = objective.weight.square() * objective.diagonal()

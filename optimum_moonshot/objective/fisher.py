@@ -1,0 +1,217 @@
+"""The Fisher term of a quadratic's rows, ``A_k A_kᵀ = Σ_n a_n a_nᵀ`` for row k, in whatever form it was gathered.
+
+`SampleGradients` holds row k of every sample's gradient, the a_n; `FisherMatrices` holds the sums, as exact, and
+smaller where there are more samples than inputs. A quadratic and a solver ask a `Fisher` for what they need and never
+which of the two it is; one more way to approximate the term is one more class here.
+
+Tensor format: rows are those of a weight [d_out, d_in], or its column blocks, where block j of row k is row
+``k · blocks + j``. Values lie on any device, in any floating-point type: what is asked for comes to the device of the
+work, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .linalg import all_finite, diagonal_blocks
+
+# Rows are read in slices of about this many bytes, so that values kept off the device stream through it.
+SLICE_BYTES = 256 * 2**20
+
+
+class Fisher(ABC):
+    """``A_k A_kᵀ`` [size, size] of each of `count` rows, over so many `samples`."""
+
+    samples: int  # N
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many rows there are."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Inputs of a row: d_in, or those of a column block."""
+
+    @property
+    def rank(self) -> int:
+        """How many factors a row has: no more than samples, and no more than inputs."""
+        return self.size
+
+    @abstractmethod
+    def part(self, rows: slice) -> Fisher:
+        """That of some rows, without a copy."""
+
+    @abstractmethod
+    def column_blocks(self, size: int) -> Fisher:
+        """That of the column blocks of so many inputs, as rows; itself where its rows are such blocks already."""
+
+    @abstractmethod
+    def matrices(self, rows: slice, device: torch.device) -> Tensor:
+        """``A_k A_kᵀ`` of some rows.
+
+        Args:
+            rows: which.
+            device: of the work.
+
+        Returns:
+            [r, size, size] in float64, on the device: a new tensor.
+        """
+
+    @abstractmethod
+    def losses(self, deltas: Tensor) -> Tensor:
+        """``L_F = 1/N Σ_k ‖A_kᵀ δ_k‖²`` of several differences, slice by slice of rows.
+
+        Args:
+            deltas: δ, [w, count, size] in float32, on the device of the work.
+
+        Returns:
+            [w] in float64, on the same device.
+        """
+
+    @abstractmethod
+    def mean_square(self) -> float:
+        """The mean of the diagonals of all matrices: Σ_n A_n², mean over the weights."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite."""
+
+    def factors(self, rows: slice, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Factors B of some rows with ``Bᵀ B = A_k A_kᵀ``, for algorithms that work on few vectors per row.
+
+        Args:
+            rows: which.
+            device: of the work.
+            dtype: of the result.
+
+        Returns:
+            [r, rank, size]; for reading, since it may be the values themselves.
+        """
+        values, vectors = torch.linalg.eigh(self.matrices(rows, device))
+        return (vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]).to(dtype)
+
+    def combined(self, shared: Tensor, rows: slice, a: float, b: float) -> Tensor:
+        """``a·shared + b·A_k A_kᵀ`` of some rows.
+
+        Args:
+            shared: [r, size, size] in float64.
+            rows: which, as many as `shared` has.
+            a: scale of `shared`.
+            b: scale of the Fisher term.
+
+        Returns:
+            [r, size, size] in float64, on the device of `shared`: a new tensor.
+        """
+        return self.matrices(rows, shared.device).mul_(b).add_(shared, alpha=a)
+
+    def _slices(self, numbers: int) -> list[slice]:
+        """All rows, as many at a time as `SLICE_BYTES` hold, with so many numbers each."""
+        step = max(1, SLICE_BYTES // (4 * numbers))
+        return [slice(start, start + step) for start in range(0, self.count, step)]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleGradients(Fisher):
+    """The gradients A_n of the samples."""
+
+    gradients: Tensor  # A_n, [N, rows, size]
+
+    @property
+    def samples(self) -> int:
+        return len(self.gradients)
+
+    @property
+    def count(self) -> int:
+        return self.gradients.shape[1]
+
+    @property
+    def size(self) -> int:
+        return self.gradients.shape[2]
+
+    @property
+    def rank(self) -> int:
+        return min(self.samples, self.size)
+
+    def part(self, rows: slice) -> SampleGradients:
+        return SampleGradients(self.gradients[:, rows])
+
+    def column_blocks(self, size: int) -> SampleGradients:
+        return SampleGradients(self.gradients.unflatten(2, (-1, size)).flatten(1, 2))
+
+    def matrices(self, rows: slice, device: torch.device) -> Tensor:
+        vectors = self._vectors(rows, device, torch.float64)
+        return vectors.mT @ vectors
+
+    def losses(self, deltas: Tensor) -> Tensor:
+        total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
+        for rows in self._slices(self.size * self.samples):
+            columns = deltas[:, rows].permute(1, 2, 0)
+            products = self.gradients[:, rows].to(deltas.device, torch.float32).transpose(0, 1) @ columns
+            total += products.double().square().sum((0, 1))
+        return total / self.samples
+
+    def mean_square(self) -> float:
+        return sum(float(part.float().square().sum()) for part in self.gradients) / (self.count * self.size)
+
+    def is_finite(self) -> bool:
+        return all_finite(self.gradients)
+
+    def factors(self, rows: slice, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+        if self.samples > self.size:
+            return super().factors(rows, device, dtype)
+        return self._vectors(rows, device, dtype)
+
+    def combined(self, shared: Tensor, rows: slice, a: float, b: float) -> Tensor:
+        vectors = self._vectors(rows, shared.device, torch.float64)
+        return torch.baddbmm(shared, vectors.mT, vectors, beta=a, alpha=b)
+
+    def _vectors(self, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The a_n of some rows, [r, N, size]."""
+        return self.gradients[:, rows].to(device).transpose(0, 1).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FisherMatrices(Fisher):
+    """The matrices themselves."""
+
+    values: Tensor  # Σ_n a_n a_nᵀ, [rows, size, size]
+    samples: int  # N
+
+    @property
+    def count(self) -> int:
+        return len(self.values)
+
+    @property
+    def size(self) -> int:
+        return self.values.shape[2]
+
+    def part(self, rows: slice) -> FisherMatrices:
+        return FisherMatrices(self.values[rows], self.samples)
+
+    def column_blocks(self, size: int) -> FisherMatrices:
+        if size == self.size:
+            return self
+        return FisherMatrices(diagonal_blocks(self.values, size).flatten(0, 1), self.samples)
+
+    def matrices(self, rows: slice, device: torch.device) -> Tensor:
+        return self.values[rows].to(device, torch.float64, copy=True)
+
+    def losses(self, deltas: Tensor) -> Tensor:
+        total = torch.zeros(len(deltas), dtype=torch.float64, device=deltas.device)
+        for rows in self._slices(self.size * self.size):
+            columns = deltas[:, rows].permute(1, 2, 0)
+            products = self.values[rows].to(deltas.device, torch.float32) @ columns
+            total += (products * columns).double().sum((0, 1))
+        return total / self.samples
+
+    def mean_square(self) -> float:
+        return float(self.values.diagonal(dim1=1, dim2=2).double().mean())
+
+    def is_finite(self) -> bool:
+        return all_finite(self.values)

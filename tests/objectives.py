@@ -1,0 +1,24 @@
+"""Objectives and Fisher terms from plain tensors, as tests have them."""
+
+import torch
+
+from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
+from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
+
+
+def full(weight, gram, gradients, lam, **more):
+    """A `Quadratic`; gradients [N, d_out, d_in] or None."""
+    return Quadratic.build(weight, gram, None if gradients is None else SampleGradients(gradients), lam, **more)
+
+
+def diagonal(weight, gram, gradients, lam):
+    """A `DiagonalQuadratic` from full statistics."""
+    squares = None if gradients is None else gradients.float().square().sum(0)
+    samples = 0 if gradients is None else len(gradients)
+    return DiagonalQuadratic.build(weight, gram.diagonal(), squares, samples, lam)
+
+
+def matrices(gradients, size=None):
+    """Gradients [N, d_out, d_in] as the matrices of the rows, or of their column blocks of so many inputs."""
+    rows = gradients if size is None else gradients.unflatten(2, (-1, size)).flatten(1, 2)
+    return FisherMatrices(torch.einsum("nki,nkj->kij", rows, rows), len(gradients))

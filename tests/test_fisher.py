@@ -1,0 +1,276 @@
+"""The laws of a Fisher term: in whatever form, it is Σ_n a_n a_nᵀ of every row, and reading it changes nothing."""
+
+from dataclasses import dataclass
+
+import pytest
+import reference
+import torch
+from golden.make import grouped_layer, layer
+from objectives import full, matrices
+
+from optimum_moonshot.objective import fisher as fisher_module
+from optimum_moonshot.objective.fisher import Fisher, FisherMatrices, SampleGradients
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.quadratic import Quadratic
+from optimum_moonshot.solvers.base import make_solver
+
+CPU = torch.device("cpu")
+# N, rows and inputs: fewer samples than inputs, as many, more, one of each.
+SHAPES = [(3, 5, 8), (8, 4, 8), (30, 5, 6), (1, 1, 1), (2, 6, 12)]
+
+
+@dataclass(frozen=True, eq=False)
+class Bare(Fisher):
+    """No more than the interface asks of a new form: what it need not have follows."""
+
+    values: torch.Tensor
+    samples: int
+    count = property(lambda self: len(self.values))
+    size = property(lambda self: self.values.shape[1])
+
+    def part(self, rows):
+        return Bare(self.values[rows], self.samples)
+
+    def column_blocks(self, size):
+        return Bare(FisherMatrices(self.values, self.samples).column_blocks(size).values, self.samples)
+
+    def matrices(self, rows, device):
+        return self.values[rows].double().clone()
+
+    def losses(self, deltas):
+        return torch.einsum("wki,kij,wkj->w", deltas.double(), self.values.double(), deltas.double()) / self.samples
+
+    def mean_square(self):
+        return float(self.values.diagonal(dim1=1, dim2=2).mean())
+
+    def is_finite(self):
+        return bool(torch.isfinite(self.values).all())
+
+
+def some_gradients(samples, rows, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, rows, size, generator=generator)
+
+
+def of_samples(gradients):
+    return SampleGradients(gradients), gradients
+
+
+def of_half_samples(gradients):
+    half = gradients.bfloat16()
+    return SampleGradients(half), half
+
+
+def of_matrices(gradients):
+    return matrices(gradients), gradients
+
+
+def of_exact_matrices(gradients):
+    return matrices(gradients.double()), gradients
+
+
+def of_a_new_form(gradients):
+    return Bare(matrices(gradients).values, len(gradients)), gradients
+
+
+def among_more(form):
+    """Some rows of a term that has others before and after them."""
+
+    def make(gradients):
+        samples, rows, size = gradients.shape
+        around = some_gradients(samples, 3, size, seed=1)
+        term, values = form(torch.cat([around[:, :2], gradients, around[:, 2:]], 1))
+        return term.part(slice(2, 2 + rows)), values[:, 2 : 2 + rows]
+
+    return make
+
+
+def as_blocks(form):
+    """Column blocks of a third of longer rows; the gradients are those of the blocks."""
+
+    def make(gradients):
+        samples, rows, size = gradients.shape
+        more = some_gradients(samples, 2 * rows, size, seed=2)
+        long = torch.stack([gradients, more[:, :rows], more[:, rows:]], 2).flatten(2)
+        term, values = form(long)
+        return term.column_blocks(size), values.unflatten(2, (3, size)).flatten(1, 2)
+
+    return make
+
+
+PLAIN = {
+    "samples": of_samples,
+    "half samples": of_half_samples,
+    "matrices": of_matrices,
+    "exact matrices": of_exact_matrices,
+    "new form": of_a_new_form,
+}
+FORMS = {
+    **PLAIN,
+    **{f"part of {name}": among_more(form) for name, form in PLAIN.items()},
+    **{f"blocks of {name}": as_blocks(form) for name, form in PLAIN.items()},
+    **{f"part of blocks of {name}": among_more(as_blocks(form)) for name, form in PLAIN.items()},
+}
+CASES = pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        pytest.param(form, shape, id=f"{name}-{'x'.join(map(str, shape))}")
+        for name, form in FORMS.items()
+        for shape in SHAPES
+    ],
+)
+
+
+def same(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def case(form, shape):
+    """A term, and the gradients [N, rows, size] in float64 that it stands for."""
+    term, gradients = form(some_gradients(*shape))
+    return term, gradients.double()
+
+
+def everything(count):
+    return slice(0, count)
+
+
+@CASES
+def test_its_sizes_are_those_of_the_gradients(form, shape):
+    term, gradients = case(form, shape)
+    assert (term.samples, term.count, term.size) == tuple(gradients.shape)
+    assert term.rank <= term.size
+
+
+@CASES
+def test_its_matrices_are_the_sums_over_samples(form, shape):
+    term, gradients = case(form, shape)
+    truth = reference.row_fishers(gradients)
+    for rows in (everything(term.count), slice(None), slice(0, 1), slice(term.count // 2, term.count)):
+        found = term.matrices(rows, CPU)
+        assert found.dtype == torch.float64
+        same(found, truth[rows])
+
+
+@CASES
+def test_its_factors_multiply_to_its_matrices(form, shape):
+    term, gradients = case(form, shape)
+    truth = reference.row_fishers(gradients)
+    for rows in (everything(term.count), slice(term.count // 2, term.count)):
+        for dtype in (torch.float64, torch.float32):
+            found = term.factors(rows, CPU, dtype)
+            assert found.dtype == dtype and found.shape == (len(truth[rows]), term.rank, term.size)
+            same(found.double().mT @ found.double(), truth[rows])
+
+
+@CASES
+@pytest.mark.parametrize(("a", "b"), [(0.0, 1.0), (0.7, 0.3)])
+def test_with_a_shared_matrix_it_adds_up(form, shape, a, b):
+    term, gradients = case(form, shape)
+    rows = slice(term.count // 2, term.count)
+    root = some_gradients(term.count, term.size, term.size, seed=3).double()[rows]
+    shared = root @ root.mT
+    before = shared.clone()
+    found = term.combined(shared, rows, a, b)
+    assert found.dtype == torch.float64 and torch.equal(shared, before)
+    same(found, a * shared + b * reference.row_fishers(gradients)[rows])
+
+
+@CASES
+@pytest.mark.parametrize("slice_bytes", [1, 500, 2**28])
+def test_its_losses_are_those_of_the_formula(form, shape, slice_bytes, monkeypatch):
+    monkeypatch.setattr(fisher_module, "SLICE_BYTES", slice_bytes)
+    term, gradients = case(form, shape)
+    deltas = some_gradients(3, term.count, term.size, seed=4)
+    expected = torch.stack([(gradients * delta).sum(2).square().sum() for delta in deltas.double()]) / len(gradients)
+    found = term.losses(deltas)
+    assert found.dtype == torch.float64
+    same(found, expected, 1e-4)
+    assert not term.losses(torch.zeros_like(deltas)).any()
+
+
+@CASES
+def test_its_mean_square_is_the_mean_of_its_diagonals(form, shape):
+    term, gradients = case(form, shape)
+    assert term.mean_square() == pytest.approx(float(gradients.square().sum(0).mean()), rel=1e-5)
+
+
+@CASES
+def test_a_part_is_its_rows(form, shape):
+    term, gradients = case(form, shape)
+    rows = slice(term.count // 3, term.count)
+    part, truth = term.part(rows), reference.row_fishers(gradients[:, rows])
+    assert (part.samples, part.count, part.size) == tuple(gradients[:, rows].shape)
+    same(part.matrices(everything(part.count), CPU), truth)
+    same(part.part(slice(0, 1)).matrices(slice(None), CPU), truth[:1])
+
+
+@CASES
+def test_column_blocks_are_the_diagonal_blocks_of_each_row(form, shape):
+    term, gradients = case(form, shape)
+    truth = reference.row_fishers(gradients)
+    for size in (size for size in range(1, term.size + 1) if term.size % size == 0):
+        blocks = term.column_blocks(size)
+        per_row = term.size // size
+        assert (blocks.samples, blocks.count, blocks.size) == (term.samples, term.count * per_row, size)
+        expected = [
+            matrix[first : first + size, first : first + size]
+            for matrix in truth
+            for first in range(0, term.size, size)
+        ]
+        same(blocks.matrices(slice(None), CPU), torch.stack(expected))
+        same(blocks.column_blocks(size).matrices(slice(None), CPU), torch.stack(expected))
+
+
+@CASES
+def test_reading_changes_nothing(form, shape):
+    term, _ = case(form, shape)
+    rows = everything(term.count)
+    before = term.matrices(rows, CPU).clone()
+    term.matrices(rows, CPU).zero_()
+    term.combined(torch.zeros_like(before), rows, 0.5, 2.0).zero_()
+    term.factors(rows, CPU)
+    term.losses(torch.ones(1, term.count, term.size))
+    assert torch.equal(term.matrices(rows, CPU), before)
+
+
+@pytest.mark.parametrize("form", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_it_knows_values_that_are_not_finite(form, value):
+    gradients = some_gradients(3, 5, 8)
+    assert form(gradients)[0].is_finite()
+    gradients[1, 3, 7] = value
+    spoilt = form(gradients)[0]
+    assert not spoilt.is_finite() and not spoilt.part(slice(3, 4)).is_finite()
+    assert spoilt.part(slice(0, 3)).is_finite()
+
+
+def test_blocks_that_do_not_divide_a_row_are_refused():
+    for form in PLAIN.values():
+        with pytest.raises(RuntimeError, match="unflatten"):
+            form(some_gradients(3, 4, 8))[0].column_blocks(3)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("solver", "options", "pattern"),
+    [
+        ("sparsegpt", {"block_size": 8}, Unstructured(0.5)),
+        ("sparsegpt", {}, NM(2, 4)),
+        ("obc", {}, Unstructured(0.5)),
+        ("cap", {"block_size": 6}, Unstructured(0.5)),
+        ("osscar", {}, Structured(0.5, 2)),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_solvers_ask_nothing_else_of_it(solver, options, pattern, lam, grouped):
+    if grouped and solver == "osscar":
+        pytest.skip("its rows share columns")
+    weight, gram, gradients = grouped_layer(3, 4, 24, 40, seed=5) if grouped else layer(12, 24, 40, seed=5)
+    made = make_solver(solver, options)
+    size = made.column_block(24, pattern)
+    term = Bare(matrices(gradients).values, len(gradients))
+    found = made.solve(Quadratic.build(weight, gram, term, lam, column_block=size), pattern)
+    expected = made.solve(full(weight, gram, gradients, lam, column_block=size), pattern)
+    assert torch.equal(found.keep, expected.keep)
+    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
