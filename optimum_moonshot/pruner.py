@@ -5,11 +5,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.loading import check_complete
@@ -17,7 +17,7 @@ from .checkpoint.packed_files import model_class
 from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig
 from .data.batches import Batch
-from .errors import require
+from .errors import MoonshotError, require
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
@@ -74,7 +74,7 @@ class MoonshotPruner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | os.PathLike, config: MoonshotConfig, **model_kwargs: Any
+        cls, name_or_path: str | os.PathLike[str], config: MoonshotConfig, **model_kwargs: Any
     ) -> "MoonshotPruner":
         """Load a model, as the class that its configuration names, with its tokenizer and image processor if any.
 
@@ -87,13 +87,13 @@ class MoonshotPruner:
             MoonshotError: the checkpoint lacks weights of the model, which would be random numbers.
         """
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
-        loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
+        loader: Any = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
         require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
         model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
         check_complete(info, name_or_path)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
-    def _subject(self, loss: Callable | None, progress: bool) -> Subject:
+    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
         return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
@@ -103,7 +103,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        resume_dir: str | os.PathLike | None = None,
+        resume_dir: str | os.PathLike[str] | None = None,
     ) -> PruneReport:
         """Prune the model in place.
 
@@ -146,7 +146,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        work_dir: str | os.PathLike | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
     ) -> SweepReport:
         """Prune in many ways on one calibration, and measure each; the model stays dense until `choose`.
 
@@ -184,8 +184,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: as `choose`.
         """
-        require(self._sweep is not None, _NO_SWEEP)
-        with self._sweep.applied(entry):
+        with self._swept().applied(entry):
             yield self.model
 
     def prune_path(
@@ -196,7 +195,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        work_dir: str | os.PathLike | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
     ) -> SparsityPath:
         """Prune to several sparsities by one calibration and one elimination per layer; the model stays dense.
 
@@ -226,9 +225,9 @@ class MoonshotPruner:
         Raises:
             MoonshotError: no sweep is left to choose from, or the entry is not of it.
         """
-        require(self._sweep is not None, _NO_SWEEP)
-        self.report = self._sweep.choose(entry)
-        self._unsaved = [variant.store for variant in self._sweep.solved.variants]
+        swept = self._swept()
+        self.report = swept.choose(entry)
+        self._unsaved = [variant.store for variant in swept.solved.variants]
         self._sweep = None
         return self.report
 
@@ -241,13 +240,13 @@ class MoonshotPruner:
         Raises:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
-        require(self.report is not None, _NOT_PRUNED)
-        model, done = compact_model(self.model)
+        report = self._pruned()
+        model, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
         dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
-        self.model, self.report.compaction = model, done.to_dict()
+        self.model, report.compaction = model, done.to_dict()
         return done
 
-    def save_pretrained(self, directory: str | os.PathLike, format: str = "dense", **options: Any) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], format: str = "dense", **options: Any) -> None:
         """Write the pruned model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
@@ -263,8 +262,7 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 not n:m any more.
         """
-        require(self.report is not None, _NOT_PRUNED)
-        save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
+        save_model(self.model, (self.tokenizer, self.processor), self._pruned(), directory, format, **options)
         self._discard_results()
 
     def push_to_hub(
@@ -298,15 +296,27 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the token is refused, the repository holds files, or the connection
                 broke; nothing is published then.
         """
-        require(self.report is not None, _NOT_PRUNED)
+        report = self._pruned()
         check_saving(self.model, format, options)
         full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
         with tempfile.TemporaryDirectory() as folder:
             processors = (self.tokenizer, self.processor)
-            save_model(self.model, processors, self.report, folder, format, name=full, **options)
+            save_model(self.model, processors, report, folder, format, name=full, **options)
             address = upload(folder, full, token=token, commit_message=commit_message)
         self._discard_results()
         return address
+
+    def _swept(self) -> Sweep:
+        """The last sweep, or a `MoonshotError`."""
+        if self._sweep is None:
+            raise MoonshotError(_NO_SWEEP)
+        return self._sweep
+
+    def _pruned(self) -> PruneReport:
+        """The report of the last pruning, or a `MoonshotError`."""
+        if self.report is None:
+            raise MoonshotError(_NOT_PRUNED)
+        return self.report
 
     def _discard_results(self) -> None:
         """Remove the files that a run would go on from: its model is safe."""

@@ -39,7 +39,7 @@ LAMBDAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 def variants(
     config: MoonshotConfig,
-    lambdas: Sequence[float] | None,
+    lambdas: Sequence[float | None] | None,
     sparsities: Sequence[float] | None,
     patterns: Sequence[str] | None,
 ) -> list[MoonshotConfig]:
