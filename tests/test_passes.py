@@ -6,9 +6,10 @@ import torch
 from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
+from optimum_moonshot.calibration.chains import is_chain
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.passes import BlockwisePasses, FullModelPasses, is_chain
+from optimum_moonshot.calibration.passes import BlockwisePasses, FullModelPasses
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure

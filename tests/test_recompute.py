@@ -11,9 +11,9 @@ from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
+from optimum_moonshot.calibration.chains import is_chain
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.passes import is_chain
 from optimum_moonshot.calibration.recompute import RecomputedPasses, find_entrance, lent
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen

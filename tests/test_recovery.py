@@ -217,8 +217,8 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("albert", {}, "recover='blockwise' needs pruned layers inside a chain"),
-        ("llama", {"targets": ["lm_head"]}, "recover='blockwise' needs pruned layers inside a chain"),
+        ("albert", {}, "recover='blockwise' needs pruned layers inside one chain"),
+        ("llama", {"targets": ["lm_head"]}, "recover='blockwise' needs pruned layers inside one chain"),
         ("llama", {"num_samples": 1}, "num_samples=1: recovery holds a share"),
     ],
 )

@@ -113,6 +113,10 @@ class Observer(AbstractContextManager):
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
 
+    def reached(self, layer: PrunableLayer) -> bool:
+        """Whether a call of the layer was seen."""
+        return layer.name in self.inputs.of_layer
+
     def take(self, layer: PrunableLayer) -> LayerStatistics:
         """What was gathered for a layer, checked, and forgotten here, so that its memory ends with the caller's use.
 

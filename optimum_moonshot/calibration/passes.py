@@ -23,13 +23,13 @@ from ..data.batches import Batch
 from ..model.calls import (
     Call,
     batch_size,
-    close,
     first_tensor,
     join_hidden,
     model_device,
     run_model,
     split_hidden,
     to_device,
+    without_caches,
 )
 from ..model.layers import Block, PrunableLayer
 from ..model.losses import loss_gradient, token_mask
@@ -93,6 +93,7 @@ class FullModelPasses:
     ):
         self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
+        self.passes = 0  # over all data, so far
 
     def steps(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Step]:
         """One for all of these layers, if there are any."""
@@ -102,6 +103,7 @@ class FullModelPasses:
     def run(self, observer: Observer) -> None:
         """Pass all data; without a backward pass where the observer wants no gradients."""
         gradients = self.gradients and bool(observer.gradients)
+        self.passes += 1
         with all_present(self.blocks) if gradients else present_in_turn(self.blocks):
             first = 0
             for index, batch in enumerate(self.batches):
@@ -133,12 +135,29 @@ class BlockStep:
 
 
 class BlockwisePasses:
-    """Blocks one after another on cached inputs; see the module's text."""
+    """Blocks one after another on cached inputs; see the module's text.
+
+    Args:
+        model: they are a part of it.
+        blocks: a chain, in some of which there are layers to see.
+        batches: the calibration data.
+        gradients: whether any layer needs them.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+        storage: where the caches live.
+        around: the model's other blocks, to be brought where their weights are elsewhere.
+    """
 
     def __init__(
-        self, model: nn.Module, blocks: tuple[Block, ...], batches: list[Batch], gradients: bool, loss, storage: Storage
+        self,
+        model: nn.Module,
+        blocks: tuple[Block, ...],
+        batches: list[Batch],
+        gradients: bool,
+        loss: Callable | None,
+        storage: Storage,
+        around: Sequence[Block] = (),
     ):
-        self.model, self.blocks, self.batches = model, blocks, batches
+        self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
         self.gradients, self.loss, self.storage = gradients, loss, storage
         self.calls: list[list[Call | None]] = [[None] * len(batches) for _ in blocks]
         self.deltas: list[Tensor | None] = [None] * len(batches)
@@ -174,7 +193,7 @@ class BlockwisePasses:
         tail: list[Tensor] = []
 
         def keep(i: int, args: tuple, kwargs: dict[str, Any]) -> None:
-            hidden, args, kwargs = split_hidden(args, kwargs)
+            hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             first = not self.gradients and i > self.lowest  # at λ = 1 the block before will give it
             cached = None if first else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
             self.calls[i][index] = Call(*self._share(i, index, (args, kwargs)), cached)
@@ -192,16 +211,19 @@ class BlockwisePasses:
                 handles.append(self.blocks[i].module.register_forward_pre_hook(hook, with_kwargs=True))
             if self.gradients:
                 handles.append(self.blocks[self.highest].module.register_forward_hook(cut))
-            with torch.set_grad_enabled(self.gradients), present_in_turn(self.blocks):
+            # What is around the chain may lie behind it: a decoder is a part of the tail's graph.
+            others = all_present(self.around) if self.gradients else present_in_turn(self.around)
+            with others, torch.set_grad_enabled(self.gradients), present_in_turn(self.blocks):
                 output = run_model(self.model, batch)
+                if self.gradients:
+                    logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                    (delta,) = torch.autograd.grad(logits, tail, gradient)
+                    self.deltas[index] = self.storage.put(delta, "output gradients")
         except _Stop:
             return
         finally:
             for handle in handles:
                 handle.remove()
-        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
-        (delta,) = torch.autograd.grad(logits, tail, gradient)
-        self.deltas[index] = self.storage.put(delta, "output gradients")
 
     def _share(self, i: int, index: int, arguments: tuple) -> tuple:
         """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
@@ -251,68 +273,6 @@ class BlockwisePasses:
             # The cached input is this block's alone from here on: the next block's takes its place.
             following = self.calls[i + 1][index]
             following.hidden = call.hidden.copy_(output.detach())
-
-
-def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss) -> bool:
-    """Whether block-by-block passes see what the whole model sees, tried on one small sample.
-
-    Each block must be called once, read the output of the one before, and give the same output and the same input
-    gradient when run again alone on its cached arguments.
-    """
-    calls, outputs, order = {}, {}, []
-
-    def enter(i: int, args: tuple, kwargs: dict[str, Any]):
-        hidden, rest, named = split_hidden(args, kwargs)
-        order.append(i)
-        if gradients and len(order) == 1:
-            hidden = hidden.detach().requires_grad_(True)
-        calls[i] = Call(rest, named, hidden)
-        return join_hidden(hidden, calls[i])
-
-    def leave(i: int, output: Any) -> None:
-        outputs[i] = first_tensor(output)
-
-    handles = []
-    try:
-        for i, block in enumerate(blocks):
-            before = lambda _, args, kwargs, i=i: enter(i, args, kwargs)  # noqa: E731
-            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(block.module.register_forward_hook(lambda _, args, output, i=i: leave(i, output)))
-        with torch.set_grad_enabled(gradients):
-            result = run_model(model, batch)
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return False  # a block without a hidden state among its arguments
-    finally:
-        for handle in handles:
-            handle.remove()
-    if order != list(range(len(blocks))):
-        return False
-    if any(calls[i].hidden is not outputs[i - 1] for i in range(1, len(blocks))):
-        return False
-    deltas = None
-    if gradients:
-        logits, gradient, _ = loss_gradient(model, result, batch, loss)
-        wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
-        deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
-        if any(delta is None for delta in deltas):
-            return False
-    return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
-
-
-def _runs_alone(block: Block, call: Call, expected: Tensor, deltas, i: int) -> bool:
-    if expected.shape != call.hidden.shape:
-        return False
-    hidden = call.hidden.detach().requires_grad_(deltas is not None)
-    args, kwargs = tree_map_only(Tensor, Tensor.detach, join_hidden(hidden, call))
-    args, kwargs = join_hidden(hidden, Call(args, kwargs, hidden))
-    with torch.set_grad_enabled(deltas is not None):
-        output = first_tensor(block.module(*args, **kwargs))
-    if not close(output, expected):
-        return False
-    if deltas is None:
-        return True
-    (delta,) = torch.autograd.grad(output, [hidden], deltas[i + 1])
-    return close(delta, deltas[i])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -39,9 +39,10 @@ from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from ..progress import progress_bar
+from .chains import is_chain
 from .memory import Storage
 from .observer import Observer
-from .passes import FullModelPasses, Step, is_chain
+from .passes import FullModelPasses, Step
 
 Layers = tuple[PrunableLayer, ...]
 

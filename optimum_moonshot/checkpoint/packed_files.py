@@ -65,7 +65,8 @@ def pruned_layers(model: nn.Module) -> Layers:
         MoonshotError: the model is not a pruned one, or its record is damaged.
     """
     record = PruningRecord.require_of(model)
-    layers = list(find_structure(model, record.targets, record.ignore).layers())
+    chosen = find_structure(model, record.targets, record.ignore).layers()
+    layers = [layer for layer in chosen if layer.name not in record.dense]
     patterns = record.layer_patterns(layer.name for layer in layers)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from transformers import Cache
 
 from ..data.batches import Batch
 
@@ -103,13 +104,28 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     inputs = dict(batch)
     if not getattr(config, "is_encoder_decoder", False):
         inputs.pop("labels", None)
-    if hasattr(config, "use_cache"):
+    if _may_cache(model, config):
         inputs.setdefault("use_cache", False)
     dtype = next(model.parameters()).dtype
     inputs = {name: value.to(dtype) if _is_floating(value) else value for name, value in inputs.items()}
     parameters = inspect.signature(model.forward).parameters.values()
     named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
     return model(**inputs) if named else model(*inputs.values())
+
+
+def _may_cache(model: nn.Module, config: Any) -> bool:
+    """Whether there is a cache of keys and values to switch off: the model has one, or a part of it, and takes the word."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "use_cache"):
+        return True
+    parameters = inspect.signature(model.forward).parameters
+    named = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return hasattr(text, "use_cache") and named
+
+
+def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a block's call without caches: what they hold is of the call that was, not of another."""
+    return {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
 
 
 def _is_floating(value: Any) -> bool:

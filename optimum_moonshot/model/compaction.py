@@ -17,12 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
-from .calls import close, evaluation_mode, first_tensor, model_device, run_model, split_hidden, to_device
+from .calls import (
+    close,
+    evaluation_mode,
+    first_tensor,
+    model_device,
+    run_model,
+    split_hidden,
+    to_device,
+    without_caches,
+)
 from .layers import PrunableLayer, find_blocks, find_structure
 from .units import Units, find_units, probe_inputs
 
@@ -350,7 +359,7 @@ def _block_error(block: nn.Module, other: nn.Module, args: tuple, kwargs: dict[s
     def precise(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
 
-    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    kwargs = without_caches(kwargs)
     args, kwargs = tree_map_only(Tensor, precise, (args, kwargs))
     outputs = []
     for module in (block, other):

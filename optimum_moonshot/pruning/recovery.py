@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from ..calibration.chains import find_chains
 from ..calibration.memory import Storage
-from ..calibration.passes import BlockwisePasses, is_chain
+from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
 from ..data.batches import Batch, shorten, split_batches
 from ..errors import require
@@ -185,6 +186,7 @@ class Recovery:
 
     Args:
         structure: what the run prunes.
+        blocks: the chain that it is inside of.
         batches: the calibration data, in parts of `part_size` samples at most.
         results: the pruned weights in, the recovered ones out.
     """
@@ -193,12 +195,13 @@ class Recovery:
         self,
         model: nn.Module,
         structure: Structure,
+        blocks: tuple[Block, ...],
         config: MoonshotConfig,
         batches: list[Batch],
         storage: Storage,
         results: ResultStore,
     ):
-        self.model, self.structure, self.config = model, structure, config
+        self.model, self.structure, self.blocks, self.config = model, structure, blocks, config
         self.batches, self.storage, self.results = batches, storage, results
         self.groups, self.heldout = divide([batch_size(batch) for batch in batches])
 
@@ -217,21 +220,22 @@ class Recovery:
         batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
         probe = to_device(shorten(batches[0]), model_device(model))
         with frozen(model), all_present(structure.blocks):
-            chain = is_chain(model, structure.blocks, probe, False, prepared.subject.loss)
-        inside = any(block.layers for block in structure.blocks)
+            found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)
         require(
-            chain and inside,
-            f"recover={config.recover!r} needs pruned layers inside a chain of blocks, each of which reads what "
-            "the one before gives: this model has none; use recover=None",
+            len(found.chains) == 1 and not found.loose,
+            f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
+            f"one before gives: this model has {len(found.chains)}, and {len(found.loose)} blocks in none; use "
+            "recover=None, or choose the layers of one chain by targets=",
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
-        return cls(model, structure, config, batches, prepared.storage, variant.store)
+        return cls(model, structure, found.chains[0], config, batches, prepared.storage, variant.store)
 
     def run(self) -> Iterator[Block]:
         """Recover every block that is not yet; yields each one when it is done."""
-        blocks = self.structure.blocks
-        passes = BlockwisePasses(self.model, blocks, self.batches, False, None, self.storage)
+        blocks = self.blocks
+        around = [block for block in self.structure.blocks if block not in blocks]
+        passes = BlockwisePasses(self.model, blocks, self.batches, False, None, self.storage, around)
         passes.capture()
         dense = [call.hidden for call in passes.calls[passes.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
@@ -245,7 +249,7 @@ class Recovery:
 
     def _visit(self, i: int, task: Task, leads_on: bool) -> None:
         """Recover block `i`, if it is not yet; its inputs become its outputs where a block follows."""
-        block = self.structure.blocks[i]
+        block = self.blocks[i]
         task.advance(task.targets, Student(block, [], set()).rounded())  # they are the targets from here on
         student = self._student(block)
         if student.trained and block.name not in self.results.blocks:
@@ -268,7 +272,8 @@ class Recovery:
     def _student(self, block: Block) -> Student:
         """The block with its pruned weights. A layer that other blocks share is not tuned."""
         inside, here = set(map(id, block.module.parameters())), set(block.module.modules())
-        layers = [layer for layer in self.structure.layers() if id(layer.parameter) in inside]
+        known = [layer for layer in self.structure.layers() if layer in self.results]
+        layers = [layer for layer in known if id(layer.parameter) in inside]
         tuned = {layer.name for layer in layers if here.issuperset(layer.modules)}
         return Student(block, [(layer, self.results.weight(layer)) for layer in layers], tuned)
 
@@ -281,7 +286,7 @@ class Recovery:
         if not after < before:
             student.restore(pruned)
             after, notes = before, [*notes, "no gain: the pruned weights were kept"]
-        name, seconds = self.structure.blocks[i].name, time.perf_counter() - started
+        name, seconds = self.blocks[i].name, time.perf_counter() - started
         return BlockReport(name, before, after, steps, seconds, tuple(notes)), student.matrices()
 
     def _tune(self, i: int, student: Student, task: Task) -> tuple[int, list[str]]:

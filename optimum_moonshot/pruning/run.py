@@ -69,7 +69,7 @@ def solve_and_write(prepared: Prepared, variant: Variant) -> float:
 def recover(prepared: Prepared, recovery: Recovery) -> float:
     """Recover block after block under a bar; returns the seconds it took."""
     started = time.perf_counter()
-    total = sum(bool(block.layers) for block in prepared.selection.structure.blocks)
+    total = sum(bool(block.layers) for block in recovery.blocks)
     shown = prepared.subject.progress
     with progress_bar(recovery.run(), desc="recovering", total=total, unit="block", shown=shown) as blocks:
         for block in blocks:

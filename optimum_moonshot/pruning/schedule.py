@@ -12,6 +12,7 @@ from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.memory import Storage
 from ..calibration.observer import Observer
 from ..calibration.passes import Step
+from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..solvers import Solver
@@ -39,8 +40,8 @@ class StatisticsSchedule:
 
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
-    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks"]]:
-        """Those of some layers of a step, each forgotten here once it is given."""
+    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | None"]]:
+        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it."""
         groups = self._groups(layers)
         seen = False
         while groups:
@@ -69,14 +70,14 @@ class StatisticsSchedule:
 
     def _collected(
         self, group: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
         """Pass the data once, and give each layer of a group its statistics."""
         wanted = {layer.name for layer in group if self.lams[layer.name] < 1}
         with Observer(group, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
             step.observe(observer, last)
         while group:
             layer = group.pop(0)
-            yield layer, observer.take(layer)
+            yield layer, observer.take(layer) if observer.reached(layer) else None
 
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
@@ -107,6 +108,7 @@ class StatisticsSchedule:
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
+            require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
         return RowChunks(layer, rows, collect, plan)

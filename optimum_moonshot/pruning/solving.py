@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..calibration.layer_statistics import LayerStatistics
-from ..errors import FactorizationError
+from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..reports.environment import peak_memory
@@ -42,6 +42,7 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
         bar.update(1)
     for variant in variants:
         variant.notes += source.notes
+        require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")
     return source
 
 
@@ -51,14 +52,16 @@ def _allocate(prepared: Prepared, variants: Sequence[Variant], source: Statistic
     if selection.config.allocation not in ("owl", "alpha") or not source.unfinished():
         return
     squares = input_squares(prepared) if selection.config.allocation == "owl" else {}
+    reached = squares if squares else {layer.name for layer in selection.layers}
 
     def allocated() -> Iterator[tuple[PrunableLayer, ...]]:
-        """Layers that get the same sparsity, their weights present."""
+        """Layers that get the same sparsity, their weights present; those that the data do not reach get none."""
         for block in selection.structure.blocks:
-            if block.layers:
+            layers = tuple(layer for layer in block.layers if layer.name in reached)
+            if layers:
                 with block.present():
-                    yield block.layers
-        yield from ((layer,) for layer in selection.structure.outside)
+                    yield layers
+        yield from ((layer,) for layer in selection.structure.outside if layer.name in reached)
 
     scores = block_scores(selection.config, allocated(), squares, prepared.subject.progress)
     for variant in variants:

@@ -5,18 +5,21 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..calibration.chains import find_chains
 from ..calibration.observer import Observer
-from ..calibration.passes import BlockwisePasses, FullModelPasses, Step, is_chain
+from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
 from ..data.batches import shorten
 from ..model.calls import model_device, to_device
-from ..model.layers import PrunableLayer
+from ..model.layers import Block, PrunableLayer
 from ..model.presence import all_present
 from ..objective.patterns import Pattern
 from ..progress import progress_bar
 from .layer_solving import Statistics
 from .preparation import Prepared
 from .schedule import StatisticsSchedule
+
+UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
 
 
 class Wanting(Protocol):
@@ -29,6 +32,9 @@ class Wanting(Protocol):
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """Its pruned weight of a layer, [d_out, d_in]."""
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """Leave a layer dense."""
 
 
 class StatisticsSource:
@@ -57,7 +63,11 @@ class StatisticsSource:
             return
         schedule = self._schedule(prepared.data.num_samples)
         for step in self._steps():
-            yield from schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)])
+            for layer, statistics in schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)]):
+                if statistics is None:
+                    self._skip(layer)
+                else:
+                    yield layer, statistics
         self.notes += schedule.notes
 
     def unfinished(self) -> bool:
@@ -82,38 +92,47 @@ class StatisticsSource:
         if selection.config.recompute:
             yield from self._recomputed(probe)
             return
-        structure, gradients = selection.structure, selection.needs_gradients
-        blocks, loss = structure.blocks, prepared.subject.loss
-        inside = tuple(layer for block in blocks for layer in block.layers)
-        whole = FullModelPasses(prepared.model, blocks, prepared.batches, gradients, loss)
-        self.losses = whole.losses
-        with all_present(blocks):
-            chain = bool(inside) and is_chain(prepared.model, blocks, probe, gradients, loss)
-        if chain:
-            yield from self._blockwise()
-        elif inside:
-            self.notes.append("the layers are no chain: each visit ran the whole model")
-            yield from whole.steps(inside + structure.outside)
-            return
-        yield from whole.steps(structure.outside)
+        structure, gradients, loss = selection.structure, selection.needs_gradients, prepared.subject.loss
+        with all_present(structure.blocks):
+            found = find_chains(prepared.model, structure.blocks, probe, gradients, loss)
+        for block in found.unreached:
+            for layer in block.layers:
+                self._skip(layer)
+        for chain in found.chains:
+            yield from self._blockwise(chain)
+        loose = tuple(layer for block in found.loose for layer in block.layers)
+        whole = FullModelPasses(prepared.model, structure.blocks, prepared.batches, gradients, loss)
+        yield from whole.steps(loose + structure.outside)
+        if not self.losses:
+            self.losses = whole.losses
+        if loose:
+            cost = f"the whole model passed {whole.passes} times for their layers"
+            self.notes.append(f"{len(found.loose)} blocks are no chain: {cost}")
 
-    def _blockwise(self) -> Iterator[Step]:
+    def _blockwise(self, chain: tuple[Block, ...]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
         passes = BlockwisePasses(
             prepared.model,
-            selection.structure.blocks,
+            chain,
             prepared.batches,
             selection.needs_gradients,
             prepared.subject.loss,
             prepared.storage,
+            [block for block in selection.structure.blocks if block not in chain],
         )
-        self.losses = passes.losses
-        shown = prepared.subject.progress
-        with progress_bar(total=len(prepared.batches), desc="calibrating", unit="batch", shown=shown) as bar:
+        self.losses = self.losses or passes.losses
+        total, shown = len(prepared.batches), prepared.subject.progress
+        with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
             steps = passes.steps(bar.update)
             first = next(steps)
         yield first
         yield from steps
+
+    def _skip(self, layer: PrunableLayer) -> None:
+        """Leave a layer dense that the data do not reach."""
+        for variant in self.variants:
+            if variant.lacks(layer):
+                variant.skip(layer, UNREACHED)
 
     def _recomputed(self, probe: dict[str, Tensor]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
@@ -132,11 +151,11 @@ class StatisticsSource:
 
 
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
-    """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model, by one forward pass."""
+    """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in] each, by one forward pass."""
     layers, subject = prepared.selection.layers, prepared.subject
     with (
         progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
         Observer(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as observer,
     ):
         FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
-    return {layer.name: observer.take(layer).inputs for layer in layers}
+    return {layer.name: observer.take(layer).inputs for layer in layers if observer.reached(layer)}

@@ -285,7 +285,7 @@ def _measure(variant: Variant, meter: Meter) -> SweepEntry:
     with variant.applied():
         value = meter.value()
     selection = variant.selection
-    losses = [variant.store.reports[layer.name].loss for layer in selection.layers]
+    losses = [variant.store.reports[layer.name].loss for layer in variant.layers]
     known = [loss for loss in losses if loss is not None]
     config = selection.config
     return SweepEntry(

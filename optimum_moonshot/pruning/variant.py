@@ -30,6 +30,7 @@ class Variant:
         self.selection, self.store = selection, store
         self.patterns: dict[str, Pattern] = dict(selection.patterns)
         self.notes = [*selection.notes, *notes, *store.notes]
+        self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
 
     @classmethod
@@ -53,12 +54,21 @@ class Variant:
         return cls(selection, ResultStore(folder, known, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        """Whether a layer has no result yet."""
-        return layer not in self.store
+        """Whether a layer has no result yet, and is to have one."""
+        return layer not in self.store and layer.name not in self.skipped
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """Leave a layer dense; the report says why."""
+        self.skipped[layer.name] = reason
+
+    @property
+    def layers(self) -> list[PrunableLayer]:
+        """Those that are pruned."""
+        return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """What a layer is pruned by."""
-        return self.patterns[layer.name]
+        """What a layer is pruned by; its own pattern where an allocation has left it out."""
+        return self.patterns.get(layer.name, self.selection.patterns[layer.name])
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's pruned weight, [d_out, d_in] in host memory."""
@@ -75,13 +85,13 @@ class Variant:
 
         Each pruned weight gives its place to the dense one, so that the two never add up to two models.
         """
-        swapped = _swap(self.selection, self.store.pop)
+        swapped = _swap(self, self.store.pop)
         swapped.clear()
 
     @torch.no_grad()
     def write(self) -> dict[str, Tensor]:
         """Write every result into the model, and return the dense weights; if that fails, these are put back."""
-        return _swap(self.selection, self.store.weight)
+        return _swap(self, self.store.weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -100,12 +110,12 @@ class Variant:
             seconds: calibration, solver, recovery (where there was one), total.
         """
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
-        layers = [store.reports[layer.name] for layer in structure.layers()]
+        layers = [store.reports[layer.name] for layer in self.layers]
         notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
         report = PruneReport(
             config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
             layers=layers,
-            skipped=structure.skipped,
+            skipped={**structure.skipped, **self.skipped},
             calibration=None if prepared.data is None else prepared.data.describe(),
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
@@ -120,19 +130,22 @@ class Variant:
             sparsity=report.sparsity,
             calibration=report.calibration,
             versions=report.versions,
+            dense=tuple(self.skipped),
         ).attach(prepared.model)
         return report
 
 
-def _swap(selection: Selection, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:
+def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:
     """Give every layer the matrix that `weight` has for it; returns the dense ones, which a failure puts back."""
     dense: dict[str, Tensor] = {}
     try:
-        for layer in selection.structure.layers_present():
+        for layer in variant.selection.structure.layers_present():
+            if layer.name in variant.skipped:
+                continue
             dense[layer.name] = layer.matrix.to("cpu", copy=True)
             layer.assign(weight(layer))
     except BaseException:
-        _restore(selection, dense)
+        _restore(variant.selection, dense)
         raise
     return dense
 

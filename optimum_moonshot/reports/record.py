@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ class PruningRecord:
         calibration: source, number and digest of the samples; None without any.
         versions: of the libraries it was made with.
         compaction: what a `Compaction` says; None unless the model was made smaller.
+        dense: names of layers that were chosen and stayed dense all the same: no data reached them.
 
     Raises:
         MoonshotError: a field of another type, or a configuration that is none; it names the field.
@@ -48,6 +49,7 @@ class PruningRecord:
     calibration: Mapping[str, Any] | None
     versions: Mapping[str, str]
     compaction: Mapping[str, Any] | None = None
+    dense: Sequence[str] = ()
 
     def __post_init__(self):
         with _explained():
@@ -63,6 +65,10 @@ class PruningRecord:
             check_number("sparsity", self._setting("sparsity"), optional=True)
             check_whole("group_size", self._setting("group_size"), least=1)
             _ = self.pattern_rules, self.targets, self.ignore
+        with _explained():
+            listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
+            require(listed, f"dense={reprlib.repr(self.dense)}: it must be a list of names")
+            object.__setattr__(self, "dense", tuple(self.dense))
 
     def _setting(self, name: str) -> Any:
         """A field of the configuration; the default of one that came later."""
@@ -100,6 +106,9 @@ class PruningRecord:
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         if self.compaction is None:
             del values["compaction"]
+        values["dense"] = list(self.dense)
+        if not self.dense:
+            del values["dense"]
         return {"version": self.VERSION, **values}
 
     @classmethod
