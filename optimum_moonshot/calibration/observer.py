@@ -4,8 +4,9 @@ What is made of the calls is elsewhere: sums.py adds up inputs and gradients, an
 statistic of another kind. Padding tokens count in none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,11 +69,9 @@ class Observer(AbstractContextManager):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                self._hooks.callback(module.register_forward_hook(self._hook(layer, find_form(module))).remove)
+                form = find_form(module)
+                self._hooks.callback(form.watch(partial(self._observe, layer, form)).remove)
         return self
-
-    def _hook(self, layer: PrunableLayer, form: Form) -> Callable:
-        return lambda _, args, output: self._observe(layer, form, args[0].detach(), output)
 
     def __exit__(self, *exception) -> None:
         self._hooks.close()
@@ -100,6 +99,7 @@ class Observer(AbstractContextManager):
         Returns:
             A new output where the graph begins here, else None.
         """
+        inputs = inputs.detach()
         with naming(layer.name):
             mask = form.token_mask(inputs, self.mask)
         call = LayerCall(layer, form, inputs, inputs._version, mask, self.count)
@@ -133,7 +133,7 @@ class Observer(AbstractContextManager):
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, sums.totals, extra)
 
 
-Collector = Observer
+Collector = Observer  # its former name, as long as the passes use it
 
 
 def _finite(tensor: Tensor, what: str) -> None:
