@@ -128,6 +128,13 @@ def test_half_precision_comes_as_float32(form):
     assert pair.inputs.dtype == pair.delta.dtype == torch.float32
 
 
+def test_two_layers_read_alike_only_where_their_patches_are_the_same():
+    linear = {find_form(make()).reads for make in LINEAR.values()}
+    convolutions = {find_form(MODULES[name]()).reads for name in GEOMETRIES}
+    assert len(linear) == 1 and len(convolutions) == len(GEOMETRIES) and not linear & convolutions
+    assert find_form(nn.Conv2d(4, 8, 3, bias=False)).reads == find_form(nn.Conv2d(4, 2, 3)).reads
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_inputs_are_not_copied(name):
     form = find_form(LINEAR[name]())

@@ -236,6 +236,12 @@ def test_sharing_in_some_batches_only_is_an_error(later):
     assert not any(module._forward_hooks for module in watched.modules)
 
 
+def test_inputs_given_by_name_are_seen():
+    x, y = tensors(2)
+    first, _ = Watched().pass_on(lambda a, b: (a(input=x), b(y)))
+    torch.testing.assert_close(first.inputs, gram(x))
+
+
 def test_a_layer_that_no_data_reach_is_named():
     with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to ignore="):
         Watched().pass_on(lambda a, b: a(torch.randn(2, 3, 4)))

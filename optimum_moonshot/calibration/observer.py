@@ -4,8 +4,9 @@ What is made of the calls is elsewhere: sums.py adds up inputs and gradients, an
 statistic of another kind. Padding tokens count in none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,11 +68,9 @@ class Observer(AbstractContextManager):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                self._hooks.callback(module.register_forward_hook(self._hook(layer, find_form(module))).remove)
+                form = find_form(module)
+                self._hooks.callback(form.watch(partial(self._observe, layer, form)).remove)
         return self
-
-    def _hook(self, layer: PrunableLayer, form: Form) -> Callable:
-        return lambda _, args, output: self._observe(layer, form, args[0].detach(), output)
 
     def __exit__(self, *exception) -> None:
         self._hooks.close()
@@ -99,6 +98,7 @@ class Observer(AbstractContextManager):
         Returns:
             A new output where the graph begins here, else None.
         """
+        inputs = inputs.detach()
         with naming(layer.name):
             mask = form.token_mask(inputs, self.mask)
         call = LayerCall(layer, form, inputs, inputs._version, mask, self.count)

@@ -14,12 +14,12 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import transpose
 from torch import Tensor
 from torch.nn import functional
 
 from ..errors import require
 from ..masks import find_pruned
+from ..model.forms import find_form
 
 MEND = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Ways to start an adapter that change the weight under it.
@@ -97,12 +97,16 @@ def _check_variants(name: str, module: Linear) -> None:
 
 
 class SparseLinear(Linear):
-    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D; `keep` is True where the weight survives."""
+    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D.
+
+    Attributes:
+        keep: True where the weight survives, bool, laid out as the weight.
+    """
 
     keep: Tensor
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """The change of the weight by one adapter, in the weight's layout."""
+        """The change of the weight by one adapter, laid out as the weight."""
         return super().get_delta_weight(adapter) * self.keep
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
@@ -118,7 +122,7 @@ class SparseLinear(Linear):
         return result.to(dtype)
 
     def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        weight = transpose(self.get_delta_weight(adapter), self.fan_in_fan_out)
+        weight = find_form(self.get_base_layer()).as_matrix(self.get_delta_weight(adapter))
         x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])

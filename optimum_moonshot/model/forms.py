@@ -21,13 +21,14 @@ A kind of layer is one class here and one entry in `FORMS`; nothing else in the 
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import require
@@ -81,6 +82,18 @@ class Form(ABC):
     def reads(self) -> Hashable:
         """What two calls share that read the same inputs from the same tensor."""
         return None
+
+    def watch(self, see: Callable[[Tensor, Tensor], Tensor | None]) -> RemovableHandle:
+        """Show every call of the module, until the handle is removed.
+
+        Args:
+            see: given what the module read and what it gave; what it returns, if not None, is given instead.
+        """
+
+        def hook(_: nn.Module, args: tuple, named: dict[str, Tensor], output: Tensor) -> Tensor | None:
+            return see(args[0] if args else next(iter(named.values())), output)
+
+        return self.module.register_forward_hook(hook, with_kwargs=True)
 
     def unprunable(self) -> str | None:
         """Why this module cannot be pruned although its kind can; None where it can."""

@@ -12,6 +12,7 @@ query heads go.
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
 from .facts import max_positions, vocabulary_size
+from .forms import find_form
 from .layers import Block, PrunableLayer, Structure, find_structure
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
@@ -164,18 +166,17 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, args: tuple, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
-        trace.inputs.setdefault(layer.name, []).append(args[0])
+        trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
         return random.clone()  # the model may change it in place, which a leaf forbids
 
     with ExitStack() as hooks:
         for block in blocks:
             for layer in block.layers:
-                hook = lambda _, args, output, layer=layer: replace(layer, args, output)  # noqa: E731
                 for module in layer.modules:
-                    hooks.callback(module.register_forward_hook(hook).remove)
+                    hooks.callback(find_form(module).watch(partial(replace, layer)).remove)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
