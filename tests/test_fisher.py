@@ -226,7 +226,7 @@ def test_column_blocks_are_the_diagonal_blocks_of_each_row(form, shape):
 def test_reading_changes_nothing(form, shape):
     term, _ = case(form, shape)
     rows = everything(term.count)
-    before = term.matrices(rows, CPU)
+    before = term.matrices(rows, CPU).clone()
     term.matrices(rows, CPU).zero_()
     term.combined(torch.zeros_like(before), rows, 0.5, 2.0).zero_()
     term.factors(rows, CPU)

@@ -72,6 +72,8 @@ def test_a_good_value_reaches_the_solver(options, name, value):
 def test_a_bad_value_is_refused_by_name_and_value(options, name, value):
     with pytest.raises(MoonshotError, match=rf"^{name}={re.escape(repr(value))}: give "):
         make_solver("every", {name: value})
+    with pytest.raises(MoonshotError, match=rf"^{name}={re.escape(repr(value))}: give "):
+        Every(**{name: value})  # made by hand, a solver checks itself
 
 
 def test_messages_name_the_bounds(options):

@@ -91,6 +91,11 @@ def apply_rules(rules: Mapping[str, Pattern], names: Iterable[str], default: Pat
 
     A layer's whole name is no expression: it speaks of that layer alone.
 
+    Args:
+        rules: name or regular expression → pattern, in the order in which expressions decide.
+        names: of all layers.
+        default: for those without an entry; None where there is to be none.
+
     Raises:
         MoonshotError: a layer without an entry or default, or an entry that decides no layer.
     """

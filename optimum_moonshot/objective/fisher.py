@@ -53,7 +53,15 @@ class Fisher(ABC):
 
     @abstractmethod
     def matrices(self, rows: slice, device: torch.device) -> Tensor:
-        """``A_k A_kᵀ`` of some rows, [r, size, size] in float64: a new tensor on the device."""
+        """``A_k A_kᵀ`` of some rows.
+
+        Args:
+            rows: which.
+            device: of the work.
+
+        Returns:
+            [r, size, size] in float64, on the device: a new tensor.
+        """
 
     @abstractmethod
     def losses(self, deltas: Tensor) -> Tensor:

@@ -31,9 +31,14 @@ class Unstructured:
     width: ClassVar[int] = 1  # consecutive inputs that belong together; a row must divide into so many
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        """Bool, like `scores` (any shape, one comparison group): False for the smallest scores.
+        """Which weights survive.
 
-        `before` is how many weights of the layer the groups before this one hold.
+        Args:
+            scores: any shape, one comparison group.
+            before: how many weights of the layer the comparison groups before this one hold.
+
+        Returns:
+            Bool, like `scores`: False for the smallest.
         """
         count = round(self.sparsity * scores.numel())
         if self.exact:
@@ -141,7 +146,15 @@ Pattern = Unstructured | NM | Structured
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
-    """Bool, like `scores` [groups, size]: True for exactly `count` smallest scores of every group, ties by index."""
+    """Exactly so many smallest scores of every comparison group, ties by index.
+
+    Args:
+        scores: [comparison groups, size].
+        count: how many of each.
+
+    Returns:
+        Bool, like `scores`: True for the smallest.
+    """
     if count <= 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
@@ -155,6 +168,11 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> Pattern:
     """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
+
+    Args:
+        pattern: "unstructured", "structured" or "n:m", such as "2:4".
+        sparsity: share to remove, in [0, 1]; None, or the same, where n:m says it.
+        group_size: columns that go or stay together, of "structured" alone.
 
     Raises:
         MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.

@@ -7,7 +7,7 @@ step needs one column, ``F⁻¹_:p - Σ v v_p``, and a flush, one matrix product
 no more is dropped once it is a quarter of the matrix.
 
 The order of the removals and their losses are all that is kept: the weights after any number of removals are the
-quadratic's minimiser on what survives (`objective.py`).
+quadratic's minimiser on what survives (`Ranked.minimise`).
 """
 
 import torch
@@ -111,12 +111,25 @@ class Elimination:
 
 
 def removals(size: int, pattern: Pattern) -> int:
-    """How many weights a row of so many inputs can lose."""
+    """How many weights a row can lose.
+
+    Args:
+        size: inputs of the row; n:m divides them.
+        pattern: all may go but for n of every m of an n:m pattern.
+    """
     return size // pattern.m * (pattern.m - pattern.n) if isinstance(pattern, NM) else size
 
 
 def take_square(matrices: Tensor, chosen: Tensor) -> Tensor:
-    """matrices[k][chosen[k]][:, chosen[k]] of a batch, [r, s, s]."""
+    """``matrices[k][chosen[k]][:, chosen[k]]`` of a batch.
+
+    Args:
+        matrices: [r, d, d].
+        chosen: rows and columns of each, [r, s].
+
+    Returns:
+        [r, s, s].
+    """
     if matrices.device.type == "cpu":  # three times as fast as `gather`
         taken = matrices.new_empty(*chosen.shape, chosen.shape[1])
         for matrix, index, out in zip(matrices, chosen, taken, strict=True):

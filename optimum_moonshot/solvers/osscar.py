@@ -57,7 +57,15 @@ class OSSCAR(Solver):
 
 
 def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
-    """The pruned weight [d_out, d_in] and which groups of columns survive, bool [groups].
+    """Remove column groups one by one, each time the one that costs least.
+
+    Args:
+        objective: of the whole layer.
+        pattern: how many columns a group has, and the share of groups to remove.
+        ridge: what is added to the diagonal of every F_k.
+
+    Returns:
+        The pruned weight [d_out, d_in], and which column groups survive, bool [d_in / group].
 
     Raises:
         FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
@@ -73,6 +81,14 @@ class Support:
 
     Columns stay in place until a quarter is dead; `groups` says which ones are left. The state of the rows is in
     float32, unless the condition of an M_k asks for more.
+
+    Args:
+        objective: of the whole layer.
+        group: columns that go together, a divisor of d_in.
+        ridge: what is added to the diagonal of every F_k.
+
+    Raises:
+        FactorizationError: a matrix is not positive definite with it.
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):

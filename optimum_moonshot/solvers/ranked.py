@@ -81,7 +81,18 @@ class Ranked(Solver):
         return self.solve_path(objective, [pattern])[0]
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
-        """As `solve`, for several unstructured patterns, or for one n:m pattern, by one elimination."""
+        """As `solve`, for several patterns, by one elimination.
+
+        Args:
+            objective: of the layer.
+            patterns: unstructured ones, or a single n:m pattern.
+
+        Returns:
+            What `solve` returns for each.
+
+        Raises:
+            FactorizationError: no damping up to 1 sufficed.
+        """
         ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
         weights = self.minimise(objective, keeps, damping)
@@ -89,6 +100,11 @@ class Ranked(Solver):
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.
+
+        Args:
+            objective: of a layer, or of some of its rows.
+            pattern: unstructured or n:m; a sparsity plays no part.
+            damping: p, in (0, 1].
 
         Raises:
             FactorizationError: a row's matrix is not positive definite at this damping.
@@ -107,7 +123,16 @@ class Ranked(Solver):
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]:
-        """The minimisers of the damped quadratic on several masks [d_out, d_in], each [d_out, d_in] in float32."""
+        """The minimisers of the damped quadratic on several masks.
+
+        Args:
+            objective: of a layer, or of some of its rows.
+            keeps: bool, [d_out, d_in] each, of the objective's rows.
+            damping: at which the removals were ranked.
+
+        Returns:
+            For each mask, [d_out, d_in] in float32, 0 off the mask.
+        """
         weight, device = objective.row_weights, objective.weight.device
         size = weight.shape[1]
         masks = [keep.reshape(weight.shape) for keep in keeps]
@@ -123,7 +148,16 @@ class Ranked(Solver):
 
 
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
-    """F_k + μ_k I of some rows, [r, size, size] in float64; where diag F_k is 0, μ_k comes from the layer's mean."""
+    """F_k + μ_k I of some rows, ``μ_k = p · mean(diag F_k)``, or p times the layer's mean where that is 0.
+
+    Args:
+        objective: of a layer, or of some of its rows.
+        rows: of `row_weights`.
+        damping: p.
+
+    Returns:
+        [r, size, size] in float64.
+    """
     hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     means = diagonal.mean(1, keepdim=True)
@@ -134,7 +168,12 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
 
 
 class Inverses:
-    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 those with the same G share theirs."""
+    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 those with the same G share theirs.
+
+    Args:
+        objective: of a layer, or of some of its rows.
+        damping: as for `damped_rows`.
+    """
 
     def __init__(self, objective: Quadratic, damping: float):
         self.objective, self.damping = objective, damping

@@ -85,25 +85,50 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Pattern, block_size: int) -> "Widths":
+        """Those of a run.
+
+        Args:
+            pattern: its m divides both widths.
+            block_size: columns of a comparison group, brought down to a multiple of m, and at least to m.
+        """
         m = pattern.m if isinstance(pattern, NM) else 1
         compared, block = (max(1, size // m) * m for size in (block_size, STEP))
         return cls(compared, min(compared, block))
 
 
 class Factors(Protocol):
-    """The Cholesky factors C_k of some rows, delivered by comparison groups of columns, and block by block within."""
+    """The Cholesky factors C_k of some rows, delivered by comparison groups of columns, and block by block within.
+
+    Every method is given `weight`, all columns of these rows, [r, d_in] in float32, and `columns`, those of the
+    comparison group.
+    """
 
     def enter(self, weight: Tensor, columns: slice) -> Tensor:
-        """Bring the columns' weights up to date with those before them, in place. Returns C_jj: [r or 1, columns]."""
+        """Bring the columns' weights up to date with those before them, in place.
+
+        Returns:
+            C_jj of the columns, [r or 1, columns].
+        """
 
     def step(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
         """Bring a block's weights up to date with the blocks before it among these columns, in place.
 
-        `errors` [r, columns] holds theirs. Returns C_k[block, block]: [r or 1, block, block].
+        Args:
+            weight, columns: as said above.
+            block: columns of the matrix, `widths.block` of them or what is left.
+            errors: [r, columns], known for the blocks before.
+
+        Returns:
+            C_k[block, block], [r or 1, block, block].
         """
 
     def leave(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
-        """Spread the columns' errors [r, columns] over all on their right, in place (or in the state)."""
+        """Spread the columns' errors over all on their right, in place (or in the state).
+
+        Args:
+            weight, columns: as said above.
+            errors: [r, columns].
+        """
 
 
 def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
