@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs dist check-dist clean
 
 # The main job: prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -17,6 +17,20 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The site in site/; open site/index.html.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The source distribution, and the wheel that it gives, in dist/.
+dist: .venv/.release
+	rm -rf dist
+	$(BIN)/python -m build
+
+# Tests run in the unpacked source distribution, and the wheel works in a virtual environment of its own.
+check-dist: dist
+	.ci/check-dist $(PYTHON)
 
 $(INSTALLED): pyproject.toml setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv
@@ -24,6 +38,10 @@ $(INSTALLED): pyproject.toml setup.cfg setup.py constraints.txt
 	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
 	touch $@
 
+.venv/.docs .venv/.release: .venv/.%: $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
+	touch $@
+
 clean:
-	rm -rf .venv build dist outputs *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

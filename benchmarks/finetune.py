@@ -27,7 +27,7 @@ from sparse_finetune import heldout_perplexity, training, windows
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.integrations.peft import sparse_lora
 from optimum_moonshot.masks import Masks, find_pruned
-from optimum_moonshot.pruning.run import Run
+from optimum_moonshot.pruning import run as pruning_run
 
 PATTERNS = {"0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 LENGTH = 256
@@ -49,17 +49,17 @@ class Bench:
         pruner = MoonshotPruner(copy.deepcopy(self.dense), config, self.tokenizer)
         pruned = [pruner.model]
 
-        def copied(run, recovery):
+        def copied(prepared, recovery):
             pruned[0] = copy.deepcopy(self.dense)
-            for layer in run.layers:
-                pruned[0].get_submodule(layer.name).weight.data.copy_(run.results.weight(layer))
-            original(run, recovery)
+            for layer in prepared.selection.layers:
+                pruned[0].get_submodule(layer.name).weight.data.copy_(recovery.results.weight(layer))
+            return original(prepared, recovery)
 
-        original, Run._recover = Run._recover, copied
+        original, pruning_run.recover = pruning_run.recover, copied
         try:
             report = pruner.prune(str(self.text), progress=False)
         finally:
-            Run._recover = original
+            pruning_run.recover = original
         return pruned[0], pruner.model, report
 
     def perplexity(self, model) -> float:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from optimum_moonshot import MoonshotConfig, perplexity  # noqa: E402
 from optimum_moonshot.functional import prune_weight  # noqa: E402
 from optimum_moonshot.pruner import MoonshotPruner  # noqa: E402
-from optimum_moonshot.pruning.run import Run  # noqa: E402
+from optimum_moonshot.pruning import solving  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsity": 0.8}, "2:4": {"pattern": "2:4"}}
@@ -49,24 +49,23 @@ def choices(layer, lambdas: list[float]):
 def prune_all(model, tokenizer, calibration: Path, config: MoonshotConfig, choose):
     """{(method, pattern): {layer: pruned weight}}, from one calibration.
 
-    `config` says what is calibrated; ``choose(run, layer)`` yields (method, pattern) with their configuration.
+    `config` says what is calibrated; ``choose(config, layer)`` yields (method, pattern) with their configuration.
     """
     weights = {}
 
-    def solve(run, layer, layer_statistics):
+    def solve(layer, layer_statistics, variants):
         fisher = layer_statistics.gradients
         gradients = None if fisher is None else fisher.gradients
-        for key, choice in choose(run, layer):
+        for key, choice in choose(config, layer):
             pruned = prune_weight(layer.matrix, layer_statistics.inputs, gradients, config=choice)
             weights.setdefault(key, {})[layer.name] = pruned.weight
-        return original(run, layer, layer_statistics)
+        return original(layer, layer_statistics, variants)
 
-    original = Run._solve
-    Run._solve = solve
+    original, solving.prune_layer = solving.prune_layer, solve
     try:
         MoonshotPruner(copy.deepcopy(model), config, tokenizer).prune(str(calibration))
     finally:
-        Run._solve = original
+        solving.prune_layer = original
     return weights
 
 

@@ -118,7 +118,7 @@ class MoonshotConfig:
     recover_lr: float = 0.05
     calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         solver = solver_class(self.solver)
         check_number("sparsity", self.sparsity, optional=True)
         check_whole("group_size", self.group_size, least=1)
@@ -154,7 +154,7 @@ class MoonshotConfig:
             how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
             f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
         )
-        if named:
+        if isinstance(how, dict):
             object.__setattr__(self, "allocation", dict(how))
         for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
             value = getattr(self, field)
@@ -202,10 +202,11 @@ class MoonshotConfig:
             rules.default is None or isinstance(rules.default, solver.patterns),
             f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
         )
+        named = self.allocation if isinstance(self.allocation, dict) else {}
         for key, rule in rules.rules.items():
             require(
                 isinstance(rule, solver.patterns),
-                f"allocation[{key!r}]={self.allocation[key]!r}: solver={self.solver!r} takes {takes}",
+                f"allocation[{key!r}]={named[key]!r}: solver={self.solver!r} takes {takes}",
             )
 
     @property
@@ -265,7 +266,7 @@ class MoonshotConfig:
                 shown.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def __deepcopy__(self, memo: dict) -> "MoonshotConfig":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoonshotConfig":
         """Itself: nothing in it changes, and calibration data may be large, or an iterator that cannot be copied."""
         return self
 
@@ -318,9 +319,8 @@ def _whole_numbers(values: Any) -> Any:
 
 def _bytes(value: Any) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[kmgt]i?b)\s*", str(value).lower())
-    require(
-        match is not None and not isinstance(value, bool), f'max_memory={value!r}: give bytes or a size such as "8GiB"'
-    )
+    if match is None or isinstance(value, bool):
+        raise MoonshotError(f'max_memory={value!r}: give bytes or a size such as "8GiB"')
     unit = match[2]
     power = 0 if not unit else "kmgt".index(unit[0]) + 1
     return int(float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power)

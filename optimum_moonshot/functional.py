@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def prune_weight_path(
     check_ranked(config, sparsities)
     patterns = [dataclasses.replace(config, sparsity=sparsity).parsed_pattern for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
-    results = solver.solve_path(objective, patterns)
+    results = cast(Any, solver).solve_path(objective, patterns)
     return {sparsity: _in_dtype(result, weight) for sparsity, result in zip(sparsities, results, strict=True)}
 
 
@@ -108,6 +109,7 @@ def _problem(
         f"allocation={config.allocation!r}: it divides the sparsity between layers, and this is one; leave it out",
     )
     pattern = config.parsed_pattern
+    assert pattern is not None  # only an allocation by name goes without
     d_out, d_in = weight.shape
     require(
         pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern.width}"
@@ -157,7 +159,7 @@ def build_objective(
     return Quadratic.build(weight, gram, fisher, lam, column_block=solver.column_block(weight.shape[1], pattern))
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None:
     require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
     wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     require(wide, f"{name} has dtype {tensor.dtype}: give a floating-point tensor of at least 16 bits")

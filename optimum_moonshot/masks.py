@@ -8,14 +8,17 @@ weight decay or rounding made of them.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, check_expressions, require
-from .model.layers import MATRICES, PrunableLayer, adapted_layers
+from .model.forms import find_form
+from .model.layers import PrunableLayer, adapted_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -84,7 +87,7 @@ def find_pruned(
         MoonshotError: there are none, or FSDP's first version has flattened the weights.
     """
     require(isinstance(model, nn.Module), f"model is a {type(model).__name__}: give a torch.nn.Module")
-    targets, ignore = check_expressions("targets", targets), check_expressions("ignore", ignore)
+    targets, ignore = check_expressions("targets", targets), check_expressions("ignore", ignore) or ()
     kinds = {type(module) for module in model.modules()}
     flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
@@ -110,7 +113,8 @@ def _chosen_layers(
     for name, module in model.named_modules():
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
-        weight = module._parameters.get("weight") if isinstance(module, MATRICES) else None
+        form = find_form(module)
+        weight = None if form is None else form.parameter
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):
@@ -130,7 +134,7 @@ class Masks:
     def __init__(self, layers: list[PrunableLayer]):
         self.layers = layers
         self.keep: dict[str, Tensor] = {}  # True where a weight survives, like this process's part of the parameter
-        self._handles: list = []
+        self._handles: list[RemovableHandle] = []
         self.refresh()
 
     @torch.no_grad()
@@ -158,6 +162,7 @@ class Masks:
 
     @torch.no_grad()
     def _mask_gradient(self, parameter: nn.Parameter, name: str) -> None:
+        assert parameter.grad is not None  # the hook runs once it is accumulated
         clear(parameter.grad, self.keep[name])
 
     def detach(self) -> None:
@@ -199,8 +204,9 @@ def torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
         MoonshotError: there is none, or something else.
     """
     alone = hasattr(optimizer, "step") or not isinstance(optimizer, Iterable)
-    found = []
-    for each in [optimizer] if alone else optimizer:
+    found: list[torch.optim.Optimizer] = []
+    each: Any
+    for each in [optimizer] if alone else cast(Iterable[Any], optimizer):
         while isinstance(getattr(each, "optimizer", None), torch.optim.Optimizer):
             each = each.optimizer
         # DeepSpeed's own optimizers hide behind a wrapper without hooks.
@@ -228,7 +234,8 @@ def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
 
 def follows(matrix: Tensor, pattern: NM) -> bool:
     """Whether at most n of every m consecutive inputs of a weight [d_out, d_in] are there."""
-    if not pattern.fits(tuple(matrix.shape)):
+    d_out, d_in = matrix.shape
+    if not pattern.fits((d_out, d_in)):
         return False
     return bool(((matrix != 0).reshape(-1, pattern.m).sum(1) <= pattern.n).all())
 
@@ -245,7 +252,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def _total(parameter: Tensor, found: Tensor) -> int:

@@ -5,25 +5,28 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
+from .checkpoint.loading import check_complete
 from .checkpoint.packed_files import model_class
 from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig
 from .data.batches import Batch
-from .errors import require
+from .errors import MoonshotError, require
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
-from .pruning.run import Run
+from .pruning.preparation import Subject
+from .pruning.result_store import ResultStore
+from .pruning.run import run
 from .pruning.sparsity_path import SparsityPath, prune_path
-from .pruning.sweep import Sweep, variants
+from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord
 from .reports.seeds import SweepEntry
@@ -62,6 +65,7 @@ class MoonshotPruner:
             model, "moonshot_report", None
         )  # of a model pruned while it was loaded
         self._sweep: Sweep | None = None
+        self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
 
     def __repr__(self) -> str:
         """The model's class and size, and what differs from the default configuration."""
@@ -70,7 +74,7 @@ class MoonshotPruner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | os.PathLike, config: MoonshotConfig, **model_kwargs: Any
+        cls, name_or_path: str | os.PathLike[str], config: MoonshotConfig, **model_kwargs: Any
     ) -> "MoonshotPruner":
         """Load a model, as the class that its configuration names, with its tokenizer and image processor if any.
 
@@ -78,11 +82,19 @@ class MoonshotPruner:
             name_or_path: a Hub repository or a local folder.
             config: what to do.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
+
+        Raises:
+            MoonshotError: the checkpoint lacks weights of the model, which would be random numbers.
         """
         shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
-        loader = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
-        model = loader.from_pretrained(name_or_path, **model_kwargs)
+        loader: Any = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
+        require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
+        model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
+        check_complete(info, name_or_path)
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
+
+    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
         self,
@@ -91,7 +103,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        resume_dir: str | os.PathLike | None = None,
+        resume_dir: str | os.PathLike[str] | None = None,
     ) -> PruneReport:
         """Prune the model in place.
 
@@ -105,8 +117,8 @@ class MoonshotPruner:
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
                 for a plain module whose parameters have other names).
             progress: show progress bars.
-            resume_dir: a folder that keeps each layer's result until the run is complete. The same call after a kill
-                goes on from there.
+            resume_dir: a folder that keeps each layer's result until `save_pretrained` or `push_to_hub` has the model
+                safe. The same call after a kill goes on from there. One process at a time uses it.
 
         Returns:
             The report, also kept as `pruner.report`.
@@ -116,10 +128,10 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
-        run = Run(self.model, self.config, self.tokenizer, loss, progress, self.processor)
         data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report = run.execute(data, resume_dir)
+            self.report, store = run(self._subject(loss, progress), self.config, data, resume_dir)
+        self._unsaved = [store]
         return self.report
 
     def sweep(
@@ -134,7 +146,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        work_dir: str | os.PathLike | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
     ) -> SweepReport:
         """Prune in many ways on one calibration, and measure each; the model stays dense until `choose`.
 
@@ -151,7 +163,7 @@ class MoonshotPruner:
             maximize: whether more of `metric` is better.
             loss, forward, progress: as for `prune`.
             work_dir: a folder for the variants' weights, which take the place of one model each in memory otherwise.
-                The same call after a kill goes on from there; `choose` empties it.
+                The same call after a kill goes on from there; it is emptied when the chosen model is saved.
 
         Raises:
             MoonshotError: bad values, data, layers or statistics.
@@ -159,10 +171,10 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self.config, lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        sweep = Sweep(self.model, chosen, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            report = sweep.execute(calibration, metric, maximize, work_dir)
-        self._sweep = sweep
+            found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
+        self._sweep = found
         return report
 
     @contextmanager
@@ -172,8 +184,7 @@ class MoonshotPruner:
         Raises:
             MoonshotError: as `choose`.
         """
-        require(self._sweep is not None, _NO_SWEEP)
-        with self._sweep.applied(entry):
+        with self._swept().applied(entry):
             yield self.model
 
     def prune_path(
@@ -184,7 +195,7 @@ class MoonshotPruner:
         loss: Callable[[Any, Batch], Tensor] | None = None,
         forward: Forward | None = None,
         progress: bool = True,
-        work_dir: str | os.PathLike | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
     ) -> SparsityPath:
         """Prune to several sparsities by one calibration and one elimination per layer; the model stays dense.
 
@@ -204,9 +215,9 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self.config, [self.config.lam], sparsities, None)
         self._sweep = None
-        sweep = Sweep(self.model, configs, self.tokenizer, loss, progress, self.processor)
+        subject = self._subject(loss, progress)
         with called_by(self.model, forward):
-            return prune_path(sweep, calibration, work_dir, lambda report: setattr(self, "report", report))
+            return prune_path(subject, configs, calibration, work_dir, lambda report: setattr(self, "report", report))
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.
@@ -214,8 +225,9 @@ class MoonshotPruner:
         Raises:
             MoonshotError: no sweep is left to choose from, or the entry is not of it.
         """
-        require(self._sweep is not None, _NO_SWEEP)
-        self.report = self._sweep.choose(entry)
+        swept = self._swept()
+        self.report = swept.choose(entry)
+        self._unsaved = [variant.store for variant in swept.solved.variants]
         self._sweep = None
         return self.report
 
@@ -228,13 +240,13 @@ class MoonshotPruner:
         Raises:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
-        require(self.report is not None, _NOT_PRUNED)
-        model, done = compact_model(self.model)
+        report = self._pruned()
+        model, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
         dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
-        self.model, self.report.compaction = model, done.to_dict()
+        self.model, report.compaction = model, done.to_dict()
         return done
 
-    def save_pretrained(self, directory: str | os.PathLike, format: str = "dense", **options: Any) -> None:
+    def save_pretrained(self, directory: str | os.PathLike[str], format: str = "dense", **options: Any) -> None:
         """Write the pruned model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
@@ -250,8 +262,8 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 not n:m any more.
         """
-        require(self.report is not None, _NOT_PRUNED)
-        save_model(self.model, (self.tokenizer, self.processor), self.report, directory, format, **options)
+        save_model(self.model, (self.tokenizer, self.processor), self._pruned(), directory, format, **options)
+        self._discard_results()
 
     def push_to_hub(
         self,
@@ -284,10 +296,30 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the token is refused, the repository holds files, or the connection
                 broke; nothing is published then.
         """
-        require(self.report is not None, _NOT_PRUNED)
+        report = self._pruned()
         check_saving(self.model, format, options)
         full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
         with tempfile.TemporaryDirectory() as folder:
             processors = (self.tokenizer, self.processor)
-            save_model(self.model, processors, self.report, folder, format, name=full, **options)
-            return upload(folder, full, token=token, commit_message=commit_message)
+            save_model(self.model, processors, report, folder, format, name=full, **options)
+            address = upload(folder, full, token=token, commit_message=commit_message)
+        self._discard_results()
+        return address
+
+    def _swept(self) -> Sweep:
+        """The last sweep, or a `MoonshotError`."""
+        if self._sweep is None:
+            raise MoonshotError(_NO_SWEEP)
+        return self._sweep
+
+    def _pruned(self) -> PruneReport:
+        """The report of the last pruning, or a `MoonshotError`."""
+        if self.report is None:
+            raise MoonshotError(_NOT_PRUNED)
+        return self.report
+
+    def _discard_results(self) -> None:
+        """Remove the files that a run would go on from: its model is safe."""
+        for store in self._unsaved:
+            store.discard()
+        self._unsaved = []

@@ -26,7 +26,9 @@ from optimum_moonshot.pruning.allocation import (
     owl_sparsities,
     tail_exponent,
 )
-from optimum_moonshot.pruning.run import Run
+from optimum_moonshot.pruning.preparation import Subject, prepare
+from optimum_moonshot.pruning.selection import select
+from optimum_moonshot.pruning.statistics_source import input_squares
 from optimum_moonshot.solvers import solver_class, solver_names
 
 GOLDEN = ROOT / "../shared/golden/allocation.safetensors"
@@ -323,10 +325,10 @@ def test_owl_takes_one_forward_pass_and_keeps_no_activation_longer_than_its_laye
     down = model.model.layers[0].mlp.down_proj
     down.register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
     model.model.layers[2].mlp.register_forward_pre_hook(lambda _, args: calls.append(kept[-1]() is None))
-    run = Run(model, config(pattern="unstructured", sparsity=0.5, allocation="owl", lam=1), None, None, False)
-    run._prepare(token_batches())
+    selection = select(model, config(pattern="unstructured", sparsity=0.5, allocation="owl", lam=1))
+    prepared = prepare(Subject(model, progress=False), selection, token_batches())
     with frozen(model):
-        squares = run._input_squares()
+        squares = input_squares(prepared)
     assert len(calls) == 3 and all(calls)
     norms = dense_norms(model, [{**b, "attention_mask": torch.ones_like(b["input_ids"])} for b in token_batches()])
     for name, norm in norms.items():

@@ -92,11 +92,15 @@ def test_running_text_gives_windows_of_exact_length(book):
 
 def test_windows_reach_both_ends_of_the_text(tmp_path):
     path = write(tmp_path / "tiny.txt", "0123456789")
-    found = load(str(path), num_samples=200, sequence_length=8)
-    counts = [strings(found).count("0123456789"[start : start + 8]) for start in range(3)]
-    assert sum(counts) == 200 and min(counts) > 40
-    assert found.notes == ("the text has 10 tokens: 200 windows of 8 overlap",)
-    assert strings(load(path, num_samples=2, sequence_length=10)) == ["0123456789"] * 2
+    found = [load(str(path), num_samples=3, sequence_length=8, seed=seed) for seed in range(70)]
+    counts = [sum(strings(each).count("0123456789"[start : start + 8]) for each in found) for start in range(3)]
+    assert sum(counts) == 210 and min(counts) > 40
+    assert found[0].notes == ("the text has 10 tokens: 3 windows of 8 overlap",)
+    assert strings(load(path, num_samples=1, sequence_length=10)) == ["0123456789"]
+    with pytest.raises(MoonshotError, match="num_samples=4: .* 10 tokens, 3 different windows of 8: .*num_samples=3"):
+        load(path, num_samples=4, sequence_length=8)
+    with pytest.raises(MoonshotError, match="num_samples=1000000"):
+        load(path, num_samples=10**6, sequence_length=8)
     with pytest.raises(MoonshotError, match="the text has 10 tokens, fewer than sequence_length=11: give more text"):
         load(path, sequence_length=11)
 

@@ -294,7 +294,8 @@ class TestProgress:
         perplexity(model, tokenizer, [TEXT])
         assert capfd.readouterr() == ("", "")
 
-    def test_bar_counts_windows(self, model, tokenizer, capfd):
+    def test_bar_counts_windows(self, model, tokenizer, capfd, monkeypatch):
+        monkeypatch.setattr("optimum_moonshot.progress.bars_are_wanted", lambda: True)  # as in a terminal
         found = perplexity(model, tokenizer, [TEXT], progress=True, batch_size=3)
         assert f"{found.windows}/{found.windows}" in capfd.readouterr().err
 

@@ -45,11 +45,11 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
         countdown[0] = 8
         original = torch.Tensor.copy_
         armed = []
-        real = run_module.Results.commit
+        real = run_module.Variant.commit
 
-        def commit(self, layers):
+        def commit(self):
             armed.append(True)
-            return real(self, layers)
+            return real(self)
 
         def copy(self, *args, **kwargs):
             if armed:
@@ -58,7 +58,7 @@ def test_a_failure_leaves_the_model_as_it_was(error, place, monkeypatch):
                     raise error
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(run_module.Results, "commit", commit)
+        monkeypatch.setattr(run_module.Variant, "commit", commit)
         monkeypatch.setattr(torch.Tensor, "copy_", copy)
     with pytest.raises(error):
         prune(model)
@@ -103,11 +103,15 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
     folder = tmp_path / "partial"
     with pytest.raises(Boom):
         MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
-    assert len(list(folder.glob("*.safetensors"))) == 10
-    report = MoonshotPruner(resumed, config()).prune(token_batches(), progress=False, resume_dir=folder)
+    assert len(list(folder.glob("layers/*.safetensors"))) == 10
+    pruner = MoonshotPruner(resumed, config())
+    report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
     assert count[0] == 11 + 21 - 10
-    assert not folder.exists() and any("10 layers were taken over" in note for note in report.notes)
+    assert any("10 layers were taken over" in note for note in report.notes)
     assert_same(resumed, weights(whole))
+    assert len(list(folder.glob("layers/*.safetensors"))) == 21
+    pruner.save_pretrained(tmp_path / "saved")
+    assert not folder.exists()
 
 
 def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
@@ -130,7 +134,7 @@ def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
 def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
     from safetensors import SafetensorError
 
-    from optimum_moonshot.pruning import result_store as results
+    from optimum_moonshot.pruning import run_folder as results
 
     def full(*args, **kwargs):
         raise SafetensorError("I/O error: No space left on device (os error 28)")

@@ -16,8 +16,8 @@ from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
 from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pruning import run as run_module
 from optimum_moonshot.pruning import schedule as gathering
+from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]
@@ -40,9 +40,9 @@ def feed(accumulators, layer, batches, seed=0):
             accumulator.begin(first, count)
         whole = torch.zeros(count, *layer.shape)
         for piece in range(2):
-            inputs = torch.randn(count, 5, layer.shape[1], generator=generator)
-            delta = torch.randn(count, 5, layer.shape[0], generator=generator)
-            whole += delta.mT @ inputs
+            inputs = torch.randn(count, 1, 5, layer.shape[1], generator=generator)
+            delta = torch.randn(count, 1, 5, layer.shape[0], generator=generator)
+            whole += (delta.mT @ inputs)[:, 0]
             for accumulator in accumulators:
                 accumulator.add(inputs, delta, piece == 1)
         for accumulator in accumulators:
@@ -75,10 +75,10 @@ def test_every_form_gathers_the_same_gradients(block, rows, batches):
 @pytest.mark.parametrize("rows", [None, slice(0, 2), slice(2, 3), slice(2, 6), slice(4, 5)])
 def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
     layer = PrunableLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
-    inputs, delta = torch.randn(4 * 3, 5, 8), torch.randn(4 * 3, 5, 2)
+    inputs, delta = torch.randn(4, 3, 5, 8), torch.randn(4, 3, 5, 2)
     out = torch.zeros(4, len(range(6)[rows or slice(None)]), 8)
     Part(layer, rows).add(out, inputs, delta)
-    whole = (delta.mT @ inputs).view(4, 6, 8)
+    whole = (delta.mT @ inputs).flatten(1, 2)
     torch.testing.assert_close(out, whole[:, rows or slice(None)])
 
 
@@ -170,7 +170,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
     expected = prune(name, solver, lam, pattern)
-    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], rows))
     found = prune(name, solver, lam, pattern)
     assert_same(found, expected)
@@ -195,7 +195,7 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
                 raise FactorizationError("a row's Hessian is not positive definite")
         return original(self, objective, pattern, damping)
 
-    monkeypatch.setattr(gathering.Gatherer, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 7))
     monkeypatch.setattr(made, "rank", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
@@ -210,8 +210,8 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)])
 def test_many_samples_are_compressed(pattern, monkeypatch):
     seen = []
-    original = run_module.solve_layer
-    monkeypatch.setattr(run_module, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
+    original = solving.solve_layer
+    monkeypatch.setattr(solving, "solve_layer", lambda *args: seen.append(args[3].gradients) or original(*args))
     prune("vit", "obc", 0.5, "2:4" if isinstance(pattern, NM) else 0.5)
     assert {type(form) for form in seen} == {SampleGradients, FisherMatrices}  # 16 and 24 inputs, 20 samples
     assert all(form.samples == 20 for form in seen)

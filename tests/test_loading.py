@@ -9,7 +9,7 @@ from checkpoints import assert_same, pruned
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, convert, load_pruned
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 
 
 def layer_at(path, position):
@@ -100,7 +100,7 @@ def test_files_that_contradict_themselves_are_refused(packed_copy):
 
     refused(claim("pattern", "1:4"), f"{layer}: it is not 1:4")
     refused(claim("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
-    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, float16 was written")
+    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, torch.float16 was written")
 
 
 def test_transformers_alone_refuses_a_weight_that_does_not_fit(packed_copy, caplog):
@@ -129,10 +129,12 @@ def test_weights_that_no_file_holds_are_not_made_up(packed_copy, tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path / "dense")
     rewrite(tmp_path / "dense" / "model.safetensors", lambda found, _: found.pop(f"{name}.weight"))
-    with pytest.raises(MoonshotError, match=f"^{name}: no file holds it"):
+    with pytest.raises(MoonshotError, match=f"^{name}: no file of .* holds it"):
         load_pruned(tmp_path / "dense")
+    with pytest.raises(MoonshotError, match=f"^{name}: no file of .* holds it.*random numbers"):
+        MoonshotPruner.from_pretrained(tmp_path / "dense", MoonshotConfig(pattern="2:4"))
     change_config(packed_copy, lambda config: config.pop("quantization_config"))
-    with pytest.raises(MoonshotError, match="^model.layers.0.*: no file holds it, nor 20 others"):
+    with pytest.raises(MoonshotError, match="^model.layers.0.*: no file of .* holds it, nor 20 others"):
         load_pruned(packed_copy)
 
 

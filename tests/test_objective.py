@@ -6,8 +6,11 @@ import torch
 from golden.make import layer
 from objectives import diagonal, full
 
+from optimum_moonshot import MoonshotConfig, prune_weight
 from optimum_moonshot.objective import fisher
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import scales
+from optimum_moonshot.solvers import solver_class, solver_names
 
 LAMS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
@@ -83,11 +86,12 @@ def test_the_zero_weight_goes_by_magnitude(build, lam):
 
 @BUILD
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_a_zero_gram_kills_every_input(build, lam):
+def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
-    quadratic = build(weight, torch.zeros_like(gram), gradients, lam)
-    assert not quadratic.weight.any()
-    assert quadratic.scales.notes == ("12 dead inputs", "no loss at W = 0: weights go by magnitude")
+    quadratic = build(weight, torch.zeros_like(gram), gradients if lam < 1 else None, lam)
+    assert torch.equal(quadratic.weight, weight)
+    notes = {0.0: (), 0.5: ("no reconstruction loss at W = 0: Fisher alone",)}
+    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights go by magnitude",))
 
 
 @BUILD
@@ -147,3 +151,22 @@ def test_the_damping_unit_is_the_mean_diagonal_whatever_lambda():
     assert len(units) == 1
     expected = gram.diagonal().mean() / reference.losses_at_zero(weight, gram, None)[0]
     assert units.pop() == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", solver_names())
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "structured"])
+def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam, pattern):
+    sparsity = None if pattern == "2:4" else 0.5
+    kind = {"unstructured": Unstructured, "2:4": NM, "structured": Structured}[pattern]
+    if kind not in solver_class(solver).patterns:
+        pytest.skip("the solver takes no such pattern")
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    config = MoonshotConfig(solver=solver, pattern=pattern, sparsity=sparsity, lam=lam)
+    found = prune_weight(weight, torch.zeros(16, 16), torch.zeros(5, 8, 16), config=config)
+    assert (found.weight == 0).float().mean() == 0.5
+    assert torch.equal(found.weight[found.keep], weight[found.keep])
+    assert found.notes == ("no loss at W = 0: weights go by magnitude",)
+    if pattern == "2:4":  # whatever the solver compares within a row, of four weights the two smallest go
+        smaller = weight.abs().view(-1, 4).argsort(1)[:, :2]
+        assert not found.keep.view(-1, 4).gather(1, smaller).any()

@@ -7,8 +7,8 @@ from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
 from optimum_moonshot.calibration.memory import Storage
-from optimum_moonshot.calibration.observer import Collector
-from optimum_moonshot.calibration.passes import ChainPasses, WholePasses, is_chain
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.passes import BlockwisePasses, FullModelPasses, is_chain
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
@@ -76,15 +76,15 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False):
     found = {}
     with frozen(model):
         if whole:
-            visits = WholePasses(model, batches, gradients, None).visits(tuple(structure.layers()))
+            steps = FullModelPasses(model, structure.blocks, batches, gradients, None).steps(tuple(structure.layers()))
         else:
-            visits = ChainPasses(model, structure.blocks, batches, gradients, None, storage).visits()
-        for visit in visits:
-            wanted = {layer.name for layer in visit.layers} if gradients else set()
-            with Collector(list(visit.layers), diagonal, wanted, samples, storage) as collector:
-                visit.run(collector, True)
-            for layer in visit.layers:
-                found[layer.name] = collector.take(layer)
+            steps = BlockwisePasses(model, structure.blocks, batches, gradients, None, storage).steps()
+        for step in steps:
+            wanted = {layer.name for layer in step.layers} if gradients else set()
+            with Observer(list(step.layers), diagonal, wanted, samples, storage) as observer:
+                step.observe(observer, True)
+            for layer in step.layers:
+                found[layer.name] = observer.take(layer)
     return structure, found
 
 

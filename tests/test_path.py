@@ -101,7 +101,7 @@ def test_a_failure_while_applying_leaves_the_model_as_it_was(monkeypatch):
     model = make("llama")
     path = MoonshotPruner(model, settings()).prune_path(token_batches(), [0.5], progress=False)
     dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    results = path._sweep.runs[0].results
+    results = path._solved.variants[0].store
     original, seen = results.weight, []
 
     def fail(layer):

@@ -12,7 +12,7 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.fisher import SampleGradients
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pruning import run as run_module
+from optimum_moonshot.pruning import solving
 from optimum_moonshot.solvers import solver_class, solver_names
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
@@ -80,14 +80,14 @@ def test_every_solver_prunes_whole_models(name, solver, lam):
     structured = Unstructured not in solver_class(solver).patterns
     choice = dict(solver=solver, pattern="structured" if structured else "unstructured", sparsity=0.5, lam=lam)
     seen = {}
-    original = run_module.Run._solve
+    original = solving.prune_layer
 
-    def spy(self, layer, statistics):
-        seen[layer.name] = (layer.matrix.clone(), statistics, layer, getattr(self.patterns[layer.name], "group", 1))
-        return original(self, layer, statistics)
+    def spy(layer, statistics, variants):
+        seen[layer.name] = (layer.matrix.clone(), statistics, layer, getattr(variants[0].pattern_of(layer), "group", 1))
+        return original(layer, statistics, variants)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module.Run, "_solve", spy)
+        patch.setattr(solving, "prune_layer", spy)
         report = prune(model, image_batches() if name == "vit" else token_batches(), **choice).report
     slack = 1.1 if solver == "sparsegpt" else 1.0001  # column by column, it may gain nothing on tiny matrices
     for layer in report.layers:
@@ -371,3 +371,17 @@ def test_from_pretrained_loads_the_class_that_was_saved(tmp_path, tokenizer):
         assert (pruner.tokenizer is None) == (name == "vit")
     with pytest.raises(OSError):
         MoonshotPruner.from_pretrained(tmp_path / "missing", config())
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 200]], [[1, -1, 3]], [[1.0, 2.0, 3.0]]])
+def test_tokens_that_the_model_has_no_embedding_for_are_named(ids):
+    with pytest.raises(MoonshotError, match=r"^input_ids: (it gives token (200|-1)|token ids are torch.float32)"):
+        prune(make("llama"), [{"input_ids": torch.tensor(ids)}], num_samples=1)
+
+
+def test_a_tokenizer_of_another_model_is_named(tokenizer):
+    model = make("llama")
+    with torch.no_grad():
+        model.resize_token_embeddings(40)
+    with pytest.raises(MoonshotError, match="^tokenizer: it gives token .* has 40: use the tokenizer of the model"):
+        prune(model, ["what is written here " * 9] * 6, tokenizer)

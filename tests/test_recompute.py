@@ -12,12 +12,12 @@ from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
 from optimum_moonshot.calibration.memory import Storage
-from optimum_moonshot.calibration.observer import Collector
+from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.passes import is_chain
 from optimum_moonshot.calibration.recompute import RecomputedPasses, find_entrance, lent
+from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pruning.run import shorten
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
@@ -41,11 +41,11 @@ def gather(model, batches, gradients=True, targets=None):
     found = {}
     passes = RecomputedPasses(model, structure, batches, None, storage, lambda layer: pruned[layer.name])
     with frozen(model):
-        for visit in passes.visits(shorten(batches[0]), gradients):
-            wanted = {layer.name for layer in visit.layers} if gradients else set()
-            with Collector(list(visit.layers), False, wanted, samples, storage) as collector:
-                visit.run(collector, True)
-            found |= {layer.name: collector.take(layer) for layer in visit.layers}
+        for step in passes.steps(shorten(batches[0]), gradients):
+            wanted = {layer.name for layer in step.layers} if gradients else set()
+            with Observer(list(step.layers), False, wanted, samples, storage) as observer:
+                step.observe(observer, True)
+            found |= {layer.name: observer.take(layer) for layer in step.layers}
     return found, passes, pruned
 
 

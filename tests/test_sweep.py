@@ -40,10 +40,10 @@ def test_every_variant_equals_a_run_of_its_own(solver):
             make("llama"), config(solver=solver, pattern=entry.pattern, sparsity=entry.sparsity, lam=entry.lam)
         )
         alone.prune(token_batches(), progress=False)
-        run = pruner._sweep.runs[report.entries.index(entry)]
-        for layer in run.layers:
+        variant = pruner._sweep.solved.variants[report.entries.index(entry)]
+        for layer in variant.selection.layers:
             expected = alone.model.get_submodule(layer.name).weight
-            torch.testing.assert_close(run.results.weight(layer), expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(variant.weight(layer), expected, rtol=1e-4, atol=1e-6)
         losses = [layer.loss for layer in alone.report.layers]
         assert entry.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3)
 
@@ -73,7 +73,7 @@ def test_the_dense_models_perplexity_comes_with_the_backward_passes(lambdas, pas
     """At λ = 1 alone there are none, and it takes a pass of its own."""
     seen = []
     measured = sweep_module.mean_loss
-    monkeypatch.setattr(sweep_module, "mean_loss", lambda run: seen.append(run) or measured(run))
+    monkeypatch.setattr(sweep_module, "mean_loss", lambda prepared: seen.append(prepared) or measured(prepared))
     pruner, report = sweep(lambdas=lambdas)
     assert len(seen) == passes
     pruner.model.eval()
@@ -142,9 +142,10 @@ def test_a_killed_sweep_goes_on(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(SparseGPT, "solve", lambda self, *arguments: calls.append(1) or real(self, *arguments))
     pruner, report = sweep(model, work_dir=tmp_path / "work")
-    assert len(calls) == len(LAMBDAS) * len(pruner._sweep.lead.layers) - 9
+    assert len(calls) == len(LAMBDAS) * len(pruner._sweep.solved.prepared.selection.layers) - 9
     assert [entry.metric for entry in report.entries] == pytest.approx([e.metric for e in expected.entries], rel=1e-6)
     pruner.choose(report.best())
+    pruner.save_pretrained(tmp_path / "saved")
     assert not any((tmp_path / "work").iterdir())
 
 
@@ -213,14 +214,15 @@ def test_layers_without_the_fisher_loss_are_solved_once(monkeypatch):
     pruner, report = sweep(changes={"fisher": "attention"}, lambdas=[0.0, 0.5, 1.0])
     assert len(calls) == 3 * (4 * 3 + 3)  # decoder layers · (four of the attention by λ, three others)
     monkeypatch.undo()
-    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+    for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
         alone = MoonshotPruner(make("llama"), config(fisher="attention", lam=entry.lam))
         alone.prune(token_batches(), progress=False)
-        for layer, expected in zip(run.layers, alone.report.layers, strict=True):
-            found = run.results.reports[layer.name]
+        for layer, expected in zip(variant.selection.layers, alone.report.layers, strict=True):
+            found = variant.store.reports[layer.name]
             assert (found.lam, found.loss) == (expected.lam, pytest.approx(expected.loss, rel=1e-3))
-    total = sum(run.solving for run in pruner._sweep.runs)
-    assert total == pytest.approx(sum(r.seconds for run in pruner._sweep.runs for r in run.results.reports.values()))
+    variants = pruner._sweep.solved.variants
+    total = sum(variant.solving for variant in variants)
+    assert total == pytest.approx(sum(r.seconds for each in variants for r in each.store.reports.values()))
 
 
 @pytest.mark.parametrize("allocation, once", [("alpha", "tail_exponent"), ("owl", "outlier_share")])
@@ -230,24 +232,24 @@ def test_what_lambda_does_not_change_is_computed_once(allocation, once, monkeypa
     calls, real = [], getattr(module, once)
     monkeypatch.setattr(module, once, lambda *arguments: calls.append(1) or real(*arguments))
     pruner, report = sweep(changes={"allocation": allocation}, sparsities=[0.5, 0.7])
-    assert len(calls) == (len(pruner._sweep.lead.layers) if allocation == "alpha" else 3)
-    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+    assert len(calls) == (len(pruner._sweep.solved.prepared.selection.layers) if allocation == "alpha" else 3)
+    for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
         alone = MoonshotPruner(make("llama"), config(allocation=allocation, sparsity=entry.sparsity, lam=entry.lam))
         alone.prune(token_batches(), progress=False)
-        assert run.patterns == {layer.name: run.patterns[layer.name] for layer in run.layers}
-        assert [layer.asked for layer in alone.report.layers] == [run.patterns[la.name].sparsity for la in run.layers]
-        assert alone.report.notes == run.notes
+        asked = [variant.pattern_of(layer).sparsity for layer in variant.selection.layers]
+        assert [layer.asked for layer in alone.report.layers] == asked
+        assert alone.report.notes == variant.notes
 
 
 def test_notes_are_those_of_a_run_of_its_own():
     changes = {"solver": "osscar", "pattern": "structured"}
     pruner, report = sweep(changes=changes, sparsities=[0.01, 0.5], lambdas=[1.0])
-    for entry, run in zip(report.entries, pruner._sweep.runs, strict=True):
+    for entry, variant in zip(report.entries, pruner._sweep.solved.variants, strict=True):
         alone = MoonshotPruner(make("llama"), config(**changes, lam=1.0) if entry.sparsity == 0.5 else config(
             **{**changes, "sparsity": 0.01}, lam=1.0))  # fmt: skip
-        assert alone.prune(token_batches(), progress=False).notes == run.notes
-    assert any("keep all columns" in note for note in pruner._sweep.runs[0].notes)
-    assert not any("keep all columns" in note for note in pruner._sweep.runs[1].notes)
+        assert alone.prune(token_batches(), progress=False).notes == variant.notes
+    assert any("keep all columns" in note for note in pruner._sweep.solved.variants[0].notes)
+    assert not any("keep all columns" in note for note in pruner._sweep.solved.variants[1].notes)
 
 
 def test_nothing_is_chosen_while_a_variant_is_applied():

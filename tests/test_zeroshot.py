@@ -142,7 +142,8 @@ def test_one_word_names_the_seven_of_the_paper():
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_progress_is_shown_when_asked_for(progress, task, tokenizer, model, capfd):
+def test_progress_is_shown_when_asked_for(progress, task, tokenizer, model, capfd, monkeypatch):
+    monkeypatch.setattr("optimum_moonshot.evaluation.zeroshot.bars_are_wanted", lambda: True)  # as in a terminal
     zero_shot(model, tokenizer, task(), limit=2, progress=progress)
     assert ("loglikelihood requests" in capfd.readouterr().err) == progress
 

@@ -1,6 +1,6 @@
 """Calibration passes over a model: one decoder layer alive at a time, at a cost that its depth does not change.
 
-`ChainPasses` caches what enters every block during one forward pass of the model. Then
+`BlockwisePasses` caches what enters every block during one forward pass of the model. Then
 
 * λ < 1: the head's backward pass gives the gradient of the last block's output, and the blocks are visited last to
   first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
@@ -8,12 +8,12 @@
 * λ = 1: the blocks are visited first to last without any graph; each block's outputs replace its inputs in the cache.
 
 The model stays dense until all of it was visited ("one-shot"), so the order does not change what is seen.
-`WholePasses` runs the entire model for every visit; it serves what is not a chain of blocks.
+`FullModelPasses` runs the entire model for every step; it serves what is not a chain of blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,56 +33,106 @@ from ..model.calls import (
 )
 from ..model.layers import Block, PrunableLayer
 from ..model.losses import loss_gradient, token_mask
+from ..model.presence import all_present, present_in_turn
 from .memory import Storage
-from .observer import Collector
+from .observer import Observer
 
 
-@dataclass
-class Visit:
-    """One stop of a pass: the layers seen here, and how to run the data through them.
+class Step(Protocol):
+    """One stop of the passes over a model: the layers that are seen here, and how to run the data through them.
 
-    `run(collector, last)` may be called several times, where the layers' statistics do not fit in memory together;
-    `last` marks the final time, after which the pass moves on.
+    `observe` may be called several times, where the layers' statistics do not fit in memory together. Either its last
+    call has ``last=True``, or `skip` ends the step.
     """
 
     layers: tuple[PrunableLayer, ...]
-    run: Callable[[Collector | None, bool], None]
+
+    def observe(self, observer: Observer, last: bool) -> None:
+        """Pass all data under the observer's hooks; with `last` the passes also move on."""
+
+    def skip(self) -> None:
+        """Move on without another look."""
 
 
 class _Stop(Exception):
     """Ends a forward pass once its last wanted block was entered."""
 
 
-class WholePasses:
-    """Every visit runs the entire model, and its backward pass where gradients are wanted."""
+@dataclass(frozen=True)
+class FullModelStep:
+    """A `Step` that runs the entire model whenever it is observed."""
 
-    def __init__(self, model: nn.Module, batches: list[Batch], gradients: bool, loss):
-        self.model, self.batches, self.gradients, self.loss = model, batches, gradients, loss
+    layers: tuple[PrunableLayer, ...]
+    passes: "FullModelPasses"
+
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.passes.run(observer)
+
+    def skip(self) -> None:
+        """Nothing waits for it."""
+
+
+class FullModelPasses:
+    """Every step runs the entire model, and its backward pass where gradients are wanted.
+
+    Args:
+        model: its weights are all present meanwhile.
+        blocks: of the model, to be brought where they are not.
+        batches: the calibration data.
+        gradients: whether any layer needs them.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        batches: list[Batch],
+        gradients: bool,
+        loss: Callable | None,
+    ):
+        self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
 
-    def visits(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Visit]:
+    def steps(self, layers: tuple[PrunableLayer, ...]) -> Iterator[Step]:
+        """One for all of these layers, if there are any."""
         if layers:
-            yield Visit(layers, self.run)
+            yield FullModelStep(layers, self)
 
-    def run(self, collector: Collector | None, last: bool) -> None:
-        """As `Visit.run`; without a backward pass where the collector wants no gradients."""
-        if collector is None:
-            return
-        first, gradients = 0, self.gradients and bool(collector.gradients)
-        for index, batch in enumerate(self.batches):
-            batch = to_device(batch, model_device(self.model))
-            count = batch_size(batch)
-            collector.begin(first, count, token_mask(batch))
-            with torch.set_grad_enabled(gradients):
-                output = run_model(self.model, batch)
-                if gradients:
-                    logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
-                    torch.autograd.backward(logits, gradient)
-            collector.end()
-            first += count
+    def run(self, observer: Observer) -> None:
+        """Pass all data; without a backward pass where the observer wants no gradients."""
+        gradients = self.gradients and bool(observer.gradients)
+        with all_present(self.blocks) if gradients else present_in_turn(self.blocks):
+            first = 0
+            for index, batch in enumerate(self.batches):
+                batch = to_device(batch, model_device(self.model))
+                count = batch_size(batch)
+                observer.begin(first, count, token_mask(batch))
+                with torch.set_grad_enabled(gradients):
+                    output = run_model(self.model, batch)
+                    if gradients:
+                        logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
+                        torch.autograd.backward(logits, gradient)
+                observer.end()
+                first += count
 
 
-class ChainPasses:
+@dataclass(frozen=True)
+class BlockStep:
+    """A `Step` at one block, whose weights are present meanwhile."""
+
+    layers: tuple[PrunableLayer, ...]
+    passes: "BlockwisePasses"
+    index: int
+
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.passes.run(self.index, observer, last)
+
+    def skip(self) -> None:
+        self.passes.advance(self.index)
+
+
+class BlockwisePasses:
     """Blocks one after another on cached inputs; see the module's text."""
 
     def __init__(
@@ -102,12 +152,16 @@ class ChainPasses:
             self._capture(index, batch)
             progress(1)
 
-    def visits(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Visit]:
-        """One visit per block that has layers to see (and those between), in the order described above."""
+    def steps(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Step]:
+        """One per block that has layers to see (and those between), in the order described above.
+
+        A block's weights are present until the next step is asked for.
+        """
         self.capture(progress)
         order = range(self.lowest, self.highest + 1)
         for i in reversed(order) if self.gradients else order:
-            yield Visit(self.blocks[i].layers, lambda collector, last, i=i: self._run(i, collector, last))
+            with self.blocks[i].present():
+                yield BlockStep(self.blocks[i].layers, self, i)
             self.calls[i] = []
 
     def _capture(self, index: int, batch: Batch) -> None:
@@ -138,7 +192,7 @@ class ChainPasses:
                 handles.append(self.blocks[i].module.register_forward_pre_hook(hook, with_kwargs=True))
             if self.gradients:
                 handles.append(self.blocks[self.highest].module.register_forward_hook(cut))
-            with torch.set_grad_enabled(self.gradients):
+            with torch.set_grad_enabled(self.gradients), present_in_turn(self.blocks):
                 output = run_model(self.model, batch)
         except _Stop:
             return
@@ -157,20 +211,26 @@ class ChainPasses:
         known = _tensors((first.args, first.kwargs))
         return tree_map_only(Tensor, lambda t: next((k for k in known if k is t or _same(k, t)), t), arguments)
 
-    def _run(self, i: int, collector: Collector | None, last: bool) -> None:
+    def run(self, i: int, observer: Observer, last: bool) -> None:
+        """Pass all data through block `i` under the observer's hooks; with `last`, on to the next block as well."""
         block, first = self.blocks[i].module, 0
-        needed = last and i > self.lowest if self.gradients else last and i < self.highest
         for index, batch in enumerate(self.batches):
-            count = batch_size(batch)
-            if collector is not None or needed:
-                if collector is not None:
-                    mask = token_mask(batch)
-                    device = next(block.parameters()).device
-                    collector.begin(first, count, None if mask is None else mask.to(device))
-                self._run_batch(i, index, needed)
-                if collector is not None:
-                    collector.end()
+            count, mask = batch_size(batch), token_mask(batch)
+            device = next(block.parameters()).device
+            observer.begin(first, count, None if mask is None else mask.to(device))
+            self._run_batch(i, index, last and self._leads_on(i))
+            observer.end()
             first += count
+
+    def advance(self, i: int) -> None:
+        """Give the next block what it needs of block `i`, unseen."""
+        if self._leads_on(i):
+            for index in range(len(self.batches)):
+                self._run_batch(i, index, True)
+
+    def _leads_on(self, i: int) -> bool:
+        """Whether a block is still to come behind block `i` in the order of the steps."""
+        return i > self.lowest if self.gradients else i < self.highest
 
     def _run_batch(self, i: int, index: int, propagate: bool) -> None:
         block, call = self.blocks[i].module, self.calls[i][index]

@@ -9,19 +9,19 @@ Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice,
 next one's inputs. At λ < 1 every block needs the passes of all blocks behind it, L(L+1)/2 block passes backwards and
 about twice as many forwards (a block behind is run again for its backward pass, so that one block's graph is alive at
 a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
-blocks before. `WholePasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of blocks:
-each of these comes after all blocks, in the model's order, as a block of its own.
+blocks before. `FullModelPasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of
+them: each of these comes after all blocks, in the model's order, as a block of its own.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tqdm.auto import tqdm
 
 from ..data.batches import Batch
 from ..model.calls import (
@@ -37,9 +37,11 @@ from ..model.calls import (
 )
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import loss_gradient, token_mask
+from ..model.presence import all_present, present_in_turn
+from ..progress import progress_bar
 from .memory import Storage
-from .observer import Collector
-from .passes import Visit, WholePasses, is_chain
+from .observer import Observer
+from .passes import FullModelPasses, Step, is_chain
 
 Layers = tuple[PrunableLayer, ...]
 
@@ -171,13 +173,27 @@ def _until(run: Callable[[], Any], register: Callable) -> Tensor:
     return found[0]
 
 
+@dataclass(frozen=True)
+class RecomputedStep:
+    """A `Step` of which nothing is kept: the passes move on when the next one is asked for."""
+
+    layers: Layers
+    run: Callable[[Observer], None]
+
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.run(observer)
+
+    def skip(self) -> None:
+        """Nothing waits for it."""
+
+
 class RecomputedPasses:
-    """Visits in the order of pruning; see the module's text.
+    """Steps in the order of pruning; see the module's text.
 
     Args:
         structure: what is pruned.
-        weight: a layer's pruned weight [d_out, d_in], asked for once its visit is over.
-        progress: show a bar for every visit.
+        weight: a layer's pruned weight [d_out, d_in], asked for once its step is over.
+        progress: show a bar for every step.
     """
 
     def __init__(
@@ -193,44 +209,47 @@ class RecomputedPasses:
         self.model, self.structure, self.blocks = model, structure, structure.blocks
         self.batches, self.loss, self.storage = batches, loss, storage
         self.weight, self.progress = weight, progress
-        self.hidden: list[Tensor] = []  # what enters the block that is visited, batch by batch
+        self.hidden: list[Tensor] = []  # what enters the block that is seen, batch by batch
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
 
     @property
     def cost(self) -> str:
-        """What the visits took, for the report."""
+        """What the steps took, for the report."""
         parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
         parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
         return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
 
-    def visits(self, probe: Batch, gradients: bool) -> Iterator[Visit]:
-        """One visit per block with layers to see (and those between), then one per layer outside of blocks.
+    def steps(self, probe: Batch, gradients: bool) -> Iterator[Step]:
+        """One step per block with layers to see (and those between), then one per layer outside of blocks.
 
         `probe` is a small sample to try on it whether the blocks are a chain, with gradients or without.
         """
         inside = [block.layers for block in self.blocks if block.layers]
         shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
         entrance = None
-        if inside and not shared and is_chain(self.model, self.blocks, probe, gradients, self.loss):
-            entrance = find_entrance(self.model, self.blocks, probe)
+        with all_present(self.blocks):
+            if inside and not shared and is_chain(self.model, self.blocks, probe, gradients, self.loss):
+                entrance = find_entrance(self.model, self.blocks, probe)
         done: Layers = ()
         if entrance is not None:
             yield from self._chain(entrance)
             done = sum(inside, ())
             inside = []
         for layers in (*inside, *((layer,) for layer in self.structure.outside)):
-            yield Visit(layers, partial(self._run_whole, done))
+            yield RecomputedStep(layers, partial(self._run_whole, done))
             done += layers
 
-    def _chain(self, entrance: Entrance) -> Iterator[Visit]:
+    def _chain(self, entrance: Entrance) -> Iterator[Step]:
         wanted = [i for i, block in enumerate(self.blocks) if block.layers]
         first = self.blocks[wanted[0]]
         for _, batch in self._batches(first.name):
-            hidden = input_of(first.module, partial(run_model, self.model, batch))
+            with present_in_turn(self.blocks):
+                hidden = input_of(first.module, partial(run_model, self.model, batch))
             self.hidden.append(self.storage.put(hidden, f"{first.name}: inputs"))
         self.forward += wanted[0]
         for i in range(wanted[0], wanted[-1] + 1):
-            yield Visit(self.blocks[i].layers, partial(self._run, entrance, i))
+            with self.blocks[i].present():
+                yield RecomputedStep(self.blocks[i].layers, partial(self._run, entrance, i))
             if i < wanted[-1]:
                 self._advance(entrance, i)
         self.hidden = []
@@ -238,25 +257,23 @@ class RecomputedPasses:
     def _batches(self, name: str) -> Iterator[tuple[int, Batch]]:
         """Every batch on the model's device, with its index, under a bar."""
         device = model_device(self.model)
-        bar = tqdm(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, disable=not self.progress)
+        bar = progress_bar(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, shown=self.progress)
         for index, batch in enumerate(bar):
             yield index, to_device(batch, device)
 
-    def _run(self, entrance: Entrance, i: int, collector: Collector | None, last: bool) -> None:
-        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the collector wants any."""
-        if collector is None:
-            return
-        block, first, gradients = self.blocks[i].module, 0, bool(collector.gradients)
+    def _run(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the observer wants any."""
+        block, first, gradients = self.blocks[i].module, 0, bool(observer.gradients)
         device = next(block.parameters()).device
         for index, batch in self._batches(self.blocks[i].name):
             count, mask = batch_size(batch), token_mask(batch)
-            collector.begin(first, count, None if mask is None else mask.to(device))
+            observer.begin(first, count, None if mask is None else mask.to(device))
             with entrance.at(i, self.hidden[index].to(device)):
                 if gradients:
                     self._backward(i, batch)
                 else:
                     output_of(block, partial(run_model, self.model, batch))
-            collector.end()
+            observer.end()
             first += count
         behind = len(self.blocks) - i - 1
         self.forward += 1 + 2 * behind if gradients else 1
@@ -264,8 +281,9 @@ class RecomputedPasses:
 
     def _backward(self, i: int, batch: Batch) -> None:
         """The model's forward and backward pass from block `i` on; the graphs of the blocks behind it are rebuilt."""
-        with ExitStack() as stack, torch.enable_grad():
-            for block in self.blocks[i + 1 :]:
+        behind = self.blocks[i + 1 :]
+        with all_present(behind), ExitStack() as stack, torch.enable_grad():
+            for block in behind:
                 kept = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
                 stack.enter_context(calling(block.module, kept))
             output = run_model(self.model, batch)
@@ -274,16 +292,15 @@ class RecomputedPasses:
 
     def _advance(self, entrance: Entrance, i: int) -> None:
         """Replace block `i`'s inputs by what it makes of them now that it is pruned."""
-        with lent(self.blocks[i].layers, self.weight):
+        with self.blocks[i].present(), lent(self.blocks[i].layers, self.weight):
             for index, batch in self._batches(self.blocks[i].name):
                 with entrance.at(i, self.hidden[index].to(next(self.blocks[i].module.parameters()).device)):
                     output = output_of(self.blocks[i].module, partial(run_model, self.model, batch))
                 self.hidden[index].copy_(output)
         self.forward += 1
 
-    def _run_whole(self, done: Layers, collector: Collector | None, last: bool) -> None:
-        if collector is None:
-            return
+    def _run_whole(self, done: Layers, observer: Observer) -> None:
         with lent(done, self.weight):
-            WholePasses(self.model, self.batches, bool(collector.gradients), self.loss).run(collector, last)
+            passes = FullModelPasses(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
+            passes.run(observer)
         self.whole += 1

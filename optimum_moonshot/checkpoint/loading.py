@@ -12,22 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_path, require
-from ..packing.bitmask import check_packed, is_nm
+from ..errors import MoonshotError, check_path, naming, require
+from ..packing import PackedLayer, weight_of
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .keys import META, PACKED, parameter_names
+from .keys import parameter_names
 from .packed_files import (
-    PackedLayer,
     checkpoint_format,
     digest,
-    dtype_name,
     index_places,
     model_class,
-    naming,
     packed_layers,
-    parsed,
     pruned_layers,
     read_model_config,
     weight_files,
@@ -79,7 +75,9 @@ def load_pruned(
         require(format == "packed", f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
         config.quantization_config["runtime"] = "packed"
     model, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **model_kwargs)
-    _check_loaded(info)
+    check_complete(info, name_or_path)
+    unknown = sorted(info["unexpected_keys"])
+    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
     if format == "dense":
         _check_zeros(folder, model)
     if runtime == "semi_structured":
@@ -131,7 +129,7 @@ def verify(folder: Path) -> str:
                 _check_names(names, layers, digests, format)
                 for name, layer in layers.items():
                     with naming(name):
-                        _check_layer(file.get_tensor(name + PACKED), file.get_tensor(name + META), layer)
+                        layer.check(name, {stored: file.get_tensor(stored) for stored in layer.names(name)})
         except SafetensorError as error:
             raise MoonshotError(f"{path} is damaged: {error}") from None
         found |= names
@@ -160,11 +158,11 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def _layer(tensor: str) -> str:
-    return tensor.removesuffix(PACKED).removesuffix(META).removesuffix(".weight")
+    return weight_of(tensor).removesuffix(".weight")
 
 
 def _check_names(names: set[str], layers: dict[str, PackedLayer], digests: dict[str, str], format: str) -> None:
-    wanted = digests.keys() | {name + suffix for name in layers for suffix in (PACKED, META)}
+    wanted = digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
     missing = sorted(wanted - names)
     require(not missing, f"{_layer((missing or [''])[0])}: {', '.join(missing)} is missing")
     unknown = sorted(names - digests.keys())
@@ -173,23 +171,29 @@ def _check_names(names: set[str], layers: dict[str, PackedLayer], digests: dict[
     )
 
 
-def _check_layer(values, meta, layer: PackedLayer) -> None:
-    check_packed(values, meta, layer.matrix)
-    require(dtype_name(values.dtype) == layer.dtype, f"its values are {values.dtype}, {layer.dtype} was written")
-    pattern = parsed(layer.pattern)
-    require(pattern is None or is_nm(meta, layer.matrix[1], pattern), f"it is not {pattern}")
-
-
 def _check_index(folder: Path, found: set[str]) -> None:
     missing = sorted(index_places(folder).keys() - found)
     require(not missing, f"{_layer((missing or [''])[0])}: the index names it, no file holds it")
 
 
-def _check_loaded(info: dict[str, Any]) -> None:
-    """Raise `MoonshotError` for weights that the files do not have, or the model does not."""
-    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    require(not missing, f"{_layer((missing or [''])[0])}: no file holds it, nor {len(missing) - 1} others")
-    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
+def check_complete(info: dict[str, Any], name_or_path: str | os.PathLike) -> None:
+    """Every weight of a model came from its files.
+
+    Args:
+        info: transformers' loading info.
+        name_or_path: where the model was loaded from.
+
+    Raises:
+        MoonshotError: with the first weight that is missing, or has another shape in the files.
+    """
+    missing = sorted(info["missing_keys"])
+    missing += sorted(key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
+    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+    require(
+        not missing,
+        f"{_layer((missing or [''])[0])}: no file of {name_or_path} holds it{more}: they would be random numbers; "
+        "give a complete checkpoint",
+    )
 
 
 def _check_zeros(folder: Path, model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from ..errors import MoonshotError, require
 Batch = dict[str, Tensor]
 
 INPUT_RANKS = {"input_ids": 1, "pixel_values": 3}  # main model inputs, and the dimensions of one sample
+PROBE_TOKENS = 16
 
 
 def as_batch(item: Any, what: str, single: bool) -> Batch:
@@ -59,3 +60,21 @@ def digest(batches: list[Batch]) -> str:
             found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def shorten(batch: Batch) -> Batch:
+    """A batch's first sample, cut to a few tokens where nothing but tokens goes in."""
+    single = {name: tensor[:1] for name, tensor in batch.items()}
+    token_inputs = {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    if "input_ids" in single and set(single) <= token_inputs and all(tensor.ndim == 2 for tensor in single.values()):
+        return {name: tensor[:, :PROBE_TOKENS] for name, tensor in single.items()}
+    return single
+
+
+def split_batches(batches: list[Batch], size: int) -> list[Batch]:
+    """The same samples in batches of at most `size`."""
+    return [
+        {name: tensor[start : start + size] for name, tensor in batch.items()}
+        for batch in batches
+        for start in range(0, len(next(iter(batch.values()))), size)
+    ]

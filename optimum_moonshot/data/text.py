@@ -84,6 +84,7 @@ class CalibrationData:
     source: str  # "c4", a path, "list of 128 strings"
     digest: str  # sha256 of keys, shapes, dtypes and bytes of all batches in order
     notes: tuple[str, ...]
+    given: bool = False  # model inputs, as they are
 
     def describe(self) -> dict[str, Any]:
         """For reports, as JSON types. They may be published: a file is known there by its name, not by its path."""
@@ -130,7 +131,8 @@ def load_calibration(
         samples, notes = choose(opened, tokenizer, num_samples, length, generator)
         batches = _collate(samples, batch_size, tokenizer)
     tokens = [batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch]
-    return CalibrationData(batches, num_samples, max(tokens, default=None), described, digest(batches), tuple(notes))
+    longest, given = max(tokens, default=None), isinstance(opened, _Inputs)
+    return CalibrationData(batches, num_samples, longest, described, digest(batches), tuple(notes), given)
 
 
 def evaluation_text(source: Any) -> tuple[str, int | None]:
@@ -319,6 +321,12 @@ def _windows(texts: _Texts, tokenizer: Any, num_samples: int, length: int, gener
     ids = tokenize(tokenizer, texts.joiner.join(texts.read(None)))
     mend = "give more text or a shorter sequence"
     require(len(ids) >= length, f"the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
+    different = len(ids) - length + 1
+    require(
+        num_samples <= different,
+        f"num_samples={num_samples}: the text has {len(ids)} tokens, {different} different windows of {length}: "
+        f"give more text, a shorter sequence, or num_samples={different} at most",
+    )
     overlap = f"the text has {len(ids)} tokens: {num_samples} windows of {length} overlap"
     notes = [overlap] if len(ids) < num_samples * length else []
     return [_window(ids, length, generator) for _ in range(num_samples)], notes

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..data.batches import Batch
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
@@ -13,6 +12,7 @@ from ..data.text import describe, input_batches, short_name
 from ..errors import check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.losses import checked_labels
+from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
 
@@ -62,7 +62,7 @@ def accuracy(
     else:
         batches = image_batches(source, model, processor, class_numbers(source, model)[0], batch_size)
     right, seen = 0, 0
-    bar = tqdm(desc="accuracy", unit="image", disable=not progress)
+    bar = progress_bar(desc="accuracy", unit="image", shown=progress)
     with evaluation_mode(model), called_by(model, forward), torch.no_grad(), bar:
         for batch in batches:
             if max_images is not None:

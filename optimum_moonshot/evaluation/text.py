@@ -4,19 +4,18 @@ For perplexity, text is tokenised as one stream and cut into windows of the mode
 it is the exponentiated mean loss of every next-token prediction inside a window.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm.auto import tqdm
 
 from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
 from ..errors import check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
-from ..model.facts import max_positions
+from ..model.facts import check_tokens, max_positions
+from ..progress import progress_bar
 from ..reports.measurement import Measurement
 
 # Logits are copied to float32 in slices of about this many bytes: whole, a large vocabulary would cost gigabytes.
@@ -75,7 +74,7 @@ def perplexity(
     with (
         evaluation_mode(model),
         torch.no_grad(),
-        tqdm(total=len(windows), desc="perplexity", disable=not progress) as bar,
+        progress_bar(total=len(windows), desc="perplexity", shown=progress) as bar,
     ):
         for batch in windows.split(batch_size):
             total += _loss(model, batch)
@@ -100,13 +99,7 @@ def _check(model: nn.Module, windows: Tensor) -> None:
         not getattr(config, "is_encoder_decoder", False),
         f"{name} is an encoder-decoder: perplexity of text needs a causal language model",
     )
-    size = None
-    with suppress(AttributeError, NotImplementedError):  # not every model says where its embeddings are
-        size = model.get_input_embeddings().num_embeddings
-    require(
-        size is None or int(windows.max()) < size,
-        f"tokenizer: it gives token {int(windows.max())}, {name} has {size}: use the tokenizer of the model",
-    )
+    check_tokens(model, windows, "tokenizer")
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import MoonshotError, check_whole, reason, require
 from ..model.calls import evaluation_mode
+from ..progress import bars_are_wanted
 from ..reports.environment import versions
 from ..reports.measurement import Measurement
 
@@ -180,7 +181,7 @@ def _measure(
     options |= {"task_manager": tasks.manager, "log_samples": False, "random_seed": None, **seeds}
     with evaluation_mode(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not progress)
+        wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not (progress and bars_are_wanted()))
         try:
             found = simple_evaluate(model=wrapped, tasks=tasks.names, **options)
         except Exception as error:  # of loading the data, and whatever a mistake in a task's file leads to

@@ -24,7 +24,7 @@ from ..model.layers import PrunableLayer
 from ..model.losses import IGNORED
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
-from ..pruning.run import Run
+from ..pruning.selection import select
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation
@@ -211,7 +211,7 @@ class MoonshotCallback(TrainerCallback):
 
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
     """The layers that a pruning by this configuration covers."""
-    return Run(model, config, None, None, False).layers
+    return select(model, config).layers
 
 
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:

@@ -3,8 +3,12 @@
 import os
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
+
+from ..errors import require
+from .forms import find_form
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -23,12 +27,42 @@ def vocabulary_size(model: nn.Module) -> int:
     return getattr(text, "vocab_size", None) or 1
 
 
+def embedded_tokens(model: nn.Module) -> int | None:
+    """How many token ids a model has embeddings for; None where it does not say where they are."""
+    try:
+        return model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def check_tokens(model: nn.Module, ids: Tensor, given_by: str) -> None:
+    """Every token id is one that the model has an embedding for.
+
+    Args:
+        model: a language model.
+        ids: of any shape.
+        given_by: where they come from: "tokenizer" or "input_ids".
+
+    Raises:
+        MoonshotError: ids that are no whole numbers, or outside of the vocabulary.
+    """
+    name, size = type(model).__name__, embedded_tokens(model)
+    whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
+    require(whole, f"{given_by}: token ids are {ids.dtype}, give whole numbers")
+    if size is None or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    wrong = low if low < 0 else high
+    mend = f"{given_by}: it gives token {wrong}, {name} has {size}: use the tokenizer of the model"
+    require(low >= 0 and high < size, mend)
+
+
 def takes_images(model: nn.Module) -> bool:
     """Whether a model's main input is images: it says so, or it is a plain module with convolutions."""
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return any(form is not None and form.images for form in map(find_form, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:

@@ -258,6 +258,8 @@ def of_rows(groups: Tensor, d_out: int) -> Tensor:
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
     """`input_squares` [d_in] or [groups, d_in]."""
     dead = input_squares == 0
+    if dead.all():  # nothing tells the weights apart but themselves, and `scales` says so
+        return weight.detach().float(), 0
     of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
     return weight.detach().float().masked_fill(of_weight, 0), int(dead.sum())
 

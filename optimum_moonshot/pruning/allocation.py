@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..errors import require
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import of_rows
+from ..progress import progress_bar
 
 if TYPE_CHECKING:
     from ..config import MoonshotConfig
@@ -57,7 +57,7 @@ def block_scores(
             )
             for block in blocks
         ]
-    bar = tqdm(blocks, desc="singular values", unit="block", leave=False, disable=not progress)
+    bar = progress_bar(blocks, desc="singular values", unit="block", leave=False, shown=progress)
     return [_mean_exponent(block) for block in bar]
 
 

@@ -21,15 +21,18 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from ..calibration.memory import Storage
-from ..calibration.passes import ChainPasses
+from ..calibration.passes import BlockwisePasses, is_chain
 from ..config import MoonshotConfig
-from ..data.batches import Batch
+from ..data.batches import Batch, shorten, split_batches
 from ..errors import require
-from ..model.calls import Call, batch_size, first_tensor, join_hidden, to_device
+from ..model.calls import Call, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import token_mask
+from ..model.presence import all_present
 from ..reports.prune_report import BlockReport
-from .result_store import Results
+from .preparation import Prepared
+from .result_store import ResultStore
+from .variant import Variant
 
 STEP_SAMPLES = 8  # samples of one optimizer step
 HELDOUT_SHARE = 8  # one in so many samples is not trained on: it decides when to stop, and whether a block gained
@@ -193,30 +196,62 @@ class Recovery:
         config: MoonshotConfig,
         batches: list[Batch],
         storage: Storage,
-        results: Results,
+        results: ResultStore,
     ):
         self.model, self.structure, self.config = model, structure, config
         self.batches, self.storage, self.results = batches, storage, results
         self.groups, self.heldout = divide([batch_size(batch) for batch in batches])
 
+    @classmethod
+    def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
+        """The recovery that follows a run, if one was asked for; what it cannot do is found here, before any work.
+
+        Raises:
+            MoonshotError: no data, or no pruned layers inside of a chain of blocks.
+        """
+        selection, model = variant.selection, prepared.model
+        config, structure = selection.config, selection.structure
+        if config.recover is None:
+            return None
+        require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
+        batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
+        probe = to_device(shorten(batches[0]), model_device(model))
+        with frozen(model), all_present(structure.blocks):
+            chain = is_chain(model, structure.blocks, probe, False, prepared.subject.loss)
+        inside = any(block.layers for block in structure.blocks)
+        require(
+            chain and inside,
+            f"recover={config.recover!r} needs pruned layers inside a chain of blocks, each of which reads what "
+            "the one before gives: this model has none; use recover=None",
+        )
+        if structure.outside:
+            variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
+        return cls(model, structure, config, batches, prepared.storage, variant.store)
+
     def run(self) -> Iterator[Block]:
         """Recover every block that is not yet; yields each one when it is done."""
         blocks = self.structure.blocks
-        passes = ChainPasses(self.model, blocks, self.batches, False, None, self.storage)
+        passes = BlockwisePasses(self.model, blocks, self.batches, False, None, self.storage)
         passes.capture()
         dense = [call.hidden for call in passes.calls[passes.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
         masks = [self._mask(batch, hidden) for batch, hidden in zip(self.batches, dense, strict=True)]
         for i in range(passes.lowest, passes.highest + 1):
             task = Task(blocks[i].module, passes.calls[i], inputs, dense, masks)
-            task.advance(dense, Student(blocks[i], [], set()).rounded())  # they are the targets from here on
-            student = self._student(blocks[i])
-            if student.trained and blocks[i].name not in self.results.blocks:
-                self.results.put_block(*self._recover(i, student, task))
-            if i < passes.highest:
-                task.advance(inputs, student.rounded())
+            with blocks[i].present():
+                self._visit(i, task, i < passes.highest)
             if blocks[i].layers:
                 yield blocks[i]
+
+    def _visit(self, i: int, task: Task, leads_on: bool) -> None:
+        """Recover block `i`, if it is not yet; its inputs become its outputs where a block follows."""
+        block = self.structure.blocks[i]
+        task.advance(task.targets, Student(block, [], set()).rounded())  # they are the targets from here on
+        student = self._student(block)
+        if student.trained and block.name not in self.results.blocks:
+            self.results.put_block(*self._recover(i, student, task))
+        if leads_on:
+            task.advance(task.inputs, student.rounded())
 
     def _mask(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Which of a hidden state's positions are no padding; None for all."""

@@ -5,26 +5,20 @@ With a folder, each result is a file at once, so that a killed run goes on where
 
 import dataclasses
 import hashlib
-import json
 import os
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import MoonshotError, require
-from ..files import replace_file, writing
 from ..model.layers import PrunableLayer
 from ..reports.prune_report import BlockReport, LayerReport
-
-_MANIFEST = "run.json"
-_RECOVERED = "recovered"  # folder of the recovered blocks, one file each
+from .run_folder import LAYERS, RECOVERED, RunFolder
 
 
-class Results:
+class ResultStore:
     """Pruned weights in the model's dtype, in host memory or in `folder`.
 
     Args:
@@ -34,45 +28,36 @@ class Results:
     """
 
     def __init__(self, folder: str | os.PathLike | None, fingerprint: str, field: str = "resume_dir"):
-        require(
-            folder is None or isinstance(folder, str | os.PathLike), f"{field}={folder!r}: give the path of a folder"
-        )
-        self.field = field
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else RunFolder(folder, field)
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # recovered
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
         if self.folder is not None:
-            with writing(self.field, self.folder):
-                self._open(fingerprint)
+            same = self.folder.open(fingerprint)
+            if same:
+                self._restore(self.folder)
+            elif same is False:
+                self.notes.append("an unfinished run with other settings was discarded")
 
-    def _open(self, fingerprint: str) -> None:
-        manifest = self.folder / _MANIFEST
-        if self.folder.exists() and not manifest.exists() and any(self.folder.iterdir()):
-            raise MoonshotError(f"{self.field}={str(self.folder)!r} holds other files: give an empty or a new folder")
-        if manifest.exists():
-            if json.loads(manifest.read_text())["fingerprint"] == fingerprint:
-                self._restore()
-                return
-            self.notes.append("an unfinished run with other settings was discarded")
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(manifest, json.dumps({"fingerprint": fingerprint}))
-
-    def _restore(self) -> None:
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                report = LayerReport.from_dict(json.loads(file.metadata()["report"]))
-            self.reports[report.name], self.files[report.name] = report, path
-        for path in sorted((self.folder / _RECOVERED).glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                report = BlockReport.from_dict(json.loads(file.metadata()["report"]))
-                self._recovered(report, {name: file.get_tensor(name) for name in file.keys()}, path)  # noqa: SIM118
+    def _restore(self, folder: RunFolder) -> None:
+        damaged = 0
+        for path, values, _ in folder.saved(LAYERS):
+            damaged += values is None
+            if values is not None:
+                report = LayerReport.from_dict(values)
+                self.reports[report.name], self.files[report.name] = report, path
+        for path, values, tensors in folder.saved(RECOVERED):
+            complete = values is not None and all(name in self.reports for name in tensors)
+            damaged += not complete
+            if complete:
+                self._recovered(BlockReport.from_dict(values), tensors, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
+        if damaged:
+            self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
 
     def __contains__(self, layer: PrunableLayer) -> bool:
         return layer.name in self.reports
@@ -83,13 +68,17 @@ class Results:
         if self.folder is None:
             self.weights[report.name] = weight
         else:
-            self.files[report.name] = self._save(self.folder, report, {report.name: weight})
+            self.files[report.name] = self.folder.save(
+                LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
+            )
         self.reports[report.name] = report
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
         """Keep the recovered weights [d_out, d_in] of a block's layers, in place of their pruned ones."""
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
-        path = None if self.folder is None else self._save(self.folder / _RECOVERED, report, weights)
+        path = None
+        if self.folder is not None:
+            path = self.folder.save(RECOVERED, report.name, weights, dataclasses.asdict(report))
         self._recovered(report, weights, path)
 
     def _recovered(self, report: BlockReport, weights: dict[str, Tensor], path: Path | None) -> None:
@@ -102,15 +91,6 @@ class Results:
         else:
             self.files.update(dict.fromkeys(weights, path))
 
-    def _save(self, folder: Path, report: LayerReport | BlockReport, weights: dict[str, Tensor]) -> Path:
-        path = folder / f"{report.name}.safetensors"
-        partial = path.with_suffix(".partial")
-        with writing(self.field, self.folder):
-            folder.mkdir(exist_ok=True)
-            save_file(weights, partial, {"report": json.dumps(dataclasses.asdict(report))})
-            os.replace(partial, path)
-        return path
-
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's weight as it will be in the model, [d_out, d_in] in host memory."""
         if layer.name in self.weights:
@@ -118,30 +98,24 @@ class Results:
         with safe_open(self.files[layer.name], "pt") as file:
             return file.get_tensor(layer.name)
 
-    @torch.no_grad()
-    def commit(self, layers: list[PrunableLayer]) -> None:
-        """Write every result into the model; if that is interrupted, the dense weights are put back."""
-        for layer in layers:
-            self.weights[layer.name] = self.weight(layer)
-        swapped = []
-        try:
-            for layer in layers:
-                dense = layer.matrix.to("cpu", copy=True)
-                swapped.append((layer, dense))
-                layer.assign(self.weights.pop(layer.name))
-                # The pruned weight gave its place to the dense one, so the two never add up to two models.
-        except BaseException:
-            for layer, dense in swapped:
-                layer.assign(dense)
-            raise
+    def pop(self, layer: PrunableLayer) -> Tensor:
+        """As `weight`, and the last time that it is asked for: memory forgets it."""
+        weight = self.weight(layer)
+        self.weights.pop(layer.name, None)
+        return weight
+
+    def release(self) -> None:
+        """Let others use the folder; the files stay until `discard`."""
+        if self.folder is not None:
+            self.folder.release()
 
     def discard(self) -> None:
-        """Remove the folder of a finished run."""
+        """Remove the files of a run whose results are safe elsewhere."""
         if self.folder is not None:
-            shutil.rmtree(self.folder)
+            self.folder.discard()
 
 
-def fingerprint(*parts: str, layers: list[PrunableLayer]) -> str:
+def fingerprint(*parts: str, layers: Iterable[PrunableLayer]) -> str:
     """A hash of the settings and of the dense weights, by two float64 sums per layer."""
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:

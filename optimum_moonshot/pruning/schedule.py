@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.memory import Storage
-from ..calibration.observer import Collector
-from ..calibration.passes import Visit
+from ..calibration.observer import Observer
+from ..calibration.passes import Step
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..solvers import Solver
 from .row_chunks import RowChunks, chunk_rows
 
 
-class Gatherer:
+class StatisticsSchedule:
     """Gives every layer of a run its statistics, in as few passes over the data as the memory allows.
 
     Args:
@@ -38,21 +38,21 @@ class Gatherer:
         self.notes: list[str] = []
 
     def statistics(
-        self, visit: Visit, layers: list[PrunableLayer]
+        self, step: Step, layers: list[PrunableLayer]
     ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks"]]:
-        """Those of the layers of a visit, each forgotten here once it is given."""
+        """Those of some layers of a step, each forgotten here once it is given."""
         groups = self._groups(layers)
-        if not groups:
-            visit.run(None, True)
+        seen = False
         while groups:
             group = groups.pop(0)
-            chunks = self._chunks(group, visit)
+            chunks = self._chunks(group, step)
+            seen = chunks is None and not groups
             if chunks is None:
-                yield from self._collected(group, visit, {layer.name: self._plan(layer) for layer in group}, not groups)
-                continue
-            yield group[0], chunks
-            if not groups:
-                visit.run(None, True)
+                yield from self._collected(group, step, {layer.name: self._plan(layer) for layer in group}, seen)
+            else:
+                yield group[0], chunks
+        if not seen:
+            step.skip()
 
     def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers whose statistics fit in half of what is left together: the other half is for the solver."""
@@ -68,15 +68,15 @@ class Gatherer:
         return groups
 
     def _collected(
-        self, group: list[PrunableLayer], visit: Visit, plans: dict[str, Plan], last: bool
+        self, group: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
     ) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
         """Pass the data once, and give each layer of a group its statistics."""
         wanted = {layer.name for layer in group if self.lams[layer.name] < 1}
-        with Collector(group, self.diagonal, wanted, self.samples, self.storage, plans) as collector:
-            visit.run(collector, last)
+        with Observer(group, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+            step.observe(observer, last)
         while group:
             layer = group.pop(0)
-            yield layer, collector.take(layer)
+            yield layer, observer.take(layer)
 
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
@@ -94,7 +94,7 @@ class Gatherer:
             total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
         return total
 
-    def _chunks(self, group: list[PrunableLayer], visit: Visit) -> "RowChunks | None":
+    def _chunks(self, group: list[PrunableLayer], step: Step) -> "RowChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
         layer, room = group[0], self.storage.available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
@@ -106,7 +106,7 @@ class Gatherer:
         self.notes.append(f"{layer.name}: solved in {len(rows)} chunks of rows, for the sake of memory")
 
         def collect(plan: Plan) -> LayerStatistics:
-            ((_, statistics),) = self._collected([layer], visit, {layer.name: plan}, False)
+            ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
             return statistics
 
         return RowChunks(layer, rows, collect, plan)

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..config import MoonshotConfig
 from ..errors import require
 from ..reports.prune_report import PruneReport
-from .sweep import Sweep, applied, write
+from .preparation import Subject
+from .sweep import Solved, choose_layers, open_variants, released_on_failure, solve_variants
+from .variant import Variant
 
 
 class SparsityPath:
@@ -28,20 +31,19 @@ class SparsityPath:
     ```
     """
 
-    def __init__(self, sweep: Sweep, seconds: float, report: Callable[[PruneReport], None]):
-        self._sweep, self._report = sweep, report
-        self._runs = {run.config.sparsity: run for run in sweep.runs}
-        # The passes over the data, shared by all, and the time of the solver, which the runs have divided.
-        self._calibrating = seconds - sum(run.solving for run in sweep.runs)
+    def __init__(self, solved: Solved, report: Callable[[PruneReport], None]):
+        self._solved, self._report = solved, report
+        self._variants = {variant.selection.config.sparsity: variant for variant in solved.variants}
+        # The passes over the data, shared by all, and the time of the solver, which the variants have divided.
+        self._calibrating = solved.seconds - sum(variant.solving for variant in solved.variants)
 
     @property
     def sparsities(self) -> list[float]:
-        return list(self._runs)
+        return list(self._variants)
 
     def applied(self, sparsity: float) -> AbstractContextManager[None]:
         """A context in which the model has the weights of one sparsity; as before on exit."""
-        run = self._run(sparsity)
-        return applied(run.results, run.layers)
+        return self._variant(sparsity).applied()
 
     def apply(self, sparsity: float) -> PruneReport:
         """Write the weights of one sparsity into the model, to be saved; the others may follow.
@@ -49,27 +51,40 @@ class SparsityPath:
         Returns:
             The report, also kept as the pruner's.
         """
-        run = self._run(sparsity)
-        write(run.results, run.layers)
-        report = run._finish(self._calibrating + run.solving)
+        variant = self._variant(sparsity)
+        variant.write()
+        seconds = {"calibration": self._calibrating, "solver": variant.solving}
+        report = variant.report(self._solved.prepared, {**seconds, "total": self._calibrating + variant.solving})
         self._report(report)
         return report
 
     def discard(self) -> None:
         """Remove the folder of the results, if they are in one."""
-        for run in self._runs.values():
-            run.results.discard()
+        self._solved.discard()
 
-    def _run(self, sparsity: float):
-        require(sparsity in self._runs, f"sparsity={sparsity}: the path has {', '.join(map(str, self._runs))}")
-        return self._runs[sparsity]
+    def _variant(self, sparsity: float) -> Variant:
+        require(sparsity in self._variants, f"sparsity={sparsity}: the path has {', '.join(map(str, self._variants))}")
+        return self._variants[sparsity]
 
 
 def prune_path(
-    sweep: Sweep, calibration: Any, work_dir: str | os.PathLike | None, report: Callable[[PruneReport], None]
+    subject: Subject,
+    configs: list[MoonshotConfig],
+    calibration: Any,
+    work_dir: str | os.PathLike | None,
+    report: Callable[[PruneReport], None],
 ) -> SparsityPath:
-    """Calibrate and solve."""
+    """Calibrate and solve.
+
+    Args:
+        subject: the model, which stays dense, and what belongs to it.
+        configs: they differ in sparsity alone.
+        calibration, work_dir: as for `MoonshotPruner.prune_path`.
+        report: gets the report of every sparsity that is applied.
+    """
+    selections = choose_layers(subject.model, configs)
     started = time.perf_counter()
-    sweep.prepare(calibration, work_dir)
-    sweep.solve()
-    return SparsityPath(sweep, time.perf_counter() - started, report)
+    prepared, variants = open_variants(subject, selections, calibration, work_dir)
+    with released_on_failure(variants):
+        source = solve_variants(prepared, variants)
+    return SparsityPath(Solved(prepared, variants, source, time.perf_counter() - started), report)

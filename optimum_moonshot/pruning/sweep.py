@@ -1,6 +1,6 @@
 """Many variants of a pruning on one calibration: λ, sparsities and patterns (MOONSHOT, arXiv 2604.13287, section 4.3).
 
-The statistics of a layer depend on none of them. Each layer is visited once and solved by every variant while its
+The statistics of a layer depend on none of them. Each layer is seen once and solved by every variant while its
 statistics are alive; the model stays dense, and takes each variant's weights only while the metric is measured.
 """
 
@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from tqdm.auto import tqdm
+from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, require
 from ..files import writing
 from ..model.calls import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
-from ..model.layers import PrunableLayer
 from ..model.losses import is_causal, sample_losses
+from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
-from .result_store import Results
-from .run import Run
+from .preparation import Prepared, Subject, prepare
+from .selection import Selection, select
+from .solving import prune_layers
+from .statistics_source import StatisticsSource
+from .variant import Variant
 
 # Both ends, the single objectives, and what the paper's ablation tries between them.
 LAMBDAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -37,7 +39,7 @@ LAMBDAS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 def variants(
     config: MoonshotConfig,
-    lambdas: Sequence[float] | None,
+    lambdas: Sequence[float | None] | None,
     sparsities: Sequence[float] | None,
     patterns: Sequence[str] | None,
 ) -> list[MoonshotConfig]:
@@ -64,250 +66,250 @@ def variants(
     ]
 
 
-class Sweep:
-    """One call of `MoonshotPruner.sweep`.
+@dataclasses.dataclass(frozen=True)
+class Solved:
+    """Variants of one preparation, each with the results of all layers; the model is dense.
 
-    Args:
-        model: stays dense.
-        variants: configurations that differ in λ, sparsity and pattern alone.
-        tokenizer, loss, progress, processor: as for `Run`.
+    What sweeps and sparsity paths have in common.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        variants: list[MoonshotConfig],
-        tokenizer: Any,
-        loss: Callable | None,
-        progress: bool,
-        processor: Any = None,
-    ):
-        options = (tokenizer, loss, progress, processor)
-        self.model, self.progress = model, progress
-        first: dict[tuple, Run] = {}  # of every pattern and sparsity
+    prepared: Prepared
+    variants: list[Variant]
+    source: StatisticsSource
+    seconds: float  # of all of it, from reading the data on
+
+    def discard(self) -> None:
+        """Remove the folders of the results, if they are in some."""
+        for variant in self.variants:
+            variant.store.discard()
+
+
+def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selection]:
+    """What each configuration prunes; they must differ in λ, sparsity and pattern alone, and choose the same layers.
+
+    Raises:
+        MoonshotError: a pattern that does not fit the layers of another.
+    """
+    first: dict[tuple, Selection] = {}  # of every pattern and sparsity
+    for config in configs:
+        if (config.pattern, config.sparsity) not in first:
+            first[config.pattern, config.sparsity] = select(model, config)
+    selections = [first[config.pattern, config.sparsity].with_lam(config, model) for config in configs]
+    lead = leading(selections)
+    for selection in selections:
+        others = {layer.name for layer in lead.layers} ^ {layer.name for layer in selection.layers}
+        require(
+            not others,
+            f"patterns: {selection.config.pattern!r} does not fit the same layers as {lead.config.pattern!r}: "
+            f"{', '.join(sorted(others)[:3])}; ignore these, or sweep the patterns one by one",
+        )
+    return selections
+
+
+def leading(selections: list[Selection]) -> Selection:
+    """The one whose passes serve all: the smallest λ needs every statistic that the others do."""
+    return min(selections, key=lambda selection: selection.lam)
+
+
+def open_variants(
+    subject: Subject, selections: list[Selection], calibration: Any, work_dir: str | os.PathLike | None
+) -> tuple[Prepared, list[Variant]]:
+    """Check the model, read the data, and open a store of results for each selection.
+
+    Raises:
+        MoonshotError: bad weights or data, none at all, or a folder that cannot be used.
+    """
+    prepared = prepare(subject, leading(selections), calibration)
+    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
+    path = work_dir is None or isinstance(work_dir, str | os.PathLike)
+    require(path, f"work_dir={work_dir!r}: give the path of a folder")
+    if work_dir is not None:
+        with writing("work_dir", work_dir):
+            Path(work_dir).mkdir(parents=True, exist_ok=True)
+    folders = [None if work_dir is None else Path(work_dir) / _folder(selection) for selection in selections]
+    opened: list[Variant] = []
+    with released_on_failure(opened):
+        for selection, folder in zip(selections, folders, strict=True):
+            opened.append(Variant.open(prepared, selection, folder, "work_dir"))
+    return prepared, opened
+
+
+@contextmanager
+def released_on_failure(variants: list[Variant]) -> Iterator[None]:
+    """Others may use the variants' folders if the block fails."""
+    try:
+        yield
+    except BaseException:
         for variant in variants:
-            if (variant.pattern, variant.sparsity) not in first:
-                first[variant.pattern, variant.sparsity] = Run(model, variant, *options)
-        self.runs = [first[variant.pattern, variant.sparsity].at(variant) for variant in variants]
-        # The run whose passes all share: the smallest λ needs every statistic that the others do.
-        least = min(self.runs, key=lambda run: run.lam)
-        self.lead = least.at(least.config)
-        for run in self.runs:
-            others = {layer.name for layer in self.lead.layers} ^ {layer.name for layer in run.layers}
-            require(
-                not others,
-                f"patterns: {run.config.pattern!r} does not fit the same layers as {self.lead.config.pattern!r}: "
-                f"{', '.join(sorted(others)[:3])}; ignore these, or sweep the patterns one by one",
-            )
-        self.entries: list[SweepEntry] = []
+            variant.store.release()
+        raise
+
+
+def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSource:
+    """Every layer by every variant.
+
+    Raises:
+        MoonshotError: a layer's data or statistics are bad, or the device's memory is too small.
+    """
+    total = len(prepared.selection.layers)
+    bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
+    try:
+        with frozen(prepared.model), bar:
+            return prune_layers(prepared, variants, bar)
+    except torch.OutOfMemoryError as error:
+        raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
+
+
+class Sweep:
+    """Variants that were solved and measured; the model is dense until one is chosen."""
+
+    def __init__(self, solved: Solved, entries: list[SweepEntry]):
+        self.solved, self.entries = solved, entries
         self.lent = 0  # how many variants are applied at the moment
 
-    def execute(
-        self, calibration: Any, metric: str | Callable[[nn.Module], float], maximize: bool, work_dir: Any
-    ) -> SweepReport:
-        """Calibrate, solve and measure."""
-        started = time.perf_counter()
-        require(
-            metric == "calibration" or callable(metric),
-            f'metric={metric!r}: give "calibration" or a function of the model',
-        )
-        require(isinstance(maximize, bool), f"maximize={maximize!r}: give True or False")
-        lead = self.lead
-        self.prepare(calibration, work_dir)
-        name, measure = self._metric(metric)
-        dense = self._value(measure) if callable(metric) else None
-        self.solve()
-        if dense is None:  # the calibration passes have seen it, where they went backwards
-            seen = lead.losses if lead.losses and all(loss is not None for loss in lead.losses) else None
-            dense = self._value(measure) if seen is None else self._shown(float(torch.cat(seen).mean()))
-        for run in tqdm(self.runs, desc="measuring", unit="variant", disable=not self.progress):
-            self.entries.append(self._measure(run, measure))
-        seconds = time.perf_counter() - started
-        spent = sum(entry.seconds for entry in self.entries)
-        config = {k: v for k, v in lead.config.to_dict().items() if k not in ("lam", "pattern", "sparsity")}
-        return SweepReport(
-            solver=lead.config.solver,
-            metric=name,
-            maximize=maximize,
-            dense=dense,
-            entries=self.entries,
-            config=config,
-            calibration=lead.data.describe(),
-            seconds={"calibration": seconds - spent, "variants": spent, "total": seconds},
-            versions=versions(),
-        )
-
-    def prepare(self, calibration: Any, work_dir: str | os.PathLike | None) -> None:
-        """Check the model and read the data."""
-        self.lead._prepare(calibration)
-        require(self.lead.data is not None, "calibration=None: variants compare on calibration data; give some")
-        self._share(work_dir)
-
-    def _share(self, work_dir: str | os.PathLike | None) -> None:
-        """Give every run the lead's data, and results of its own."""
-        lead = self.lead
-        path = work_dir is None or isinstance(work_dir, str | os.PathLike)
-        require(path, f"work_dir={work_dir!r}: give the path of a folder")
-        if work_dir is not None:
-            with writing("work_dir", work_dir):
-                Path(work_dir).mkdir(parents=True, exist_ok=True)
-        for run in self.runs:
-            run.data, run.storage = lead.data, lead.storage
-            run.notes += lead.data.notes
-            folder = None if work_dir is None else Path(work_dir) / _folder(run)
-            run.results = run._results(folder, "work_dir")
-            run.notes += run.results.notes
-        lead.results = _Together([run.results for run in self.runs])
-
-    def solve(self) -> None:
-        """Every layer by every variant."""
-        try:
-            self._solve()
-        except torch.OutOfMemoryError as error:
-            raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
-
-    def _solve(self) -> None:
-        bar = tqdm(total=len(self.lead.layers), desc="pruning", unit="layer", disable=not self.progress)
-        with frozen(self.model), bar:
-            scores, known = self.lead._scores(), len(self.lead.notes)
-            for run in self.runs:
-                run._allocate(scores)
-            for layer, statistics in self.lead._statistics(self.runs):
-                bar.set_postfix_str(layer.name)
-                runs = [run for run in self.runs if layer not in run.results]
-                for lam in dict.fromkeys(run._lam(layer) for run in runs):
-                    self._solve_layer(layer, statistics, [run for run in runs if run._lam(layer) == lam])
-                bar.update(1)
-        for run in self.runs:
-            run.notes += self.lead.notes[known:]  # of the passes, which were the lead's
-
-    def _solve_layer(self, layer: PrunableLayer, statistics: Any, runs: list[Run]) -> None:
-        """A layer by the runs that have one λ for it, together: some solvers remove once for all sparsities.
-
-        Runs that have one pattern for it too share the result, as those of all λ do where the Fisher loss is kept from
-        a layer.
-        """
-        patterns = list(dict.fromkeys(run.patterns[layer.name] for run in runs))
-        solved = runs[0]._solve_by(layer, statistics, patterns)
-        for pattern, (report, weight) in zip(patterns, solved, strict=True):
-            alike = [run for run in runs if run.patterns[layer.name] == pattern]
-            for run in alike:
-                run._put(dataclasses.replace(report, seconds=report.seconds / len(alike)), weight)
-
-    def _metric(self, metric: str | Callable[[nn.Module], float]) -> tuple[str, Callable[[nn.Module], float]]:
-        """The metric's name, and how to measure it."""
-        if callable(metric):
-            name = getattr(metric, "__name__", "metric")
-            return "metric" if name == "<lambda>" else name.replace("_", " "), metric
-        name = "calibration perplexity" if self._causal else "calibration loss"
-        return name, lambda _: self._shown(mean_loss(self.lead))
-
-    @property
-    def _causal(self) -> bool:
-        return is_causal(self.model) and self.lead.loss is None
-
-    def _shown(self, loss: float) -> float:
-        """The calibration metric at a mean loss."""
-        return math.exp(min(loss, 700.0)) if self._causal else loss
-
-    def _value(self, measure: Callable[[nn.Module], float]) -> float:
-        """The metric of the model as it stands."""
-        with evaluation_mode(self.model), torch.no_grad():
-            found = measure(self.model)
-        try:
-            return float(found)
-        except (TypeError, ValueError, RuntimeError):
-            raise MoonshotError(f"metric: it returned {found!r}; let it return a number") from None
-
-    def _measure(self, run: Run, measure: Callable[[nn.Module], float]) -> SweepEntry:
-        started = time.perf_counter()
-        with applied(run.results, run.layers):
-            value = self._value(measure)
-        losses = [run.results.reports[layer.name].loss for layer in run.layers]
-        known = [loss for loss in losses if loss is not None]
-        return SweepEntry(
-            pattern=run.config.pattern,
-            sparsity=run.config.sparsity if run.config.sparsity is not None else run.config.parsed_pattern.sparsity,
-            lam=run.config.lam,
-            metric=value,
-            loss=sum(known) / len(known) if known else math.nan,
-            seconds=time.perf_counter() - started + run.solving,
-        )
-
-    def _run(self, entry: SweepEntry) -> Run:
+    def _variant(self, entry: SweepEntry) -> Variant:
         require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
-        return self.runs[self.entries.index(entry)]
+        return self.solved.variants[self.entries.index(entry)]
 
     @contextmanager
     def applied(self, entry: SweepEntry) -> Iterator[None]:
         """Meanwhile the model has a variant's weights."""
-        run = self._run(entry)
+        variant = self._variant(entry)
         self.lent += 1
         try:
-            with applied(run.results, run.layers):
+            with variant.applied():
                 yield
         finally:
             self.lent -= 1
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one variant into the model."""
-        run = self._run(entry)
+        variant = self._variant(entry)
         require(not self.lent, "choose: the end of applied() would put the dense weights back; choose after it")
-        run.results.commit(run.layers)
-        for each in self.runs:
-            each.results.discard()
-        return run._finish(entry.seconds)
+        variant.commit()
+        calibrating = entry.seconds - variant.solving
+        seconds = {"calibration": calibrating, "solver": variant.solving, "total": entry.seconds}
+        return variant.report(self.solved.prepared, seconds)
 
 
-class _Together:
-    """What all variants have: a layer is done when each of them has its result."""
+def sweep(
+    subject: Subject,
+    configs: list[MoonshotConfig],
+    calibration: Any,
+    metric: str | Callable[[nn.Module], float],
+    maximize: bool,
+    work_dir: str | os.PathLike | None,
+) -> tuple[Sweep, SweepReport]:
+    """Calibrate once, solve and measure every variant.
 
-    def __init__(self, results: list[Results]):
-        self.results = results
+    Args:
+        subject: the model, which stays dense, and what belongs to it.
+        configs: of `variants`.
+        calibration, metric, maximize, work_dir: as for `MoonshotPruner.sweep`.
 
-    def __contains__(self, layer: PrunableLayer) -> bool:
-        return all(layer in results for results in self.results)
+    Raises:
+        MoonshotError: bad values, data, layers or statistics.
+    """
+    selections = choose_layers(subject.model, configs)
+    started = time.perf_counter()
+    known = metric == "calibration" or callable(metric)
+    require(known, f'metric={metric!r}: give "calibration" or a function of the model')
+    require(isinstance(maximize, bool), f"maximize={maximize!r}: give True or False")
+    prepared, opened = open_variants(subject, selections, calibration, work_dir)
+    with released_on_failure(opened):
+        meter = Meter(prepared, metric)
+        dense = meter.value() if callable(metric) else None
+        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        if dense is None:
+            dense = meter.seen(solved.source.losses)
+        bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)
+        entries = [_measure(variant, meter) for variant in bar]
+    seconds = time.perf_counter() - started
+    spent = sum(entry.seconds for entry in entries)
+    lead = prepared.selection.config
+    report = SweepReport(
+        solver=lead.solver,
+        metric=meter.name,
+        maximize=maximize,
+        dense=dense,
+        entries=entries,
+        config={k: v for k, v in lead.to_dict().items() if k not in ("lam", "pattern", "sparsity")},
+        calibration=prepared.data.describe(),
+        seconds={"calibration": seconds - spent, "variants": spent, "total": seconds},
+        versions=versions(),
+    )
+    return Sweep(solved, entries), report
 
 
-@contextmanager
-def applied(results: Results, layers: list[PrunableLayer]) -> Iterator[None]:
-    """The model with the results' weights; dense again on exit."""
-    dense = write(results, layers)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for layer in layers:
-                layer.assign(dense[layer.name])
+class Meter:
+    """What the variants of a sweep are compared by.
+
+    Args:
+        prepared: the model and the data.
+        metric: "calibration", or a function of the model.
+    """
+
+    def __init__(self, prepared: Prepared, metric: str | Callable[[nn.Module], float]):
+        self.prepared = prepared
+        self.causal = is_causal(prepared.model) and prepared.subject.loss is None
+        if callable(metric):
+            name = getattr(metric, "__name__", "metric")
+            self.name, self.measure = "metric" if name == "<lambda>" else name.replace("_", " "), metric
+        else:
+            self.name = "calibration perplexity" if self.causal else "calibration loss"
+            self.measure = lambda _: self._shown(mean_loss(prepared))
+
+    def _shown(self, loss: float) -> float:
+        """The calibration metric at a mean loss."""
+        return math.exp(min(loss, 700.0)) if self.causal else loss
+
+    def seen(self, losses: list[torch.Tensor | None]) -> float:
+        """The calibration metric of the dense model, which passes that went backwards have seen on the way."""
+        if losses and all(loss is not None for loss in losses):
+            return self._shown(float(torch.cat(losses).mean()))
+        return self.value()
+
+    def value(self) -> float:
+        """The metric of the model as it stands."""
+        model = self.prepared.model
+        with evaluation_mode(model), torch.no_grad():
+            found = self.measure(model)
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise MoonshotError(f"metric: it returned {found!r}; let it return a number") from None
 
 
-@torch.no_grad()
-def write(results: Results, layers: list[PrunableLayer]) -> dict[str, Tensor]:
-    """Write the results' weights into the model, and return the dense ones; if that fails, these are put back."""
-    dense: dict[str, Tensor] = {}
-    try:
-        for layer in layers:
-            dense[layer.name] = layer.matrix.to("cpu", copy=True)
-            layer.assign(results.weight(layer))
-    except BaseException:
-        for layer in layers:
-            if layer.name in dense:
-                layer.assign(dense[layer.name])
-        raise
-    return dense
+def _measure(variant: Variant, meter: Meter) -> SweepEntry:
+    started = time.perf_counter()
+    with variant.applied():
+        value = meter.value()
+    selection = variant.selection
+    losses = [variant.store.reports[layer.name].loss for layer in selection.layers]
+    known = [loss for loss in losses if loss is not None]
+    config = selection.config
+    return SweepEntry(
+        pattern=config.pattern,
+        sparsity=config.sparsity if config.sparsity is not None else config.parsed_pattern.sparsity,
+        lam=config.lam,
+        metric=value,
+        loss=sum(known) / len(known) if known else math.nan,
+        seconds=time.perf_counter() - started + variant.solving,
+    )
 
 
-def mean_loss(run: Run) -> float:
+def mean_loss(prepared: Prepared) -> float:
     """The mean over the calibration samples of ℓ_n, of the model as it stands."""
     total, count = 0.0, 0
-    for batch in run.data.batches:
-        batch = to_device(batch, model_device(run.model))
-        total += float(sample_losses(run.model, run_model(run.model, batch), batch, run.loss).sum())
+    for batch in prepared.batches:
+        batch = to_device(batch, model_device(prepared.model))
+        output = run_model(prepared.model, batch)
+        total += float(sample_losses(prepared.model, output, batch, prepared.subject.loss).sum())
         count += batch_size(batch)
     return total / count
 
 
-def _folder(run: Run) -> str:
-    config = run.config
+def _folder(selection: Selection) -> str:
+    config = selection.config
     sparsity = "" if config.sparsity is None else f"-{config.sparsity:g}"
-    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{run.lam:g}"
+    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{selection.lam:g}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Solver(ABC):
     """What every solver declares, with the defaults; hyperparameters are the fields of its own dataclass."""
 
     # The classes of patterns that `solve` takes: of `Unstructured`, `NM` and `Structured`.
-    patterns: ClassVar[tuple[type, ...]]
+    patterns: ClassVar[tuple[type[Pattern], ...]]
     # What `solve` works on, and so what is gathered: `Quadratic`, from G and the Fisher term of the rows or of their
     # column blocks, or `DiagonalQuadratic`, from their diagonals alone.
     objective: ClassVar[type[Objective]] = Quadratic
@@ -73,7 +73,7 @@ class Solver(ABC):
     # memory is solved in chunks of rows. Such a solver has the methods of `ranked.Ranked`, and its ``damping``.
     ranks: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in options_of(type(self))}
         check_options(type(self), values, type(self).__name__)
 
@@ -105,10 +105,11 @@ class Solver(ABC):
 # The methods of a solver that ranks removals, as `ranked.Ranked` has them.
 RANKING = ("rank", "minimise", "solve_path")
 
-_SOLVERS: dict[str, type] = {}
+_SOLVERS: dict[str, type[Solver]] = {}
+C = TypeVar("C", bound=type[Any])
 
 
-def register_solver(name: str) -> Callable[[type], type]:
+def register_solver(name: str) -> Callable[[C], C]:
     """Class decorator: makes a solver known to ``MoonshotConfig(solver=name)``.
 
     A class that does not derive from `Solver` has its defaults for whatever it leaves out.
@@ -118,7 +119,7 @@ def register_solver(name: str) -> Callable[[type], type]:
         MoonshotError: the class declares too little, or what no solver can have.
     """
 
-    def register(cls: type) -> type:
+    def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
         for capability in ("objective", "grouped", "calibrated", "ranks", "column_block"):
@@ -131,7 +132,7 @@ def register_solver(name: str) -> Callable[[type], type]:
     return register
 
 
-def _check_declared(cls: type) -> None:
+def _check_declared(cls: type[Any]) -> None:
     """Raise `MoonshotError` unless a class says everything that the package will ask of it."""
     own, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
     needed = ("patterns", "solve", *(RANKING if cls.ranks else ()))
@@ -174,7 +175,7 @@ def solver_class(name: str) -> type[Solver]:
     return _SOLVERS[name]
 
 
-def solver_options(name: str) -> dict[str, dataclasses.Field]:
+def solver_options(name: str) -> dict[str, dataclasses.Field[Any]]:
     """The hyperparameters of a registered solver, by name: ``type``, ``default`` and ``metadata["help"]`` of each.
 
     Raises:

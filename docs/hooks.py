@@ -1,0 +1,108 @@
+"""What mkdocs does beside its plugins: pages made from files of the repository, tables of options, formulas.
+
+A page that would load something from another host fails the build: the site is to be read without a network.
+"""
+
+import argparse
+import html
+import re
+from pathlib import Path
+
+import latex2mathml.converter
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+# Files beside docs/ that are pages of the site.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?P<start>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)#:]+)(?P<anchor>#[^)]*)?\)")
+OPTIONS = "<!-- options of every command -->"
+FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+# A script, picture or style sheet of another host; a canonical link or one to the next page loads nothing.
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\ssrc=["']?(?:https?:)?//"""
+    r"""|<link(?![^>]*\brel=["']?(?:canonical|prev|next))[^>]*\shref=["']?(?:https?:)?//"""
+)
+
+
+def on_files(files, config):
+    """Add the pages that lie beside docs/."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=_linked(text, ROOT)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links that leave docs/, and the options of the command line."""
+    if page.file.src_uri not in PAGES.values():
+        markdown = _linked(markdown, ROOT / "docs")
+    return markdown.replace(OPTIONS, _options()) if OPTIONS in markdown else markdown
+
+
+def on_page_content(content, page, config, files):
+    """Formulas as MathML, which browsers draw on their own."""
+    return FORMULA.sub(lambda found: _mathml(found[2]), content)
+
+
+def on_post_build(config):
+    """Nothing comes from another host."""
+    for path in Path(config["site_dir"]).rglob("*.html"):
+        found = LOADED.search(path.read_text(encoding="utf-8"))
+        if found:
+            raise PluginError(f"{path.name} loads something from another host: {found[0]}")
+
+
+def _linked(markdown: str, folder: Path) -> str:
+    """Links of a page in `folder`, as a page in docs/ has them; one to a file without a page is its text."""
+
+    def link(found: re.Match) -> str:
+        target = (folder / found["path"]).resolve()
+        if not target.exists() and found["path"] not in PAGES.values():
+            raise PluginError(f"a link leads to {found['path']}, which does not exist")
+        known = PAGES.get(target.relative_to(ROOT).as_posix()) if target.is_relative_to(ROOT) else None
+        if known is None and target.is_relative_to(ROOT / "docs"):
+            known = target.relative_to(ROOT / "docs").as_posix()
+        return f"{found['start']}({known}{found['anchor'] or ''})" if known else found["text"]
+
+    return LINK.sub(link, markdown)
+
+
+def _options() -> str:
+    """A section for every command, with a table for every group of its options."""
+    from optimum_moonshot.commands.moonshot import MoonshotCommand
+
+    lines = []
+    for info in MoonshotCommand.SUBCOMMANDS:
+        parser = argparse.ArgumentParser(f"optimum-cli moonshot {info.name}", add_help=False)
+        info.subcommand_class.parse_args(parser)
+        lines += [f"## {info.name}", "", info.help, ""]
+        for group in parser._action_groups:
+            if group._group_actions:
+                lines += _table(group)
+    return "\n".join(lines)
+
+
+def _table(group) -> list[str]:
+    title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
+    lines = [title.capitalize() if not group.description else title, "", "| option | what |", "|---|---|"]
+    for action in group._group_actions:
+        names = ", ".join(action.option_strings) or action.metavar
+        shown = names + (f" {_values(action)}" if action.option_strings and action.nargs != 0 else "")
+        text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+        needed = " (required)" if action.required and action.option_strings else ""
+        lines.append(f"| `{shown}` | {html.escape(text, quote=False)}{needed} |")
+    return [*lines, ""]
+
+
+def _values(action) -> str:
+    if action.choices:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    name = action.metavar or action.dest.upper()
+    return {"+": f"{name} …", "?": f"[{name}]"}.get(action.nargs, name)
+
+
+def _mathml(formula: str) -> str:
+    formula = html.unescape(formula.strip())
+    block = formula.startswith("\\[")
+    return latex2mathml.converter.convert(formula[2:-2].strip(), display="block" if block else "inline")

@@ -1,0 +1,74 @@
+"""Where a block's weights are: in the model all the time, or there for the time of a visit alone.
+
+Whoever reads a block's weights, or runs the block, does it under ``with block.present():``. What that brings and takes
+away is a matter of the block's `Weights`. So a model's blocks may lie on disk, in host memory or on another device, and
+those who calibrate, solve, recover and write need not know.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
+
+from torch import nn
+
+
+class Weights(Protocol):
+    """Where a block's weights come from."""
+
+    def present(self) -> AbstractContextManager[None]:
+        """A context in which the block's parameters hold its weights; what was written to them is kept on exit.
+
+        It may be entered again inside of itself.
+        """
+
+
+class Resident:
+    """The weights are in the model all the time."""
+
+    def present(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+RESIDENT = Resident()
+
+
+class Block(Protocol):
+    """What is asked here of a block (`layers.Block`)."""
+
+    module: nn.Module
+    weights: Weights
+
+
+@contextmanager
+def present_in_turn(blocks: Sequence[Block]) -> Iterator[None]:
+    """While the model runs as a whole, forwards, each block's weights are present for the time of its call."""
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.weights is not RESIDENT:
+                _bring_for_calls(block, stack)
+        yield
+
+
+def _bring_for_calls(block: Block, stack: ExitStack) -> None:
+    held: list[ExitStack] = []
+
+    def enter(*_) -> None:
+        inside = ExitStack()
+        inside.enter_context(block.weights.present())
+        held.append(inside)
+
+    def leave(*_) -> None:
+        held.pop().close()
+
+    stack.callback(lambda: [inside.close() for inside in reversed(held)])  # of a call that failed
+    stack.callback(block.module.register_forward_pre_hook(enter, prepend=True).remove)
+    stack.callback(block.module.register_forward_hook(leave).remove)
+
+
+@contextmanager
+def all_present(blocks: Sequence[Block]) -> Iterator[None]:
+    """Every block's weights at once, for passes that need the whole model forwards and backwards."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.weights.present())
+        yield

@@ -1,0 +1,158 @@
+"""A folder in which a run keeps its results: for one run at a time, which touches nothing but what runs wrote.
+
+run.json                     which run it is: a fingerprint of everything that its results depend on
+run.lock                     held by the process that writes; the system lets go of it when the process dies
+layers/NAME.safetensors      the pruned weight of a layer, with its report
+recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, uint8
+
+from ..errors import MoonshotError, require
+from ..files import read_json, replace_file, writing
+
+LAYERS, RECOVERED = "layers", "recovered"
+_MANIFEST, _LOCK = "run.json", "run.lock"
+_KINDS = (LAYERS, RECOVERED)
+_WRITTEN = ("*.safetensors", "*.partial")
+_OF_THE_SYSTEM = "lost+found"  # where a file system begins
+
+
+class RunFolder:
+    """One run's folder, locked from `open` on until `release` or `discard`.
+
+    Args:
+        path: the folder, made if need be; a link to one or a mount point will do.
+        field: the argument that it came with, for messages.
+    """
+
+    def __init__(self, path: str | os.PathLike, field: str):
+        require(isinstance(path, str | os.PathLike) and path != "", f"{field}={path!r}: give the path of a folder")
+        self.path, self.field = Path(path), field
+        self.fingerprint = ""
+        # One object for all runs of this process: who goes on after a failure is not kept out by itself.
+        self._lock = FileLock(self.path.absolute() / _LOCK, timeout=0, is_singleton=True)
+
+    def open(self, fingerprint: str) -> bool | None:
+        """Take the folder for a run.
+
+        Returns:
+            True where results of the same run are in it, False where those of another were thrown away, None where
+            there were none.
+
+        Raises:
+            MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
+                written.
+        """
+        shown, dangling = f"{self.field}={str(self.path)!r}", self.path.is_symlink() and not self.path.exists()
+        require(not dangling, f"{shown} is a link to a folder that does not exist: make it, or give another")
+        with writing(self.field, self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            known = (self.path / _MANIFEST).exists()
+            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _OF_THE_SYSTEM}
+            require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+            self._acquire()
+            same = self._recorded() == fingerprint if known else None
+            if not same:
+                self._clear()
+                replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
+        self.fingerprint = fingerprint
+        return same
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise MoonshotError(
+                f"{self.field}={str(self.path)!r}: another run writes there; wait for its end, or give another folder"
+            ) from None
+
+    def _recorded(self) -> Any:
+        try:
+            return read_json(self.path / _MANIFEST).get("fingerprint")
+        except MoonshotError as error:
+            raise MoonshotError(f"{self.field}={str(self.path)!r}: {error}; remove the folder to start anew") from None
+
+    def save(self, kind: str, name: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> Path:
+        """Write tensors and a report, whole or not at all.
+
+        Args:
+            kind: `LAYERS` or `RECOVERED`.
+            name: of the layer or block.
+            tensors: contiguous, in host memory.
+            report: as JSON types.
+
+        Raises:
+            MoonshotError: the disk is full, or the folder cannot be written.
+        """
+        path = self.path / kind / f"{name}.safetensors"
+        partial = path.with_suffix(".partial")
+        with writing(self.field, self.path):
+            path.parent.mkdir(exist_ok=True)
+            save_file(tensors, partial, {"report": json.dumps(report), "sha256": _digest(tensors)})
+            os.replace(partial, path)
+        return path
+
+    def saved(self, kind: str) -> Iterator[tuple[Path, dict[str, Any] | None, dict[str, Tensor]]]:
+        """What was saved of a kind: path, report and tensors; no report where a file is damaged, which is removed."""
+        for path in sorted((self.path / kind).glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt") as file:
+                    metadata = file.metadata() or {}
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                intact = metadata.get("sha256") == _digest(tensors)
+                report = json.loads(metadata["report"]) if intact else None
+            except (SafetensorError, KeyError, ValueError):
+                report, tensors = None, {}
+            if report is None:
+                path.unlink()
+            yield path, report, tensors
+
+    def release(self) -> None:
+        """Let go of the lock; the files stay."""
+        self._lock.release(force=True)
+
+    def discard(self) -> None:
+        """Remove what the run wrote, and the folder if it is empty then; not that of another run that came since."""
+        try:
+            self._acquire()
+        except (MoonshotError, OSError):
+            return
+        try:
+            with contextlib.suppress(OSError, MoonshotError):
+                if read_json(self.path / _MANIFEST).get("fingerprint") == self.fingerprint:
+                    self._clear()
+                    (self.path / _MANIFEST).unlink()
+                    (self.path / _LOCK).unlink()
+                    self.path.rmdir()  # not a link, a mount point, or a folder with files of others
+        finally:
+            self.release()
+
+    def _clear(self) -> None:
+        """Remove all results."""
+        for kind in _KINDS:
+            folder = self.path / kind
+            for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+                path.unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names and bytes."""
+    found = sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()

@@ -1,0 +1,108 @@
+"""What a configuration prunes of a model and how, as far as that is known without calibration data."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..config import MoonshotConfig
+from ..errors import require
+from ..model.facts import takes_images
+from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.units import structured_patterns
+from ..objective.linalg import all_finite
+from ..objective.patterns import Pattern, Structured
+from ..solvers import Solver
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The layers that a configuration chooses in a model, with the pattern and λ of each."""
+
+    config: MoonshotConfig
+    solver: Solver
+    structure: Structure
+    patterns: Mapping[str, Pattern]  # of every layer, by its name
+    lam: float  # the configuration's, or the default for this kind of model
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> list[PrunableLayer]:
+        """In the order of pruning: those of the blocks, then those outside of them."""
+        return list(self.structure.layers())
+
+    def lam_of(self, layer: PrunableLayer) -> float:
+        """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
+        return self.lam if self.config.fisher == "all" or layer.attention else 1.0
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether some layer has a Fisher loss."""
+        return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
+
+    def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
+        """The same layers and patterns by a configuration that differs in λ alone."""
+        return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
+
+
+def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
+    """λ of a configuration on a model: the default depends on what the model reads."""
+    return config.resolve_lam("vision" if takes_images(model) else "language")
+
+
+def select(model: nn.Module, config: MoonshotConfig) -> Selection:
+    """Find what to prune.
+
+    Args:
+        model: any module; it stays as it is (structured patterns run a probe through it).
+        config: which layers, and by which patterns.
+
+    Raises:
+        MoonshotError: nothing is chosen, or the pattern fits no layer.
+    """
+    found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
+    pattern, notes = config.parsed_pattern, []
+    if isinstance(pattern, Structured):
+        found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
+    else:
+        patterns = config.layer_patterns(layer.name for layer in found.layers())
+    structure = _fitting(found, patterns, solver, config)
+    return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
+
+
+def _fitting(found: Structure, patterns: Mapping[str, Pattern], solver: Solver, config: MoonshotConfig) -> Structure:
+    """Without the layers that their pattern does not fit or that the solver cannot take, each with the reason."""
+    skipped = dict(found.skipped)
+    for layer in found.layers():
+        pattern = patterns[layer.name]
+        if not pattern.fits(layer.shape):
+            skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
+        elif layer.groups > 1 and not solver.grouped:
+            skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
+
+    def left(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
+        return tuple(layer for layer in layers if layer.name not in skipped)
+
+    blocks = tuple(dataclasses.replace(block, layers=left(block.layers)) for block in found.blocks)
+    structure = Structure(blocks, left(found.outside), skipped)
+    require(any(structure.layers()), f"pattern={config.pattern!r} fits no layer: {skipped}")
+    return structure
+
+
+def check_weights(selection: Selection) -> None:
+    """Everything about a model's weights that would fail later, before any work.
+
+    Raises:
+        MoonshotError: a weight that is offloaded, NaN or infinite, or no attention for ``fisher="attention"``.
+    """
+    for layer in selection.structure.layers_present():
+        weight = layer.matrix
+        require(
+            weight.device.type != "meta",
+            f"{layer.name}: its weight is offloaded; load the model without disk or CPU offload to prune it",
+        )
+        require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
+    require(
+        selection.config.fisher == "all" or any(layer.attention for layer in selection.structure.layers()),
+        'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',
+    )

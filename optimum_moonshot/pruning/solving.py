@@ -1,0 +1,124 @@
+"""The only loop over layers: statistics → objective → solve → result, for one variant or many."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..calibration.layer_statistics import LayerStatistics
+from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
+from ..objective.patterns import Pattern
+from ..reports.environment import peak_memory
+from ..reports.prune_report import LayerReport, loss_fields
+from ..solvers import Solver
+from .allocation import allocate, block_scores
+from .layer_solving import Statistics, solve_layer
+from .preparation import Prepared
+from .statistics_source import StatisticsSource, input_squares
+from .variant import Variant
+
+
+def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> StatisticsSource:
+    """Solve every layer by every variant that lacks it; each has a note on how the data passed.
+
+    Args:
+        prepared: the model, dense and frozen, and the data.
+        variants: of the same layers and solver.
+        bar: advances with the layers.
+
+    Returns:
+        What gave the statistics, with what it saw on the way.
+    """
+    source = StatisticsSource(prepared, variants)
+    bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
+    _allocate(prepared, variants, source)
+    for layer, statistics in source.layers():
+        bar.set_postfix_str(layer.name)
+        prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
+        bar.update(1)
+    for variant in variants:
+        variant.notes += source.notes
+    return source
+
+
+def _allocate(prepared: Prepared, variants: Sequence[Variant], source: StatisticsSource) -> None:
+    """Give every variant the patterns that follow from OWL's or AlphaPruning's scores of the dense model."""
+    selection = prepared.selection
+    if selection.config.allocation not in ("owl", "alpha") or not source.unfinished():
+        return
+    squares = input_squares(prepared) if selection.config.allocation == "owl" else {}
+
+    def allocated() -> Iterator[tuple[PrunableLayer, ...]]:
+        """Layers that get the same sparsity, their weights present."""
+        for block in selection.structure.blocks:
+            if block.layers:
+                with block.present():
+                    yield block.layers
+        yield from ((layer,) for layer in selection.structure.outside)
+
+    scores = block_scores(selection.config, allocated(), squares, prepared.subject.progress)
+    for variant in variants:
+        variant.patterns, note = allocate(variant.selection.config, list(allocated()), scores)
+        variant.notes.append(note)
+
+
+def prune_layer(layer: PrunableLayer, statistics: Statistics | None, variants: Sequence[Variant]) -> None:
+    """Solve a layer by several variants: those that have one λ for it together, since some solvers then remove once.
+
+    Variants that have one pattern for it too share the result, as those of all λ do where the Fisher loss is kept from
+    a layer.
+
+    Args:
+        layer: at its dense weight.
+        statistics: None without data.
+        variants: which get the result.
+
+    Raises:
+        FactorizationError: the layer's quadratic stays singular at the largest damping, with the layer's name.
+    """
+    for lam in dict.fromkeys(variant.selection.lam_of(layer) for variant in variants):
+        alike = [variant for variant in variants if variant.selection.lam_of(layer) == lam]
+        patterns = list(dict.fromkeys(variant.pattern_of(layer) for variant in alike))
+        solved = solve(alike[0].selection.solver, layer, statistics, lam, patterns)
+        for pattern, (report, weight) in zip(patterns, solved, strict=True):
+            sharing = [variant for variant in alike if variant.pattern_of(layer) == pattern]
+            for variant in sharing:
+                variant.put(dataclasses.replace(report, seconds=report.seconds / len(sharing)), weight)
+
+
+@torch.no_grad()
+def solve(
+    solver: Solver, layer: PrunableLayer, statistics: Statistics | None, lam: float, patterns: list[Pattern]
+) -> list[tuple[LayerReport, Tensor]]:
+    """A layer's reports, and weights [d_out, d_in] in its dtype, by several patterns, which share the time it takes."""
+    device = layer.parameter.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started, known = time.perf_counter(), statistics is not None
+    if statistics is None:
+        statistics, lam = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0), 1.0
+    try:
+        solved = solve_layer(solver, layer, patterns, statistics, lam)
+    except FactorizationError as error:
+        raise FactorizationError(f"{layer.name}: {error}") from None
+    seconds = (time.perf_counter() - started) / len(patterns)
+    found = []
+    for pattern, (result, masked, pruned, used) in zip(patterns, solved, strict=True):
+        weight = result.weight.to(layer.parameter.dtype)
+        report = LayerReport(
+            name=layer.name,
+            shape=layer.shape,
+            sparsity=int((weight == 0).sum()) / weight.numel(),
+            damping=result.damping,
+            seconds=seconds,
+            peak_memory=peak_memory(device),
+            notes=result.notes if known else (),
+            asked=pattern.sparsity,
+            **(loss_fields(used, masked, pruned) if known else {"lam": None}),
+        )
+        found.append((report, weight))
+    return found

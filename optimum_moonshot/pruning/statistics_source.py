@@ -1,0 +1,142 @@
+"""Every layer of a run with its statistics, in the order in which the passes over the data come by."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..calibration.observer import Observer
+from ..calibration.passes import BlockwisePasses, FullModelPasses, Step, is_chain
+from ..calibration.recompute import RecomputedPasses
+from ..data.batches import shorten
+from ..model.calls import model_device, to_device
+from ..model.layers import PrunableLayer
+from ..model.presence import all_present
+from ..objective.patterns import Pattern
+from ..progress import progress_bar
+from .layer_solving import Statistics
+from .preparation import Prepared
+from .schedule import StatisticsSchedule
+
+
+class Wanting(Protocol):
+    """What is asked here of a `Variant`."""
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether it has no result for a layer yet."""
+
+    def pattern_of(self, layer: PrunableLayer) -> Pattern: ...
+
+    def weight(self, layer: PrunableLayer) -> Tensor:
+        """Its pruned weight of a layer, [d_out, d_in]."""
+
+
+class StatisticsSource:
+    """Gives every layer that some variant lacks its statistics, those of one block alive at a time.
+
+    Args:
+        prepared: whose selection says what is gathered.
+        variants: which layers they lack, and their patterns: the statistics serve all of them.
+
+    `notes` and `losses` (ℓ_n of the dense model batch by batch, where a backward pass started from them) are complete
+    after the last layer.
+    """
+
+    def __init__(self, prepared: Prepared, variants: Sequence[Wanting]):
+        self.prepared, self.variants = prepared, variants
+        self.notes: list[str] = []
+        self.losses: list[Tensor | None] = []
+
+    def layers(self) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
+        """Layer after layer, its block's weights present; the statistics are None without data."""
+        prepared = self.prepared
+        if prepared.data is None:
+            for layer in prepared.selection.structure.layers_present():
+                if self._wanted(layer):
+                    yield layer, None
+            return
+        schedule = self._schedule(prepared.data.num_samples)
+        for step in self._steps():
+            yield from schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)])
+        self.notes += schedule.notes
+
+    def unfinished(self) -> bool:
+        """Whether some layer is wanted."""
+        return any(self._wanted(layer) for layer in self.prepared.selection.layers)
+
+    def _wanted(self, layer: PrunableLayer) -> bool:
+        return any(variant.lacks(layer) for variant in self.variants)
+
+    def _schedule(self, samples: int) -> StatisticsSchedule:
+        selection = self.prepared.selection
+        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
+        patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
+        return StatisticsSchedule(selection.solver, patterns, lams, samples, self.prepared.storage)
+
+    def _steps(self) -> Iterator[Step]:
+        """The steps of the passes that serve this model, in their order."""
+        if not self.unfinished():
+            return
+        prepared, selection = self.prepared, self.prepared.selection
+        probe = to_device(shorten(prepared.batches[0]), model_device(prepared.model))
+        if selection.config.recompute:
+            yield from self._recomputed(probe)
+            return
+        structure, gradients = selection.structure, selection.needs_gradients
+        blocks, loss = structure.blocks, prepared.subject.loss
+        inside = tuple(layer for block in blocks for layer in block.layers)
+        whole = FullModelPasses(prepared.model, blocks, prepared.batches, gradients, loss)
+        self.losses = whole.losses
+        with all_present(blocks):
+            chain = bool(inside) and is_chain(prepared.model, blocks, probe, gradients, loss)
+        if chain:
+            yield from self._blockwise()
+        elif inside:
+            self.notes.append("the layers are no chain: each visit ran the whole model")
+            yield from whole.steps(inside + structure.outside)
+            return
+        yield from whole.steps(structure.outside)
+
+    def _blockwise(self) -> Iterator[Step]:
+        prepared, selection = self.prepared, self.prepared.selection
+        passes = BlockwisePasses(
+            prepared.model,
+            selection.structure.blocks,
+            prepared.batches,
+            selection.needs_gradients,
+            prepared.subject.loss,
+            prepared.storage,
+        )
+        self.losses = passes.losses
+        shown = prepared.subject.progress
+        with progress_bar(total=len(prepared.batches), desc="calibrating", unit="batch", shown=shown) as bar:
+            steps = passes.steps(bar.update)
+            first = next(steps)
+        yield first
+        yield from steps
+
+    def _recomputed(self, probe: dict[str, Tensor]) -> Iterator[Step]:
+        prepared, selection = self.prepared, self.prepared.selection
+        (variant,) = self.variants  # a sweep refuses to recompute: each variant has a prefix of its own
+        passes = RecomputedPasses(
+            prepared.model,
+            selection.structure,
+            prepared.batches,
+            prepared.subject.loss,
+            prepared.storage,
+            variant.weight,
+            prepared.subject.progress,
+        )
+        yield from passes.steps(probe, selection.needs_gradients)
+        self.notes.append(passes.cost)
+
+
+def input_squares(prepared: Prepared) -> dict[str, Tensor]:
+    """Σ x² of every layer's inputs, [d_in] or [groups, d_in] each, on the dense model, by one forward pass."""
+    layers, subject = prepared.selection.layers, prepared.subject
+    with (
+        progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
+        Observer(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as observer,
+    ):
+        FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
+    return {layer.name: observer.take(layer).inputs for layer in layers}

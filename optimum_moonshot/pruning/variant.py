@@ -1,0 +1,144 @@
+"""One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..model.layers import PrunableLayer
+from ..objective.patterns import Pattern
+from ..reports.environment import versions
+from ..reports.prune_report import LayerReport, PruneReport
+from ..reports.record import PruningRecord
+from .preparation import Prepared
+from .result_store import ResultStore, fingerprint
+from .selection import Selection
+
+
+class Variant:
+    """A selection of layers, patterns and λ, and the results so far.
+
+    Args:
+        selection: what is pruned, and how.
+        store: the results; those of an earlier run may be in it.
+        notes: for the report.
+    """
+
+    def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
+        self.selection, self.store = selection, store
+        self.patterns: dict[str, Pattern] = dict(selection.patterns)
+        self.notes = [*selection.notes, *notes, *store.notes]
+        self.solving = 0.0  # seconds in the solver
+
+    @classmethod
+    def open(cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike | None, field: str) -> "Variant":
+        """With results that are kept in `folder`, or in memory without one.
+
+        Args:
+            prepared: the model and the data.
+            selection: of a configuration that differs from the prepared one's in λ, pattern and sparsity at most.
+            folder: the same settings, model and data find their results there again.
+            field: the argument that the folder came with, for messages.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        notes = prepared.data.notes if prepared.data else ()
+        if folder is None:
+            return cls(selection, ResultStore(None, "", field), notes)
+        digest = prepared.data.digest if prepared.data else ""
+        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
+        return cls(selection, ResultStore(folder, known, field), notes)
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether a layer has no result yet."""
+        return layer not in self.store
+
+    def pattern_of(self, layer: PrunableLayer) -> Pattern:
+        """What a layer is pruned by."""
+        return self.patterns[layer.name]
+
+    def weight(self, layer: PrunableLayer) -> Tensor:
+        """A layer's pruned weight, [d_out, d_in] in host memory."""
+        return self.store.weight(layer)
+
+    def put(self, report: LayerReport, weight: Tensor) -> None:
+        """Keep a layer's result."""
+        self.solving += report.seconds
+        self.store.put(report, weight)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
+
+        Each pruned weight gives its place to the dense one, so that the two never add up to two models.
+        """
+        swapped = _swap(self.selection, self.store.pop)
+        swapped.clear()
+
+    @torch.no_grad()
+    def write(self) -> dict[str, Tensor]:
+        """Write every result into the model, and return the dense weights; if that fails, these are put back."""
+        return _swap(self.selection, self.store.weight)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Meanwhile the model has the results' weights; dense again on exit."""
+        dense = self.write()
+        try:
+            yield
+        finally:
+            _restore(self.selection, dense)
+
+    def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
+        """What was done; it is noted in the model's configuration too.
+
+        Args:
+            prepared: the model and the data.
+            seconds: calibration, solver, recovery (where there was one), total.
+        """
+        structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
+        layers = [store.reports[layer.name] for layer in structure.layers()]
+        notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        report = PruneReport(
+            config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
+            layers=layers,
+            skipped=structure.skipped,
+            calibration=None if prepared.data is None else prepared.data.describe(),
+            seconds=seconds,
+            peak_memory=max(layer.peak_memory for layer in layers),
+            versions=versions(),
+            notes=notes,
+            recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+        )
+        PruningRecord(
+            config=report.config,
+            solver_options=self.selection.config.hyperparameters(),
+            lam=self.selection.lam,
+            sparsity=report.sparsity,
+            calibration=report.calibration,
+            versions=report.versions,
+        ).attach(prepared.model)
+        return report
+
+
+def _swap(selection: Selection, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:
+    """Give every layer the matrix that `weight` has for it; returns the dense ones, which a failure puts back."""
+    dense: dict[str, Tensor] = {}
+    try:
+        for layer in selection.structure.layers_present():
+            dense[layer.name] = layer.matrix.to("cpu", copy=True)
+            layer.assign(weight(layer))
+    except BaseException:
+        _restore(selection, dense)
+        raise
+    return dense
+
+
+@torch.no_grad()
+def _restore(selection: Selection, dense: dict[str, Tensor]) -> None:
+    for layer in selection.structure.layers_present():
+        if layer.name in dense:
+            layer.assign(dense[layer.name])

@@ -1,0 +1,162 @@
+"""The README and the guides: every code block runs, links lead somewhere, and figures are the measured ones."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from statistics import fmean, stdev
+
+import huggingface_hub
+import pytest
+from hub_server import TOKEN, serve
+from pages import KINDS, PAGES, ROOT, SMALLER, Broken, blocks, lay_out, load_dataset, run
+from test_imports import ENTRY, FLOORS, folder, modules
+
+import optimum_moonshot
+import optimum_moonshot.data.text as text_data
+import optimum_moonshot.solvers.base as solvers
+
+NOT_RUN: dict[str, int] = {}  # page → how many of its blocks say why they are not run
+LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
+FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def every_block():
+    return [block for page in PAGES for block in blocks(page, read(page))]
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layout")
+    lay_out(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def stage(layout, server, tmp_path, monkeypatch):
+    """A folder to run a page in, and a Hub to publish on, which is given."""
+    shutil.copytree(layout, tmp_path / "stage")
+    monkeypatch.chdir(tmp_path / "stage")
+    monkeypatch.setattr(text_data, "load_dataset", load_dataset)
+    monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register its own
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    address, hub = server
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    hub.files.clear()
+    return hub
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, read(page))])
+def test_every_block_runs(page, stage):
+    run(blocks(page, read(page)))
+    published = re.findall(r'push_to_hub\("([^"]+)"', read(page))
+    assert sorted(stage.files) == sorted(published)
+
+
+def test_every_block_says_what_it_is():
+    assert not [(block.page, block.line, block.kind) for block in every_block() if block.kind not in KINDS]
+    assert sum(text.count("\n```") for text in map(read, PAGES)) == 2 * len(every_block())  # none is indented or open
+
+
+def test_blocks_that_are_not_run_are_counted():
+    assert Counter(block.page for block in every_block() if block.reason is not None) == NOT_RUN
+
+
+def test_every_replacement_is_needed():
+    assert not [said for said in SMALLER if not any(said in block.source for block in every_block())]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("```python\nfrom optimum_moonshot import Moonshot\n```", ImportError),
+        ("```python\nvalue = 1\n```\n\n```python\nassert value == 2\n```", AssertionError),
+        ("```bash\noptimum-cli moonshot prune meta-llama/Llama-3.2-1B --output out --sparsness 0.5\n```", Broken),
+        ("```bash\noptimum-cli moonshot prune meta-llama/Llama-3.2-1B --output out --solver sparsgpt\n```", Broken),
+        ("```bash\npython -m optimum_moonshot shrink DIR\n```", Broken),
+        ("```bash\npython examples/reproduce_paper.py --model MODEL --table llama2\n```", Broken),
+        ("```bash\npython examples/gone.py\n```", Broken),
+        ("```bash\npython -m pytest tests/test_gone.py\n```", Broken),
+        ("```bash\nmake coffee\n```", Broken),
+        ("```bash\npip install optimum-moonshot[all]\n```", Broken),
+        ("```bash\noptimum-cli export onnx\n```", Broken),
+    ],
+)
+def test_a_broken_block_fails(source, error, stage):
+    with pytest.raises(error):
+        run(blocks("page.md", source + "\n"))
+    run(blocks("page.md", f"<!-- not run: it is broken -->\n{source}\n")[:1])
+
+
+def anchors(page):
+    """Those that headings have, as a site and a forge make them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", read(page), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere():
+    lost = []
+    for page in PAGES:
+        for link in LINK.finditer(read(page)):
+            target = (ROOT / page).parent / link["path"] if link["path"] else ROOT / page
+            known = target.is_file() or target.is_dir()
+            if known and link["anchor"] and target.suffix == ".md":
+                name = target.resolve().relative_to(ROOT).as_posix()
+                known = link["anchor"] in anchors(name) or f"::: {link['anchor']}\n" in read(name)
+            lost += [] if known else [(page, link[0])]
+    assert not lost
+
+
+def test_figures_of_the_readme_are_measured():
+    measured = read("docs/measured.md")
+    figures = FIGURE.findall(read("README.md"))
+    assert len(figures) > 20 and not [figure for figure in figures if figure not in measured]
+    for share in re.findall(r"(\d+\.\d)% at", read("README.md")):
+        assert share in measured
+    assert "perplexity  33.202 → 37.564" in read("README.md")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [("magnitude", "magnitude"), ("Wanda, λ = 1", "wanda λ=1"), ("SparseGPT, λ = 1", "sparsegpt λ=1")],
+)
+def test_figures_are_those_of_the_benchmark(page, row, name):
+    runs = json.loads(read("benchmarks/results/quality.json"))["results"]["perplexity"][name]
+    shown = [f"{fmean(runs[s]):.1f} ± {stdev(runs[s]) / len(runs[s]) ** 0.5:.1f}" for s in ("0.6", "0.7", "0.8", "2:4")]
+    assert f"| {row} | {' | '.join(shown)} |" in read(page)
+
+
+def test_the_rooms_are_the_folders_from_top_to_bottom():
+    table = re.findall(r"^\| `(\w+)/` \|", read("README.md"), re.M)
+    folders = {folder(name) for name in modules() if "." in name}
+    assert sorted(table) == sorted(folders - {ENTRY})
+    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+    assert [floor[room] for room in table] == sorted((floor[room] for room in table), reverse=True)
+
+
+def test_the_reference_has_every_public_name():
+    page = read("docs/api.md")
+    assert not [
+        name
+        for name in optimum_moonshot.__all__
+        if f"::: optimum_moonshot.{name}\n" not in page and f"`optimum_moonshot.{name}`" not in page
+    ]
+
+
+def test_the_site_has_every_page():
+    nav = read("mkdocs.yml").partition("nav:")[2].partition("markdown_extensions:")[0]
+    listed = re.findall(r": ([\w-]+\.md)$", nav, re.M)
+    assert sorted(f"docs/{name}" for name in listed if (ROOT / "docs" / name).is_file()) == sorted(
+        page for page in PAGES if page.startswith("docs/")
+    )
