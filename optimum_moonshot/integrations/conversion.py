@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..checkpoint.packed_files import naming
+from ..errors import naming
 from ..packing import PackedLayer, suffixes
 
 _WEIGHT = "weight"
