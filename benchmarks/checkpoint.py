@@ -138,7 +138,7 @@ def checkpoints(options) -> dict:
         results["model_bytes"] = sum(parameter.nbytes for parameter in pruner.model.parameters())
         for format, folder in folders.items():
             results["save"][format] = save(pruner, folder, format, options.repeats)
-            results["bytes"][format] = (folder / "model.safetensors").stat().st_size
+            results["bytes"][format] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         del pruner
         for format, folder in folders.items():
             for loader in LOADERS:

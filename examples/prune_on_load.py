@@ -28,7 +28,7 @@ def main(output: str = "outputs/prune_on_load", num_samples: int = 128):
     model.save_pretrained(output)
     convert(output, f"{output}-packed", "packed")
     for folder in (output, f"{output}-packed"):
-        print(f"{(Path(folder) / 'model.safetensors').stat().st_size:>10,} bytes in {folder}")
+        print(f"{next(Path(folder).glob('*.safetensors')).stat().st_size:>10,} bytes in {folder}")
     return model
 
 

@@ -19,6 +19,8 @@ from .errors import MoonshotError, check_path, require
 WEIGHT_FILES = (
     "model*.safetensors",
     "model*.safetensors.index.json",
+    "moonshot*.safetensors",  # packed ones
+    "moonshot*.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model*.bin.index.json",
     "adapter_model.*",
@@ -105,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MoonshotError(f"{path} is damaged: {error}") from None
     require(isinstance(values, dict), f"{path} is damaged: it holds no JSON object")
     return values

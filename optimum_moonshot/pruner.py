@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
-from .checkpoint.loading import check_complete
 from .checkpoint.packed_files import model_class
 from .checkpoint.saving import check_saving, save_model
+from .checkpoint.verified import check_complete
 from .config import MoonshotConfig
 from .data.batches import Batch
 from .errors import MoonshotError, require
@@ -90,7 +90,7 @@ class MoonshotPruner:
         loader: Any = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
         require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
         model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
-        check_complete(info, name_or_path)
+        check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:

@@ -5,6 +5,7 @@ Usage: python hub_client.py FOLDER; prints what happened as JSON.
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def same(model, other):
     return states[0].keys() == states[1].keys() and all(torch.equal(t, states[1][n]) for n, t in states[0].items())
 
 
+def without_the_package(repo):
+    """What a process sees that knows nothing of this package: its status, and what it says last."""
+    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({repo!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.returncode, done.stderr[-1000:]
+
+
 def publish_base(folder):
     """A dense model with a card, on the Hub as a user would have put it there."""
     from huggingface_hub import HfApi
@@ -82,10 +90,14 @@ def main(folder):
     done["local files intact"] = files(folder / "saved") == before
     loaded = hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto")
     done["same weights"] = same(pruner.model, loaded) and same(pruner.model, load_pruned("me/small"))
+    push("me/shards", max_shard_size="10KB")
+    shards = load_pruned("me/shards"), hf.AutoModelForCausalLM.from_pretrained("me/shards", dtype="auto")
+    done["same shards"] = all(same(pruner.model, loaded) for loaded in shards)
+    done["without the package"] = {repo: without_the_package(repo) for repo in ("me/small", "me/shards")}
     done["card"] = ModelCard.load("me/small").data.to_dict()
     done["results"] = [vars(result) for result in ModelCard.load("me/small").data.eval_results]
     done["text"] = ModelCard.load("me/small").text
-    weights = before["model.safetensors"]
+    weights = before["moonshot.safetensors"]
     done["tensor bytes"] = len(weights) - 8 - int.from_bytes(weights[:8], "little")
     # The same repository again, dense and in shards: the packed file must go.
     push("me/small", format="dense", exist_ok=True, max_shard_size="10KB", commit_message="dense")

@@ -291,7 +291,7 @@ def test_every_layer_is_packed_by_its_own_pattern(tmp_path):
     pruner = pruned(pattern="unstructured", allocation=allocation)
     pruner.save_pretrained(tmp_path, format="packed")
     assert_same(pruner.model, load_pruned(tmp_path))
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "moonshot.safetensors", "pt") as file:
         layers = json.loads(file.metadata()["moonshot"])["layers"]
     patterns = {name.split(".")[-2]: layer["pattern"] for name, layer in layers.items()}
     assert patterns["q_proj"] == "1:4" and patterns["up_proj"] == "2:4" and patterns["k_proj"] == "unstructured"

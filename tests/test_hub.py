@@ -36,14 +36,22 @@ def session(tmp_path_factory):
 def test_everything_is_published_in_one_commit(session):
     done, hub = session
     first, second = hub.commits["me/small"]
-    assert {"config.json", "model.safetensors", "README.md", "moonshot_report.json", "moonshot_report.png"} <= set(
-        first
-    )
+    weights = {"moonshot.safetensors", "moonshot.safetensors.index.json"}
+    assert {"config.json", *weights, "README.md", "moonshot_report.json", "moonshot_report.png"} <= set(first)
     assert hub.private["me/small"] and "/me/small/commit/" in done["url"]
     assert done["same weights"] and done["same weights again"]
     # The second push replaced the packed file by dense shards, in the same commit.
-    assert "model.safetensors" in second and "model.safetensors" not in hub.files["me/small"]
+    assert weights <= set(second) and not weights & hub.files["me/small"].keys()
     assert sum(name.endswith(".safetensors") for name in hub.files["me/small"]) > 1
+
+
+def test_packed_shards_are_loaded_from_the_hub_and_only_with_this_package(session):
+    done, hub = session
+    assert sum(name.startswith("moonshot-") for name in hub.files["me/shards"]) > 1
+    assert done["same shards"]
+    for repo in ("me/small", "me/shards"):
+        status, printed = done["without the package"][repo]
+        assert status == 1 and "import optimum_moonshot" in printed.splitlines()[-1]
 
 
 def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
@@ -106,4 +114,4 @@ def test_the_example_publishes_its_measurements(session):
     assert 30 < before < after < 60 and "A small Llama to try pruning on" in text
     assert card["moonshot"]["calibration"]["source"] == "calibration.txt"
     config = json.loads(hub.files["me/demo"]["config.json"])
-    assert config["quantization_config"] == {"quant_method": "moonshot", "format": "packed", "version": 1}
+    assert config["quantization_config"] == {"quant_method": "moonshot", "format": "packed", "version": 2}

@@ -137,7 +137,7 @@ def test_a_newer_packed_format_is_refused(base, tmp_path):
     convert(tmp_path / "dense", tmp_path / "packed", "packed")
     path = tmp_path / "packed" / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"] |= {"version": 2, "codec": "of a later release"}
+    config["quantization_config"] |= {"version": 3, "codec": "of a later release"}
     path.write_text(json.dumps(config))
-    with pytest.raises(MoonshotError, match="'version': 2.*this release reads"):
+    with pytest.raises(MoonshotError, match="'version': 3.*this release reads"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")

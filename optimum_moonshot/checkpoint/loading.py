@@ -1,33 +1,25 @@
 """Load a pruned checkpoint, verified: as dense weights, packed in memory, or as torch's 2:4 tensors on a GPU."""
 
-import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_path, naming, require
-from ..packing import PackedLayer, weight_of
+from ..errors import MoonshotError, check_path, naming, reason, require
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .keys import parameter_names
-from .packed_files import (
-    checkpoint_format,
-    digest,
-    index_places,
-    model_class,
-    packed_layers,
-    pruned_layers,
-    read_model_config,
-    weight_files,
-)
+from .packed_files import model_class, pruned_layers, read_model_config
+from .request import Request, requested
+from .verified import check_alone, check_complete, verify
+from .weight_files import packed_version, weight_files
 
 RUNTIMES = ("dense", "packed", "semi_structured")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
@@ -66,23 +58,34 @@ def load_pruned(
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in _HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
-    format = verify(folder)
+    version = packed_version(folder)
+    files = verify(folder, version)
+    check_alone(folder, version)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    if runtime == "packed":
-        mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
-        require(format == "packed", f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
-        config.quantization_config["runtime"] = "packed"
-    model, info = model_class(config).from_pretrained(folder, config=config, output_loading_info=True, **model_kwargs)
-    check_complete(info, name_or_path)
-    unknown = sorted(info["unexpected_keys"])
-    require(not unknown, f"{_layer((unknown or [''])[0])}: it is in the files and not in the model of config.json")
-    if format == "dense":
+    mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
+    dense = version is None
+    require(not (dense and runtime == "packed"), f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
+    with requested(Request(runtime, frozenset(map(os.path.abspath, files)))):
+        model, info = _load(model_class(config), folder, config=config, **model_kwargs)
+    check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    if dense:
         _check_zeros(folder, model)
     if runtime == "semi_structured":
         use_semi_structured(model, batch_shape, pruned_layers(model))
     return model
+
+
+def _load(cls: type, folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """What `from_pretrained` gives, with its own errors as `MoonshotError`s: a damaged config.json fails anywhere."""
+    try:
+        return cls.from_pretrained(folder, output_loading_info=True, use_safetensors=True, **options)
+    except (MoonshotError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {reason(error)}"
+        raise MoonshotError(f"{folder}: transformers cannot load it: {what}") from error
 
 
 def _check_options(name_or_path: str | os.PathLike, options: dict[str, Any]) -> None:
@@ -106,100 +109,10 @@ def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
         raise MoonshotError(f"{name_or_path} is no folder, and no repository that can be read: {error}") from error
 
 
-def verify(folder: Path) -> str:
-    """Check every byte of a packed checkpoint, and of a dense one that no file is cut off or missing.
-
-    Returns:
-        Its format, "dense" or "packed".
-
-    Raises:
-        MoonshotError: with the name of the layer that is damaged, cut off or missing.
-    """
-    format, found = checkpoint_format(folder), set()
-    for path in weight_files(folder):
-        metadata = _header(path)
-        try:
-            layers, digests = packed_layers(metadata)
-            with safe_open(path, "pt") as file:
-                names = set(file.keys())
-                for name in sorted(names & digests.keys()):
-                    with naming(_layer(name)):
-                        intact = digest(file.get_tensor(name)) == digests[name]
-                        require(intact, f"{path.name} is damaged: its checksum differs")
-                _check_names(names, layers, digests, format)
-                for name, layer in layers.items():
-                    with naming(name):
-                        layer.check(name, {stored: file.get_tensor(stored) for stored in layer.names(name)})
-        except SafetensorError as error:
-            raise MoonshotError(f"{path} is damaged: {error}") from None
-        found |= names
-    _check_index(folder, found)
-    return format
-
-
-def _header(path: Path) -> dict[str, str]:
-    """A safetensors file's metadata, after checking that the file is as long as its header says."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, size)))
-        metadata = header.pop("__metadata__", {})
-        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise MoonshotError(f"{path} is damaged: its header cannot be read") from None
-    cut = [name for name, end in sorted(ends.items(), key=lambda item: item[1]) if end > size]
-    if cut:
-        raise MoonshotError(
-            f"{_layer(cut[0])}: {path.name} is truncated, it has {size} of {max(ends.values())} bytes; "
-            f"{len(cut)} tensors are lost"
-        )
-    return metadata
-
-
-def _layer(tensor: str) -> str:
-    return weight_of(tensor).removesuffix(".weight")
-
-
-def _check_names(names: set[str], layers: dict[str, PackedLayer], digests: dict[str, str], format: str) -> None:
-    wanted = digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
-    missing = sorted(wanted - names)
-    require(not missing, f"{_layer((missing or [''])[0])}: {', '.join(missing)} is missing")
-    unknown = sorted(names - digests.keys())
-    require(
-        format == "dense" or not unknown, f"{_layer((unknown or [''])[0])}: the file's metadata has no checksum of it"
-    )
-
-
-def _check_index(folder: Path, found: set[str]) -> None:
-    missing = sorted(index_places(folder).keys() - found)
-    require(not missing, f"{_layer((missing or [''])[0])}: the index names it, no file holds it")
-
-
-def check_complete(info: dict[str, Any], name_or_path: str | os.PathLike) -> None:
-    """Every weight of a model came from its files.
-
-    Args:
-        info: transformers' loading info.
-        name_or_path: where the model was loaded from.
-
-    Raises:
-        MoonshotError: with the first weight that is missing, or has another shape in the files.
-    """
-    missing = sorted(info["missing_keys"])
-    missing += sorted(key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
-    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
-    require(
-        not missing,
-        f"{_layer((missing or [''])[0])}: no file of {name_or_path} holds it{more}: they would be random numbers; "
-        "give a complete checkpoint",
-    )
-
-
 def _check_zeros(folder: Path, model: nn.Module) -> None:
     """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than its report says."""
     zeros = _reported_zeros(folder)
-    for path in weight_files(folder) if zeros else ():
+    for path in weight_files(folder, None) if zeros else ():
         with safe_open(path, "pt") as file:
             for stored, name in parameter_names(model, file.keys()).items():
                 if name in zeros:
@@ -214,4 +127,7 @@ def _reported_zeros(folder: Path) -> dict[str, int]:
         return {}
     report = PruneReport.load(folder)
     layers = () if report.compaction else report.layers
-    return {f"{layer.name}.weight": round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
+    try:
+        return {f"{layer.name}.weight": round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None

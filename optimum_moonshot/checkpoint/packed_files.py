@@ -1,20 +1,15 @@
 """Packed checkpoints: dense weight files in, packed ones out, and back.
 
 A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer became the tensors of its packed format
-(see packing/), in the same files. ``config.json`` names the format under
-``quantization_config``; the metadata of every file holds, as JSON under "moonshot", what its layers were and a SHA-256
-of every tensor in it.
+(packing/), in as many files of other names (weight_files.py) that describe themselves (packed_format.py).
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -22,21 +17,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, naming, reason, require
 from ..files import read_json
 from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from .keys import parameter_names
+from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
+from .weight_files import index_path, new_names, packed_version, read_config, weight_files
 
 FORMATS = ("dense", "packed")
-VERSION = 1
-METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-Tensors = dict[str, Tensor]
-Layers = dict[str, PackedLayer]
+_NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
+# How `pack_files` and `unpack_files` change a file: its tensors and packed layers to the new ones.
+Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]
 
 
 def check_format(format: str) -> None:
@@ -45,17 +39,29 @@ def check_format(format: str) -> None:
 
 
 def model_class(config: Any) -> type:
-    """The transformers class that a configuration names."""
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    return getattr(transformers, architecture, AutoModelForCausalLM)
+    """The transformers class that a configuration names; the causal language models' where it names none."""
+    from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
+
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForCausalLM
 
 
 def read_model_config(folder: Path, **options: Any) -> Any:
-    """A checkpoint's configuration, or a `MoonshotError` for one that transformers cannot read."""
+    """A checkpoint's configuration.
+
+    Args:
+        folder: of the checkpoint.
+        options: for `AutoConfig`, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: one that transformers cannot read.
+    """
     try:
         return AutoConfig.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise MoonshotError(f"{folder}: its model is unknown to transformers ({error})") from error
+    except Exception as error:  # a damaged file fails anywhere in the class that it names
+        raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
 
 
 def pruned_layers(model: nn.Module) -> Layers:
@@ -87,7 +93,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
 
     Args:
         source: folder of the dense checkpoint.
-        target: folder of the packed one; may be the same.
+        target: folder of the packed one; of the same, the dense files go.
         model: the pruned model, possibly on the meta device; what is not pruned in it stays dense.
 
     Raises:
@@ -110,24 +116,27 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
         packed.extend(entries)
         return tensors, entries
 
-    _rewrite(source, target, change)
+    _rewrite(source, target, change, packed=True)
     require(bool(packed), 'format="packed" makes no layer smaller: use format="dense"')
-    _write_config(source, target, {"quant_method": METHOD, "format": "packed", "version": VERSION})
 
 
 def unpack_files(source: Path, target: Path) -> None:
-    """The inverse of `pack_files`."""
+    """The inverse of `pack_files`, of files that `verify` has looked at.
 
-    def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, None]:
+    Args:
+        source: folder of the packed checkpoint, of any version.
+        target: another folder.
+    """
+
+    def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name, layer in layers.items():
             with naming(name):
                 tensors[name] = layer.unpack(name, tensors)
             for stored in layer.names(name):
                 del tensors[stored]
-        return tensors, None
+        return tensors, {}
 
-    _rewrite(source, target, change)
-    _write_config(source, target, None)
+    _rewrite(source, target, change, packed=False)
 
 
 def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
@@ -137,133 +146,60 @@ def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
 
 def _stored_names(folder: Path) -> list[str]:
     names = []
-    for path in weight_files(folder):
+    for path in weight_files(folder, None):
         with safe_open(path, "pt") as file:
             names += file.keys()
     return names
 
 
-def _rewrite(source: Path, target: Path, change: Callable[[Tensors, Layers], tuple[Tensors, Layers | None]]) -> None:
-    """Every weight file with other tensors in it, one file in memory at a time, and the index of all.
-
-    `change` gets a file's tensors and packed layers and gives the new ones; no layers at all is the dense format.
-    """
-    places, total = {}, 0
-    for path in weight_files(source):
+def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
+    """Every weight file with other tensors in it, one file in memory at a time, the index of all, and config.json."""
+    version = packed_version(source)
+    files = weight_files(source, version)
+    index_file = index_path(source, version)
+    index, places, total = _read_index(index_file), {}, 0
+    for path, new in zip(files, new_names(len(files), packed), strict=True):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors, layers = change({name: file.get_tensor(name) for name in file.keys()}, packed_layers(metadata)[0])  # noqa: SIM118
+            described = Description.read(metadata)
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors, layers = change(found, {} if described is None else described.layers)
         metadata.pop(METHOD, None)
-        if layers is not None:
-            metadata[METHOD] = _describe(tensors, layers)
-        partial = target / (path.name + ".partial")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
-        os.replace(partial, target / path.name)
-        places |= dict.fromkeys(tensors, path.name)
+        if packed:
+            metadata[METHOD] = Description.of(tensors, layers, len(files)).to_json()
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / new, metadata)
+        if path.parent == target:
+            path.unlink()
+        places |= dict.fromkeys(tensors, new)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if (source / _INDEX).exists():
-        index = read_json(source / _INDEX)
+    if target == source:
+        index_file.unlink(missing_ok=True)
+    if packed or len(files) > 1:
         metadata = {**index.get("metadata", {}), "total_size": total}
-        _write_json(target / _INDEX, {**index, "metadata": metadata, "weight_map": dict(sorted(places.items()))})
+        new_index = {**index, "metadata": metadata, "weight_map": dict(sorted(places.items()))}
+        _write_json(index_path(target, VERSION if packed else None), new_index)
+    _write_config(source, target, packed)
 
 
-def _describe(tensors: Tensors, layers: Layers) -> str:
-    digests = {name: digest(tensor) for name, tensor in tensors.items()}
-    entries = {name: layer.describe() for name, layer in layers.items()}
-    return json.dumps({"version": VERSION, "layers": entries, "sha256": digests})
-
-
-def packed_layers(metadata: dict[str, str]) -> tuple[Layers, dict[str, str]]:
-    """The layers packed in a file and the SHA-256 of each of its tensors, by the file's metadata.
-
-    Raises:
-        MoonshotError: metadata of a newer version, or damaged.
-    """
-    if METHOD not in metadata:
-        return {}, {}
-    try:
-        described = json.loads(metadata[METHOD])
-        version = described["version"]
-        layers = {name: _read_layer(name, entry) for name, entry in described["layers"].items()}
-        digests = dict(described["sha256"])
-    except MoonshotError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise MoonshotError(f"the metadata of the packed layers is damaged ({error!r})") from None
-    require(version == VERSION, f"version={version!r} of packed checkpoints: this release reads {VERSION}")
-    return layers, digests
-
-
-def _read_layer(name: str, entry: Any) -> PackedLayer:
-    with naming(name):
-        return PackedLayer.read(entry)
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, in row-major order."""
-    content = tensor.contiguous().flatten()
-    return sha256(content.view(torch.uint8).numpy().data if content.numel() else b"").hexdigest()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order.
-
-    Raises:
-        MoonshotError: there are none, or one that the index names is missing.
-    """
-    places = index_places(folder)
-    for name, file in places.items():
-        require((folder / file).is_file(), f"{folder}: {file} is missing, which holds {name}")
-    require(bool(places) or (folder / _SINGLE).is_file(), f"{folder} holds no {_SINGLE} and no {_INDEX}")
-    return [folder / file for file in sorted(set(places.values()) or {_SINGLE})]
-
-
-def index_places(folder: Path) -> dict[str, str]:
-    """The file of every tensor of a checkpoint in several files; empty where there is one file only."""
-    path = folder / _INDEX
+def _read_index(path: Path) -> dict[str, Any]:
+    """What an index says beside the places; nothing where there is none."""
     if not path.exists():
         return {}
-    places = read_json(path).get("weight_map")
-    known = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
-    require(known, f"{path} is damaged: it has no weight_map")
-    return places
+    index = read_json(path)
+    good = isinstance(index.get("metadata", {}), dict)
+    require(good, f"{path} is damaged: its metadata is no object")
+    return index
 
 
-def checkpoint_format(folder: Path) -> str:
-    """ "dense" or "packed", by config.json."""
-    config = _read_config(folder)
-    quantization = config.get("quantization_config") or {}
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        return "dense"
-    check_version(quantization)
-    return quantization["format"]
-
-
-def check_version(quantization: dict[str, Any]) -> None:
-    """Raise `MoonshotError` unless this release reads what config.json says of the packed weights."""
-    known = quantization.get("format") == "packed" and quantization.get("version") == VERSION
-    require(
-        known, f"quantization_config={quantization}: this release reads format 'packed', version {VERSION}; update it"
-    )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    require(path.is_file(), f"{folder} holds no config.json: give the folder of a checkpoint")
-    return read_json(path)
-
-
-def _write_config(source: Path, target: Path, quantization: dict[str, Any] | None) -> None:
-    config = _read_config(source)
-    config.pop("quantization_config", None)
-    if quantization is not None:
-        config["quantization_config"] = quantization
+def _write_config(source: Path, target: Path, packed: bool) -> None:
+    """config.json, by which this package knows a packed checkpoint, and others that they do not."""
+    config = read_config(source)
+    for name in ("quantization_config", EXPLICIT):
+        config.pop(name, None)
+    if packed:
+        config |= {"quantization_config": config_entry(), EXPLICIT: _NOT_HERE}
     _write_json(target / "config.json", config)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ..errors import check_path, require
+from ..errors import MoonshotError, check_path, reason, require
 from ..files import is_weights, staged, writing
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
-from .packed_files import check_format, checkpoint_format, model_class, pack_files, read_model_config, unpack_files
+from .packed_files import check_format, model_class, pack_files, read_model_config, unpack_files
+from .verified import check_alone, verify
+from .weight_files import checkpoint_format, packed_version
 
 
 def save_model(
@@ -74,6 +76,8 @@ def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None
 def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
     """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
 
+    The weights are verified first, as by `load_pruned`. Their files get new names, in the folder itself.
+
     Args:
         source: folder of a checkpoint that this package pruned.
         output: folder of the new one; may be the same.
@@ -86,14 +90,17 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
     check_format(format)
     check_path("source", source)
     folder = Path(source)
-    require(checkpoint_format(folder) != format, f"{source} is a {format} checkpoint already")
+    version = packed_version(folder)
+    require((version is None) != (format == "dense"), f"{source} is a {format} checkpoint already")
+    weights = {path.resolve() for path in verify(folder, version)}
+    check_alone(folder, version)
     model = _skeleton(folder, loading) if format == "packed" else None
     inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
     entries = [path for path in folder.iterdir() if path.resolve() not in inside]
     with staged("output", output) as staging:
         for path in entries:
             if path.is_dir() and not path.name.startswith("."):
-                shutil.copytree(path, staging / path.name)
+                shutil.copytree(path, staging / path.name, ignore=lambda at, names: _among(weights, at, names))
             elif path.is_file() and not is_weights(path):
                 shutil.copy2(path, staging)
         if model is None:
@@ -137,9 +144,17 @@ def saved_report(folder: Path) -> PruneReport:
     return PruneReport.load(folder)
 
 
+def _among(weights: set[Path], folder: str, names: list[str]) -> list[str]:
+    """Those of the names in a folder that are weights."""
+    return [name for name in names if Path(folder, name).resolve() in weights]
+
+
 def _skeleton(folder: Path, loading: dict[str, Any]) -> nn.Module:
     """The model of a checkpoint, without weights."""
     config = read_model_config(folder, **loading)
     cls = model_class(config)
-    with torch.device("meta"):
-        return cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)
+    try:
+        with torch.device("meta"):
+            return cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)
+    except Exception as error:  # a damaged config.json fails anywhere in the model's code
+        raise MoonshotError(f"{folder}: transformers cannot make its model ({reason(error)})") from error

@@ -5,17 +5,24 @@ quantizer attached; only `load_pruned(runtime="packed")` leaves one.
 """
 
 import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.keys import parameter_names
-from ..checkpoint.packed_files import METHOD, check_version, packed_layers
+from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, read_version
+from ..checkpoint.request import current_request
+from ..checkpoint.verified import check_complete, checksums_wanted, verify
+from ..checkpoint.weight_files import PACKED_INDEX
 from ..config import MoonshotConfig
 from ..errors import naming, require
 from ..packing import PackedLayer
@@ -27,20 +34,20 @@ _log = logging.getLogger(__name__)
 
 class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     """`quantization_config` of a packed checkpoint. transformers names this class in the error for a `MoonshotConfig`
-    that is given for a model that is pruned already."""
+    that is given for a model that is pruned already.
+
+    Args:
+        entry: what config.json has; nothing of it is a choice: those are the caller's.
+
+    Raises:
+        MoonshotError: a version that this release does not read, or an unknown field.
+    """
 
     quant_method = METHOD
 
-    def __init__(
-        self,
-        format: str | None = None,
-        version: int | None = None,
-        runtime: str = "dense",
-        quant_method: str = METHOD,
-        **unknown: Any,
-    ):
-        self.format, self.version, self.runtime, self.quant_method = format, version, runtime, quant_method
-        check_version({"format": format, "version": version, **unknown})
+    def __init__(self, **entry: Any):
+        self.version = read_version(entry)
+        self.format = entry["format"]
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method, "format": self.format, "version": self.version}
@@ -53,24 +60,35 @@ class MoonshotQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.runtime = getattr(quantization_config, "runtime", "dense")
+        self.request = current_request()
+        self.pruning = isinstance(quantization_config, MoonshotConfig)
+        self.runtime = "dense" if self.pruning else self.request.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
         self.kept: list[str] = []  # modules that stay packed in memory
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        if isinstance(self.quantization_config, MoonshotConfig):
+        if self.pruning:
             inference = torch.is_inference_mode_enabled()
             require(not inference, "torch.inference_mode() forbids gradients: load and prune outside of it")
             places = device_map.values() if isinstance(device_map, dict) else ()
             require("disk" not in places, "device_map: a model to prune must not be offloaded to disk")
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
+        if not self.pruning and self.quantization_config.version > 1:
+            setattr(config, EXPLICIT, PACKED_INDEX)
+        return config
+
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        if isinstance(self.quantization_config, MoonshotConfig):
+        if self.pruning:
             self._prepare_pruning(model)
         else:
+            self._verify(checkpoint_files or [])
+            if type(model).__name__ in (model.config.architectures or ()):
+                _require_complete(model)
             found = _packed_layers(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
@@ -80,6 +98,7 @@ class MoonshotQuantizer(HfQuantizer):
 
         from .conversion import Unpacking
 
+        model.config.__dict__.pop(EXPLICIT, None)
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.runtime == "packed":
@@ -88,8 +107,23 @@ class MoonshotQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
-        if isinstance(self.quantization_config, MoonshotConfig):
+        if self.pruning:
             self._prune(model)
+
+    def _verify(self, files: Sequence[str]) -> None:
+        """Check what transformers is about to load, unless `load_pruned` has done so.
+
+        Raises:
+            MoonshotError: damaged, or not the checkpoint's own files.
+        """
+        paths = {os.path.abspath(path) for path in files}
+        if paths <= self.request.verified:
+            return
+        folder = Path(files[0]).parent
+        with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
+            checked = verify(folder, self.quantization_config.version, checksums_wanted())
+        others = paths.symmetric_difference(map(os.path.abspath, checked))
+        require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
     def _prepare_pruning(self, model: nn.Module) -> None:
         from ..model.facts import load_processor, load_tokenizer
@@ -123,6 +157,21 @@ class MoonshotQuantizer(HfQuantizer):
         return False
 
 
+def _require_complete(model: nn.Module) -> None:
+    """Make an error of what transformers only warns of: weights that are in the model or in the files alone.
+
+    For models of the class that was saved; others, such as one with a new head, have weights of their own.
+    """
+    adjust = model._adjust_missing_and_unexpected_keys
+
+    def adjust_and_check(info: Any) -> None:
+        del model._adjust_missing_and_unexpected_keys
+        adjust(info)
+        check_complete(info.missing_keys, info.unexpected_keys)
+
+    model._adjust_missing_and_unexpected_keys = adjust_and_check
+
+
 class _Found(NamedTuple):
     """A packed weight in the files."""
 
@@ -140,7 +189,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
     found = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            layers = packed_layers(file.metadata() or {})[0]
+            layers = Description.read(file.metadata()).layers
         for stored, name in parameter_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])

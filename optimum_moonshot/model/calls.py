@@ -114,7 +114,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def _may_cache(model: nn.Module, config: Any) -> bool:
-    """Whether there is a cache of keys and values to switch off: the model or a part of it has one, and takes the word."""
+    """Whether a model, or a part of it, has a cache of keys and values that a word of the call switches off."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if hasattr(config, "use_cache"):
         return True

@@ -98,8 +98,8 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
         fits and values.ndim in (1, 2) and (values.ndim == 1 or len(values) == d_out),
         f"weight_packed holds {stored} values, weight_meta marks {int(counts.sum())}",
     )
-    padding = (meta[:, -1] >> (d_in % 8)) if d_in % 8 else torch.zeros(1)
-    require(not bool(padding.any()), f"weight_meta marks values beyond input {d_in}")
+    beyond = bool((meta[:, -1] >> (d_in % 8)).any()) if d_in % 8 else False
+    require(not beyond, f"weight_meta marks values beyond input {d_in}")
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
@@ -149,7 +149,8 @@ def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Ten
 
 
 def _bits() -> Tensor:
-    return (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    """[256, 8]: of every byte, least significant first; also where another device is the default."""
+    return (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1
 
 
 @lru_cache
@@ -168,7 +169,7 @@ def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
     """[256, windows of a byte, 64-bit words of a window, values]: how far left each value goes; 64 drops it."""
     groups = _bits().view(256, -1, window)
     words = window * bits // 64
-    shifts = torch.full((256, groups.shape[1], words, per), 64)
+    shifts = torch.full((256, groups.shape[1], words, per), 64, device="cpu")
     for code, group, place in groups.nonzero().tolist():
         rank = int(groups[code, group, :place].sum())
         if rank < per:
