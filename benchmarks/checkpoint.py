@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
-from optimum_moonshot.checkpoint.packed_files import PackedLayer
 from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.packing import PackedLayer
 from optimum_moonshot.runtime.semi_structured import milliseconds, unsupported
 
 SHAPES = {  # d_out, d_in of q/o, k/v, gate/up and down

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -70,3 +71,12 @@ def require(condition: bool, message: str) -> None:
     """Raise `MoonshotError(message)` unless `condition` holds."""
     if not condition:
         raise MoonshotError(message)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors inside the block begin with the layer's name, also given as that of its weight."""
+    try:
+        yield
+    except MoonshotError as error:
+        raise MoonshotError(f"{name.removesuffix('.weight')}: {error}") from None

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, check_expressions, require
-from .model.layers import MATRICES, PrunableLayer, adapted_layers
+from .model.forms import find_form
+from .model.layers import PrunableLayer, adapted_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -112,7 +113,8 @@ def _chosen_layers(
     for name, module in model.named_modules():
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
-        weight = module._parameters.get("weight") if isinstance(module, MATRICES) else None
+        form = find_form(module)
+        weight = None if form is None else form.parameter
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):

@@ -67,6 +67,11 @@ class MoonshotPruner:
         self._sweep: Sweep | None = None
         self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
 
+    def __repr__(self) -> str:
+        """The model's class and size, and what differs from the default configuration."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"{type(self).__name__}({type(self.model).__name__}, {count:,} parameters, {self.config!r})"
+
     @classmethod
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], config: MoonshotConfig, **model_kwargs: Any

@@ -11,7 +11,7 @@ from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
 from optimum_moonshot.model import compaction as compact_module
-from optimum_moonshot.model.column_groups import find_column_groups
+from optimum_moonshot.model.units import find_units
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
 NEURONS = {"intermediate_size": (24, 19)}
@@ -36,13 +36,13 @@ CHANGES = {
 def kill(model, neurons=5, heads=None, only=None):
     """Zero the columns of so many random neurons and heads (half of them) of every layer."""
     generator = torch.Generator().manual_seed(1)
-    for group in find_column_groups(model)[0].values():
-        count = neurons if group.size == 1 else group.count // 2 if heads is None else heads
-        dead = torch.randperm(group.count, generator=generator)[:count]
-        if only is None or only in group.name:
-            module = model.get_submodule(group.name)
+    for each in find_units(model)[0].values():
+        count = neurons if each.size == 1 else each.count // 2 if heads is None else heads
+        dead = torch.randperm(each.count, generator=generator)[:count]
+        if only is None or only in each.name:
+            module = model.get_submodule(each.name)
             weight = module.weight.data.T if type(module).__name__ == "Conv1D" else module.weight.data
-            weight[:, torch.isin(group.columns, dead)] = 0
+            weight[:, torch.isin(each.columns, dead)] = 0
     return model
 
 
@@ -194,7 +194,7 @@ def test_one_width_serves_all_layers():
     small, done = compact_model(model)
     assert small.config.intermediate_size == 21
     assert list(done.zeros) == ["model.layers.1.mlp.down_proj"]
-    assert f"{dead - 3} of 24 groups stay as zeros: other layers" in done.zeros["model.layers.1.mlp.down_proj"]
+    assert f"{dead - 3} of 24 units stay as zeros: other layers" in done.zeros["model.layers.1.mlp.down_proj"]
     assert torch.allclose(logits(small, inputs_of(model)), logits(model, inputs_of(model)), atol=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_as_many_heads_leave_as_the_architecture_allows():
     small, done = compact_model(model)
     assert small.config.num_attention_heads == small.config.num_key_value_heads == 4 and small.config.head_dim == 2
     (reason,) = done.zeros.values()
-    assert "1 of 8 groups" in reason and "hidden size (16) is not a multiple" in reason
+    assert "1 of 8 units" in reason and "hidden size (16) is not a multiple" in reason
     model = kill(spread(hf.LlamaForCausalLM(config)), neurons=0, heads=1)
     same, done = compact_model(model)
     assert same is model and not done.removed and done.parameters[0] == done.parameters[1]

@@ -100,7 +100,7 @@ def test_files_that_contradict_themselves_are_refused(packed_copy):
 
     refused(claim("pattern", "1:4"), f"{layer}: it is not 1:4")
     refused(claim("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
-    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, float16 was written")
+    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, torch.float16 was written")
 
 
 def test_transformers_alone_refuses_a_weight_that_does_not_fit(packed_copy, caplog):

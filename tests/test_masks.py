@@ -11,6 +11,7 @@ from torch import nn
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, keep_sparsity
 from optimum_moonshot.masks import Masks, clear, find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.packing import find_codec
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 OPTIMIZERS = {
@@ -186,7 +187,8 @@ def test_mistakes_are_named_and_leave_no_hook():
         with pytest.raises(MoonshotError, match=message), keep_sparsity(*args, **options):
             pass
         assert not good._optimizer_step_post_hooks and not hooks_of(model), message
-    model.model.layers[0].mlp.up_proj = PackedLinear((24, 16), (24, 8), None, torch.float32)
+    codec = find_codec("bitmask")
+    model.model.layers[0].mlp.up_proj = PackedLinear(codec, (24, 16), codec.pack(torch.zeros(24, 16), NM(2, 4)))
     with pytest.raises(MoonshotError, match='runtime="packed" cannot be trained'):
         find_pruned(model)
 

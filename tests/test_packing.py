@@ -8,6 +8,7 @@ from torch import nn
 
 from optimum_moonshot import MoonshotError
 from optimum_moonshot.objective.patterns import NM
+from optimum_moonshot.packing import find_codec
 from optimum_moonshot.packing.bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack, unpack_bits
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
@@ -131,9 +132,8 @@ def test_packed_linear_is_the_linear(bias):
     linear = nn.Linear(12, 5, bias=bias)
     with torch.no_grad():
         linear.weight.copy_(reference.random_matrix(5, 12, NM(2, 4), torch.float32))
-    values, meta = pack(linear.weight.detach(), NM(2, 4))
-    packed = PackedLinear((5, 12), tuple(values.shape), linear.bias, torch.float32)
-    packed.weight_packed, packed.weight_meta = values, meta
+    codec = find_codec("bitmask")
+    packed = PackedLinear(codec, (5, 12), codec.pack(linear.weight.detach(), NM(2, 4)), linear.bias)
     inputs = torch.randn(3, 2, 12)
     assert torch.equal(packed.weight, linear.weight)
     assert torch.allclose(packed(inputs), linear(inputs))

@@ -7,7 +7,7 @@ from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
 from optimum_moonshot.calibration.memory import Storage
-from optimum_moonshot.calibration.observer import Collector
+from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.passes import BlockwisePasses, FullModelPasses, is_chain
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.calls import frozen
@@ -81,10 +81,10 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False):
             steps = BlockwisePasses(model, structure.blocks, batches, gradients, None, storage).steps()
         for step in steps:
             wanted = {layer.name for layer in step.layers} if gradients else set()
-            with Collector(list(step.layers), diagonal, wanted, samples, storage) as collector:
-                step.observe(collector, True)
+            with Observer(list(step.layers), diagonal, wanted, samples, storage) as observer:
+                step.observe(observer, True)
             for layer in step.layers:
-                found[layer.name] = collector.take(layer)
+                found[layer.name] = observer.take(layer)
     return structure, found
 
 

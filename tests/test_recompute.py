@@ -12,7 +12,7 @@ from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
 from optimum_moonshot.calibration.memory import Storage
-from optimum_moonshot.calibration.observer import Collector
+from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.passes import is_chain
 from optimum_moonshot.calibration.recompute import RecomputedPasses, find_entrance, lent
 from optimum_moonshot.data.batches import shorten
@@ -43,9 +43,9 @@ def gather(model, batches, gradients=True, targets=None):
     with frozen(model):
         for step in passes.steps(shorten(batches[0]), gradients):
             wanted = {layer.name for layer in step.layers} if gradients else set()
-            with Collector(list(step.layers), False, wanted, samples, storage) as collector:
-                step.observe(collector, True)
-            found |= {layer.name: collector.take(layer) for layer in step.layers}
+            with Observer(list(step.layers), False, wanted, samples, storage) as observer:
+                step.observe(observer, True)
+            found |= {layer.name: observer.take(layer) for layer in step.layers}
     return found, passes, pruned
 
 

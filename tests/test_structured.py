@@ -7,8 +7,7 @@ from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, s
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.model import column_groups as structured
-from optimum_moonshot.model.column_groups import find_column_groups
+from optimum_moonshot.model.units import CONVOLUTION, find_units
 
 # Columns per head (with its key-value head) and heads, neurons of the feed-forward layer; None where there are none.
 EXPECTED = {
@@ -33,53 +32,53 @@ def logits(model, inputs):
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
 def test_every_architecture(name):
     model = make(name)
-    groups, unused = find_column_groups(model)
+    units, unused = find_units(model)
     blocks = 1 if name == "albert" else 3
     heads, neurons = EXPECTED[name]
-    found = sorted((group.size, group.count) for group in groups.values())
+    found = sorted((each.size, each.count) for each in units.values())
     assert found == sorted(([neurons] if neurons else []) * blocks + [heads] * blocks)
     assert not unused
-    for group in groups.values():
-        assert list(group.columns.bincount()) == [group.size] * group.count
+    for each in units.values():
+        assert list(each.columns.bincount()) == [each.size] * each.count
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
-def test_a_group_without_its_columns_needs_none_of_its_rows(name):
-    """The law that compaction rests on: without a group's columns nothing depends on the rows that serve it."""
+def test_a_unit_without_its_columns_needs_none_of_its_rows(name):
+    """The law that compaction rests on: without a unit's columns nothing depends on the rows that serve it."""
     model = make(name)
-    groups, _ = find_column_groups(model)
-    for group in groups.values():
-        module = model.get_submodule(group.name)
+    units, _ = find_units(model)
+    for each in units.values():
+        module = model.get_submodule(each.name)
         weight = module.weight.data.T if name == "gpt2" else module.weight.data
-        weight[:, group.columns == group.count - 1] = 0
+        weight[:, each.columns == each.count - 1] = 0
     inputs = batch(name)
     before = logits(model, inputs)
-    for group in groups.values():
-        for maker, served in group.rows.items():
+    for each in units.values():
+        for maker, served in each.rows.items():
             module = model.get_submodule(maker)
             for tensor in (module.weight, module.bias):
                 if tensor is not None:
                     rows = tensor.data.T if name == "gpt2" and tensor.ndim == 2 else tensor.data
-                    rows[served == group.count - 1] = 5.0
+                    rows[served == each.count - 1] = 5.0
     assert torch.allclose(logits(model, inputs), before, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gemma-mqa", "gpt2", "gpt-neox", "phi3"])
 def test_the_probe_agrees_with_changing_one_row_at_a_time(name):
     model = multi_query() if name == "gemma-mqa" else make(name)
-    groups, _ = find_column_groups(model)
+    units, _ = find_units(model)
     inputs = batch(name)
-    for group in (group for group in groups.values() if ".1." in group.name):
-        covered = torch.zeros(len(group.columns), dtype=torch.bool)
-        for maker, served in group.rows.items():
+    for each in (each for each in units.values() if ".1." in each.name):
+        covered = torch.zeros(len(each.columns), dtype=torch.bool)
+        for maker, served in each.rows.items():
             for row, number in enumerate(served.tolist()):
-                changed = changed_columns(model, maker, row, group.name, inputs)
+                changed = changed_columns(model, maker, row, each.name, inputs)
                 assert changed.any() == (number > -2)
                 if number >= 0:
-                    assert (group.columns[changed] == number).all(), (maker, row)
+                    assert (each.columns[changed] == number).all(), (maker, row)
                     covered |= changed
                 elif number == -1:
-                    assert set(group.columns[changed].tolist()) == set(range(group.count)), (maker, row)
+                    assert set(each.columns[changed].tolist()) == set(range(each.count)), (maker, row)
         assert covered.all()
 
 
@@ -107,8 +106,8 @@ def changed_columns(model, maker, row, reader, inputs):
 
 
 def test_one_key_value_head_for_all_stays_and_query_heads_go():
-    groups, unused = find_column_groups(multi_query())
-    heads = groups["model.layers.0.self_attn.o_proj"]
+    units, unused = find_units(multi_query())
+    heads = units["model.layers.0.self_attn.o_proj"]
     assert (heads.size, heads.count) == (8, 4) and not unused
     assert (heads.rows["model.layers.0.self_attn.q_proj"] >= 0).all()
     assert (heads.rows["model.layers.0.self_attn.k_proj"] == -1).all()
@@ -119,16 +118,16 @@ def test_neurons_that_never_fire_are_found():
     model = make("opt")
     for layer in model.model.decoder.layers:
         layer.fc1.bias.data.fill_(-1e4)
-    assert find_column_groups(model)[0]["model.decoder.layers.0.fc2"].count == 24
+    assert find_units(model)[0]["model.decoder.layers.0.fc2"].count == 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    exact, _ = find_column_groups(make("llama"))
-    groups, _ = find_column_groups(make("llama").to(dtype))
-    assert list(groups) == list(exact)
-    for name, group in groups.items():
-        assert all(torch.equal(rows, exact[name].rows[maker]) for maker, rows in group.rows.items())
+    exact, _ = find_units(make("llama"))
+    units, _ = find_units(make("llama").to(dtype))
+    assert list(units) == list(exact)
+    for name, each in units.items():
+        assert all(torch.equal(rows, exact[name].rows[maker]) for maker, rows in each.rows.items())
 
 
 class Layer(nn.Module):
@@ -157,11 +156,11 @@ class Small(nn.Module):
 
 def test_what_others_read_too_cannot_leave():
     inputs = {"hidden": torch.randn(2, 5, 8)}
-    assert set(find_column_groups(Small(), inputs)[0]) == {"layers.0.down", "layers.1.down"}
-    groups, unused = find_column_groups(Small(spied=True), inputs)
-    assert not groups and set(unused) == {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", "spy")}
+    assert set(find_units(Small(), inputs)[0]) == {"layers.0.down", "layers.1.down"}
+    units, unused = find_units(Small(spied=True), inputs)
+    assert not units and set(unused) == {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", "spy")}
     assert "no neurons or heads" in unused["layers.0.down"]
-    assert set(find_column_groups(Small(leaking=True), inputs)[0]) == {"layers.0.down"}
+    assert set(find_units(Small(leaking=True), inputs)[0]) == {"layers.0.down"}
 
 
 def test_the_model_is_left_as_it_was():
@@ -170,14 +169,14 @@ def test_the_model_is_left_as_it_was():
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    find_column_groups(model)
+    find_units(model)
     assert torch.equal(torch.get_rng_state(), state)
     with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
-        find_column_groups(model)
+        find_units(model)
     with torch.no_grad():
-        assert find_column_groups(model)[0]
+        assert find_units(model)[0]
     with pytest.raises(MoonshotError, match="LlamaForCausalLM does not run on a probe of"):
-        find_column_groups(model, {"nonsense": torch.zeros(1)})
+        find_units(model, {"nonsense": torch.zeros(1)})
     assert model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
@@ -188,7 +187,7 @@ def test_models_that_read_neither_text_nor_images_say_so():
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, decoder_start_token_id=2)
     whisper = hf.WhisperConfig(vocab_size=96, d_model=16, encoder_layers=1, decoder_layers=1, **heads, **EDGE)
     with pytest.raises(MoonshotError, match="reads input_features"):
-        find_column_groups(hf.WhisperForConditionalGeneration(whisper))
+        find_units(hf.WhisperForConditionalGeneration(whisper))
 
 
 def prune(model, solver="wanda", **options):
@@ -256,7 +255,7 @@ def test_convolutions_and_plain_modules_say_so():
     config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5)
     report = MoonshotPruner(make("convnext"), config).prune(progress=False)
     assert all("pwconv2" in layer.name and layer.sparsity == 0.5 for layer in report.layers) and report.layers
-    assert {reason for name, reason in report.skipped.items() if "dwconv" in name} == {structured.CONVOLUTION}
+    assert {reason for name, reason in report.skipped.items() if "dwconv" in name} == {CONVOLUTION}
     with pytest.raises(MoonshotError, match="fits no layer.*a convolution: structured pruning finds"):
         MoonshotPruner(make("resnet"), config).prune(progress=False)
     with pytest.raises(MoonshotError, match="fits no layer.*in no repeated layer"):

@@ -2,9 +2,9 @@
 
 `Samples` keeps every A_n, `Squares` their elementwise Σ_n A_n², and `RowMatrices` compresses them exactly, where there
 are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row, or every column block of a row. All but `Squares` give
-a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [B·groups, T, d_in] and δ
-[B·groups, T, d_out/groups]; a layer that is called several times for a sample, or in strips, has the sum of its pieces
-as gradient.
+a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [samples, groups, tokens, in] and δ
+[samples, groups, tokens, out] (model/forms.py); a layer that is called several times for a sample, or in strips, has
+the sum of its pieces as gradient.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from ..objective.fisher import FisherMatrices, SampleGradients
 from ..objective.quadratic import Totals
 from ..objective.row_slices import row_slices
 from .memory import Storage
+from .statistic import GradientStatistic
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
 STAGED = 64
@@ -36,7 +37,7 @@ def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
     return d_in * (samples if column_block is None else column_block + min(STAGED, samples))
 
 
-class Samples:
+class Samples(GradientStatistic):
     """A_n [N, rows, d_in]."""
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
@@ -51,14 +52,11 @@ class Samples:
     def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
         self.part.add(self.window, inputs, delta)
 
-    def end(self) -> None:
-        pass
-
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
 
 
-class Squares:
+class Squares(GradientStatistic):
     """Σ_n A_n² [d_out, d_in]: A_n is squared and added sample by sample, never stored."""
 
     def __init__(self, layer: PrunableLayer, storage: Storage):
@@ -70,27 +68,25 @@ class Squares:
         self.count = count
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        """`done` marks the last piece of a batch: A_n is the sum of all, so that a layer called twice waits for it."""
-        out = self.value
+        """A_n is the sum of a batch's pieces, so that these wait for its end; a piece that is alone does not."""
         if done and self.sum is None:
-            samples = (part.unflatten(0, (self.count, -1)) for part in (delta, inputs))
-            for sample_delta, sample in zip(*samples, strict=True):
-                out += (sample_delta.mT @ sample).square_().flatten(0, 1).to(out.device)
+            for sample_delta, sample in zip(delta, inputs, strict=True):
+                self.value += (sample_delta.mT @ sample).square_().flatten(0, 1).to(self.value.device)
             return
-        total = delta.mT @ inputs
-        total = total if self.sum is None else total + self.sum
-        self.sum = None if done else total
-        if done:
-            out += total.square_().view(self.count, *out.shape).sum(0).to(out.device)
+        total = delta.flatten(0, 1).mT @ inputs.flatten(0, 1)
+        self.sum = total if self.sum is None else total + self.sum
 
     def end(self) -> None:
-        pass
+        if self.sum is not None:
+            squares = self.sum.square_().view(self.count, *self.value.shape)
+            self.value += squares.sum(0).to(self.value.device)
+            self.sum = None
 
     def result(self) -> Tensor:
         return self.value
 
 
-class RowMatrices:
+class RowMatrices(GradientStatistic):
     """Σ_n a_n a_nᵀ of column blocks, [rows · blocks, size, size]; `STAGED` samples are added at once."""
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
@@ -131,7 +127,7 @@ class RowMatrices:
         return FisherMatrices(self.matrices, self.samples)
 
 
-class LayerTotals:
+class LayerTotals(GradientStatistic):
     """L_F(0) and the mean of Σ_n A_n² of all of a layer's rows, from one batch's gradients at a time."""
 
     def __init__(self, layer: PrunableLayer, samples: int, block: int):
@@ -165,7 +161,7 @@ class Part:
     def __init__(self, layer: PrunableLayer, rows: slice | None):
         self.rows = slice(0, layer.shape[0]) if rows is None else rows
         self.count = self.rows.stop - self.rows.start
-        self.total, self.d_in = layer.groups, layer.shape[1]
+        self.d_in = layer.shape[1]
         size = layer.shape[0] // layer.groups
         self.groups = slice(self.rows.start // size, -(-self.rows.stop // size))
         first = self.groups.start * size
@@ -173,9 +169,14 @@ class Part:
         self.within = slice(self.rows.start - first, self.rows.stop - first) if within else slice(None)
 
     def add(self, out: Tensor, inputs: Tensor, delta: Tensor) -> None:
-        """Add δᵀx of these rows to `out` [B, rows, d_in]."""
-        if self.total > 1:
-            inputs, delta = (x.unflatten(0, (-1, self.total))[:, self.groups].flatten(0, 1) for x in (inputs, delta))
+        """Add δᵀx of these rows to `out` [samples, rows, d_in].
+
+        Args:
+            out: where the gradients of a batch's samples add up.
+            inputs: x, [samples, groups, tokens, in].
+            delta: δ, [samples, groups, tokens, out].
+        """
+        inputs, delta = (x[:, self.groups].flatten(0, 1) for x in (inputs, delta))
         delta = delta[..., self.within].mT
         out = out.view(len(delta), -1, self.d_in)
         if out.device == delta.device:

@@ -35,7 +35,7 @@ from ..model.layers import Block, PrunableLayer
 from ..model.losses import loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from .memory import Storage
-from .observer import Collector
+from .observer import Observer
 
 
 class Step(Protocol):
@@ -47,8 +47,8 @@ class Step(Protocol):
 
     layers: tuple[PrunableLayer, ...]
 
-    def observe(self, collector: Collector, last: bool) -> None:
-        """Pass all data under the collector's hooks; with `last` the passes also move on."""
+    def observe(self, observer: Observer, last: bool) -> None:
+        """Pass all data under the observer's hooks; with `last` the passes also move on."""
 
     def skip(self) -> None:
         """Move on without another look."""
@@ -65,8 +65,8 @@ class FullModelStep:
     layers: tuple[PrunableLayer, ...]
     passes: "FullModelPasses"
 
-    def observe(self, collector: Collector, last: bool) -> None:
-        self.passes.run(collector)
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.passes.run(observer)
 
     def skip(self) -> None:
         """Nothing waits for it."""
@@ -99,21 +99,21 @@ class FullModelPasses:
         if layers:
             yield FullModelStep(layers, self)
 
-    def run(self, collector: Collector) -> None:
-        """Pass all data; without a backward pass where the collector wants no gradients."""
-        gradients = self.gradients and bool(collector.gradients)
+    def run(self, observer: Observer) -> None:
+        """Pass all data; without a backward pass where the observer wants no gradients."""
+        gradients = self.gradients and bool(observer.gradients)
         with all_present(self.blocks) if gradients else present_in_turn(self.blocks):
             first = 0
             for index, batch in enumerate(self.batches):
                 batch = to_device(batch, model_device(self.model))
                 count = batch_size(batch)
-                collector.begin(first, count, token_mask(batch))
+                observer.begin(first, count, token_mask(batch))
                 with torch.set_grad_enabled(gradients):
                     output = run_model(self.model, batch)
                     if gradients:
                         logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                         torch.autograd.backward(logits, gradient)
-                collector.end()
+                observer.end()
                 first += count
 
 
@@ -125,8 +125,8 @@ class BlockStep:
     passes: "BlockwisePasses"
     index: int
 
-    def observe(self, collector: Collector, last: bool) -> None:
-        self.passes.run(self.index, collector, last)
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.passes.run(self.index, observer, last)
 
     def skip(self) -> None:
         self.passes.advance(self.index)
@@ -211,15 +211,15 @@ class BlockwisePasses:
         known = _tensors((first.args, first.kwargs))
         return tree_map_only(Tensor, lambda t: next((k for k in known if k is t or _same(k, t)), t), arguments)
 
-    def run(self, i: int, collector: Collector, last: bool) -> None:
-        """Pass all data through block `i` under the collector's hooks; with `last`, on to the next block as well."""
+    def run(self, i: int, observer: Observer, last: bool) -> None:
+        """Pass all data through block `i` under the observer's hooks; with `last`, on to the next block as well."""
         block, first = self.blocks[i].module, 0
         for index, batch in enumerate(self.batches):
             count, mask = batch_size(batch), token_mask(batch)
             device = next(block.parameters()).device
-            collector.begin(first, count, None if mask is None else mask.to(device))
+            observer.begin(first, count, None if mask is None else mask.to(device))
             self._run_batch(i, index, last and self._leads_on(i))
-            collector.end()
+            observer.end()
             first += count
 
     def advance(self, i: int) -> None:

@@ -40,7 +40,7 @@ from ..model.losses import loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from ..progress import progress_bar
 from .memory import Storage
-from .observer import Collector
+from .observer import Observer
 from .passes import FullModelPasses, Step, is_chain
 
 Layers = tuple[PrunableLayer, ...]
@@ -178,10 +178,10 @@ class RecomputedStep:
     """A `Step` of which nothing is kept: the passes move on when the next one is asked for."""
 
     layers: Layers
-    run: Callable[[Collector], None]
+    run: Callable[[Observer], None]
 
-    def observe(self, collector: Collector, last: bool) -> None:
-        self.run(collector)
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.run(observer)
 
     def skip(self) -> None:
         """Nothing waits for it."""
@@ -261,19 +261,19 @@ class RecomputedPasses:
         for index, batch in enumerate(bar):
             yield index, to_device(batch, device)
 
-    def _run(self, entrance: Entrance, i: int, collector: Collector) -> None:
-        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the collector wants any."""
-        block, first, gradients = self.blocks[i].module, 0, bool(collector.gradients)
+    def _run(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the observer wants any."""
+        block, first, gradients = self.blocks[i].module, 0, bool(observer.gradients)
         device = next(block.parameters()).device
         for index, batch in self._batches(self.blocks[i].name):
             count, mask = batch_size(batch), token_mask(batch)
-            collector.begin(first, count, None if mask is None else mask.to(device))
+            observer.begin(first, count, None if mask is None else mask.to(device))
             with entrance.at(i, self.hidden[index].to(device)):
                 if gradients:
                     self._backward(i, batch)
                 else:
                     output_of(block, partial(run_model, self.model, batch))
-            collector.end()
+            observer.end()
             first += count
         behind = len(self.blocks) - i - 1
         self.forward += 1 + 2 * behind if gradients else 1
@@ -299,8 +299,8 @@ class RecomputedPasses:
                 self.hidden[index].copy_(output)
         self.forward += 1
 
-    def _run_whole(self, done: Layers, collector: Collector) -> None:
+    def _run_whole(self, done: Layers, observer: Observer) -> None:
         with lent(done, self.weight):
-            passes = FullModelPasses(self.model, self.blocks, self.batches, bool(collector.gradients), self.loss)
-            passes.run(collector)
+            passes = FullModelPasses(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
+            passes.run(observer)
         self.whole += 1

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-PACKED, META = "_packed", "_meta"  # what follows the name of a packed weight
+from ..packing import suffixes
 
 
 def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """The name in the model of every stored weight that transformers loads as it is.
 
-    Those that it splits, merges or does not know are left out, and those whose packed tensors it would name otherwise.
+    Those that it splits, merges or does not know are left out, and those whose packed tensors, of any format, it would
+    name otherwise.
 
     Args:
         model: a `PreTrainedModel`, possibly on the meta device.
@@ -26,10 +27,10 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state, found = model.state_dict(), {}
+    state, ends, found = model.state_dict(), ("", *suffixes()), {}
     for name in stored:
         known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        renamed = [rename_source_key(name + end, renamings, [])[0] for end in ("", PACKED, META)]
-        if converter is None and known in state and renamed == [renamed[0] + end for end in ("", PACKED, META)]:
+        renamed = [rename_source_key(name + end, renamings, [])[0] for end in ends]
+        if converter is None and known in state and renamed == [renamed[0] + end for end in ends]:
             found[name] = known
     return found

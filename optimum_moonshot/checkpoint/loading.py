@@ -12,22 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, check_path, require
-from ..packing.bitmask import check_packed, is_nm
+from ..errors import MoonshotError, check_path, naming, require
+from ..packing import PackedLayer, weight_of
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .keys import META, PACKED, parameter_names
+from .keys import parameter_names
 from .packed_files import (
-    PackedLayer,
     checkpoint_format,
     digest,
-    dtype_name,
     index_places,
     model_class,
-    naming,
     packed_layers,
-    parsed,
     pruned_layers,
     read_model_config,
     weight_files,
@@ -133,7 +129,7 @@ def verify(folder: Path) -> str:
                 _check_names(names, layers, digests, format)
                 for name, layer in layers.items():
                     with naming(name):
-                        _check_layer(file.get_tensor(name + PACKED), file.get_tensor(name + META), layer)
+                        layer.check(name, {stored: file.get_tensor(stored) for stored in layer.names(name)})
         except SafetensorError as error:
             raise MoonshotError(f"{path} is damaged: {error}") from None
         found |= names
@@ -162,24 +158,17 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def _layer(tensor: str) -> str:
-    return tensor.removesuffix(PACKED).removesuffix(META).removesuffix(".weight")
+    return weight_of(tensor).removesuffix(".weight")
 
 
 def _check_names(names: set[str], layers: dict[str, PackedLayer], digests: dict[str, str], format: str) -> None:
-    wanted = digests.keys() | {name + suffix for name in layers for suffix in (PACKED, META)}
+    wanted = digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
     missing = sorted(wanted - names)
     require(not missing, f"{_layer((missing or [''])[0])}: {', '.join(missing)} is missing")
     unknown = sorted(names - digests.keys())
     require(
         format == "dense" or not unknown, f"{_layer((unknown or [''])[0])}: the file's metadata has no checksum of it"
     )
-
-
-def _check_layer(values, meta, layer: PackedLayer) -> None:
-    check_packed(values, meta, layer.matrix)
-    require(dtype_name(values.dtype) == layer.dtype, f"its values are {values.dtype}, {layer.dtype} was written")
-    pattern = parsed(layer.pattern)
-    require(pattern is None or is_nm(meta, layer.matrix[1], pattern), f"it is not {pattern}")
 
 
 def _check_index(folder: Path, found: set[str]) -> None:

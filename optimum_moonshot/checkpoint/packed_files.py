@@ -1,16 +1,15 @@
 """Packed checkpoints: dense weight files in, packed ones out, and back.
 
-A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer became ``NAME.weight_packed`` and
-``NAME.weight_meta`` (see packing.py), in the same files. ``config.json`` names the format under
+A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer became the tensors of its packed format
+(see packing/), in the same files. ``config.json`` names the format under
 ``quantization_config``; the metadata of every file holds, as JSON under "moonshot", what its layers were and a SHA-256
 of every tensor in it.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, naming, require
 from ..files import read_json
 from ..model.layers import find_structure
-from ..objective.patterns import NM, Unstructured, parse_pattern
-from ..packing.bitmask import check_packed, pack, packed_bytes, unpack
+from ..objective.patterns import NM, Unstructured
+from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from .keys import META, PACKED, parameter_names
+from .keys import parameter_names
 
 FORMATS = ("dense", "packed")
 VERSION = 1
@@ -37,38 +36,7 @@ METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Tensors = dict[str, Tensor]
-Layers = dict[str, "PackedLayer"]
-
-
-@dataclass(frozen=True)
-class PackedLayer:
-    """What a packed tensor was, as the files' metadata has it."""
-
-    shape: tuple[int, ...]  # as stored in a dense checkpoint
-    transposed: bool  # stored [d_in, d_out], as GPT-2's Conv1D
-    pattern: str  # "n:m" or "unstructured"
-    dtype: str
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """d_out, d_in."""
-        if self.transposed:
-            return self.shape[1], self.shape[0]
-        return self.shape[0], int(torch.Size(self.shape[1:]).numel())
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        matrix = tensor.T if self.transposed else tensor.flatten(1)
-        return pack(matrix, parsed(self.pattern))
-
-    def unpack(self, values: Tensor, meta: Tensor) -> Tensor:
-        check_packed(values, meta, self.matrix)
-        dense = unpack(values, meta, self.matrix[1])
-        return dense.T.contiguous() if self.transposed else dense.view(self.shape)
-
-
-def parsed(pattern: str) -> NM | None:
-    """n:m of a pattern's name; None for all others, whose rows may differ in length."""
-    return parse_pattern(pattern, None) if ":" in pattern else None
+Layers = dict[str, PackedLayer]
 
 
 def check_format(format: str) -> None:
@@ -137,7 +105,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
             del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
             with naming(places[name]):
-                tensors[name + PACKED], tensors[name + META] = layer.pack(tensor)
+                tensors |= layer.pack(name, tensor)
         packed.extend(entries)
         return tensors, entries
 
@@ -152,8 +120,9 @@ def unpack_files(source: Path, target: Path) -> None:
     def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, None]:
         for name, layer in layers.items():
             with naming(name):
-                both = (tensors.pop(name + suffix, None) for suffix in (PACKED, META))
-                tensors[name] = layer.unpack(*both)
+                tensors[name] = layer.unpack(name, tensors)
+            for stored in layer.names(name):
+                del tensors[stored]
         return tensors, None
 
     _rewrite(source, target, change)
@@ -162,9 +131,7 @@ def unpack_files(source: Path, target: Path) -> None:
 
 def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
     """What a pruned weight takes in a packed checkpoint, where it stays dense if that is smaller."""
-    pattern = parsed(layer.pattern)
-    values = tensor.numel() * pattern.n // pattern.m if pattern else int(tensor.count_nonzero())
-    return min(tensor.nbytes, packed_bytes(layer.matrix, values, tensor.dtype.itemsize))
+    return layer.stored_bytes(tensor)
 
 
 def _stored_names(folder: Path) -> list[str]:
@@ -201,7 +168,7 @@ def _rewrite(source: Path, target: Path, change: Callable[[Tensors, Layers], tup
 
 def _describe(tensors: Tensors, layers: Layers) -> str:
     digests = {name: digest(tensor) for name, tensor in tensors.items()}
-    entries = {name: asdict(layer) for name, layer in layers.items()}
+    entries = {name: layer.describe() for name, layer in layers.items()}
     return json.dumps({"version": VERSION, "layers": entries, "sha256": digests})
 
 
@@ -216,12 +183,19 @@ def packed_layers(metadata: dict[str, str]) -> tuple[Layers, dict[str, str]]:
     try:
         described = json.loads(metadata[METHOD])
         version = described["version"]
-        layers = {name: PackedLayer(**{**v, "shape": tuple(v["shape"])}) for name, v in described["layers"].items()}
+        layers = {name: _read_layer(name, entry) for name, entry in described["layers"].items()}
         digests = dict(described["sha256"])
+    except MoonshotError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise MoonshotError(f"the metadata of the packed layers is damaged ({error!r})") from None
     require(version == VERSION, f"version={version!r} of packed checkpoints: this release reads {VERSION}")
     return layers, digests
+
+
+def _read_layer(name: str, entry: Any) -> PackedLayer:
+    with naming(name):
+        return PackedLayer.read(entry)
 
 
 def digest(tensor: Tensor) -> str:
@@ -292,12 +266,3 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Errors inside the block begin with the layer's name."""
-    try:
-        yield
-    except MoonshotError as error:
-        raise MoonshotError(f"{name.removesuffix('.weight')}: {error}") from None

@@ -106,6 +106,7 @@ def flag(name: str) -> str:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how to load it."""
     parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
@@ -113,7 +114,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """One option per field of MoonshotConfig, but those that the command has in another form."""
+    """One option per field of MoonshotConfig, and `--import`.
+
+    Args:
+        parser: gets them.
+        without: fields that the command has in another form.
+    """
     group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
@@ -152,7 +158,14 @@ class Meter:
 def make_meter(
     model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int, limit: int | None = None
 ) -> Meter:
-    """`limit`: the first so many windows or images alone."""
+    """What measures a model.
+
+    Args:
+        model, tokenizer, processor: as they were loaded; an image model has no tokenizer.
+        sequence_length: tokens per window; None is the model's longest, at most 2048.
+        batch_size: windows or images at a time.
+        limit: the first so many windows or images alone.
+    """
     from .. import accuracy, perplexity
     from ..model.facts import takes_images
 
@@ -200,6 +213,10 @@ def read_allocation(given: str) -> str | dict:
 def read_options(solver: str, given: list[str]) -> dict[str, Any]:
     """A solver's hyperparameters, of the types that it declares.
 
+    Args:
+        solver: its name.
+        given: NAME=VALUE, as on the command line.
+
     Raises:
         MoonshotError: no such solver or hyperparameter, one that is given twice, or a value that it cannot have.
     """
@@ -220,6 +237,11 @@ def read_options(solver: str, given: list[str]) -> dict[str, Any]:
 
 
 def find_device(name: str | None):
+    """The device of this name; a GPU where there is one, else the CPU, without a name.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
     import torch
 
     if name is None:
@@ -233,6 +255,11 @@ def find_device(name: str | None):
 
 
 def output_folder(args: argparse.Namespace) -> Path:
+    """Where `--output` is to be written.
+
+    Raises:
+        UsageError: it is a file, holds something without `--overwrite`, or is the model's own folder.
+    """
     output = Path(args.output).resolve()
     expect(not output.exists() or output.is_dir(), f"--output {args.output}: not a folder")
     filled = output.is_dir() and any(output.iterdir())
@@ -243,6 +270,15 @@ def output_folder(args: argparse.Namespace) -> Path:
 
 
 def calibration_source(args: argparse.Namespace, config) -> str | None:
+    """What `--calibration` says, or C4 where the method needs data.
+
+    Args:
+        args: of the command.
+        config: the `MoonshotConfig` that they make.
+
+    Raises:
+        UsageError: there is no such data.
+    """
     from ..solvers import solver_class
 
     if args.calibration is None:
@@ -252,6 +288,12 @@ def calibration_source(args: argparse.Namespace, config) -> str | None:
 
 
 def check_data(flag: str, sources: list[str]) -> None:
+    """Raise `UsageError` for what is no data set, before anything is loaded.
+
+    Args:
+        flag: the option that the names came with.
+        sources: names of corpora, paths, or names on the Hub.
+    """
     from ..data.text import CORPORA, is_hub_name
 
     for source in sources:
@@ -260,25 +302,32 @@ def check_data(flag: str, sources: list[str]) -> None:
 
 
 def load(loader: Callable, args: argparse.Namespace):
+    """What `loader` loads, a model or a part of it.
+
+    Args:
+        loader: gets ``dtype`` and, where it was asked for, ``trust_remote_code``.
+        args: of the command.
+
+    Raises:
+        MoonshotError: it cannot be loaded; it says why in one line.
+    """
     try:
         return loader(dtype=args.dtype, **remote_code(args))
     except MoonshotError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, … for a wrong model
-        raise MoonshotError(f"{args.model}: cannot be loaded ({_first_line(error)})") from error
+        raise MoonshotError(f"{args.model}: cannot be loaded ({reason(error)})") from error
 
 
 def remote_code(args: argparse.Namespace) -> dict[str, Any]:
+    """The option of `from_pretrained` that `--trust-remote-code` is."""
     return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
 def expect(condition: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `condition` holds."""
     if not condition:
         raise UsageError(message)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from ..model.losses import IGNORED
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
 from ..pruning.selection import select
-from ..reports.prune_report import PruneReport, mean_over_weights
+from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation
 
@@ -159,7 +159,7 @@ class MoonshotCallback(TrainerCallback):
             layers = prunable(model, config)
             share_from_first_process(layers)
             self._keep(layers, model, optimizer)
-        self.relative_loss = mean_loss(self.report)
+        self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -259,12 +259,6 @@ def stated(patterns: dict[str, NM], layers: int) -> str:
     if list(counts.values()) == [layers]:
         return f"; every layer is {next(iter(counts))}"
     return "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
-
-
-def mean_loss(report: PruneReport) -> float | None:
-    """L_λ of the pruned layers, a mean over their weights."""
-    layers = [layer for layer in report.layers if layer.loss is not None]
-    return mean_over_weights(layers, "loss") if layers else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ quantizer attached; only `load_pruned(runtime="packed")` leaves one.
 """
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -14,10 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.keys import PACKED, parameter_names
-from ..checkpoint.packed_files import METHOD, PackedLayer, check_version, naming, packed_layers
+from ..checkpoint.keys import parameter_names
+from ..checkpoint.packed_files import METHOD, check_version, packed_layers
 from ..config import MoonshotConfig
-from ..errors import require
+from ..errors import naming, require
+from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.packed_linear import PackedLinear
 
@@ -54,6 +55,7 @@ class MoonshotQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.runtime = getattr(quantization_config, "runtime", "dense")
         self.processors: tuple[Any, Any] = (None, None)
+        self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
         self.kept: list[str] = []  # modules that stay packed in memory
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -70,6 +72,7 @@ class MoonshotQuantizer(HfQuantizer):
             self._prepare_pruning(model)
         else:
             found = _packed_layers(model, checkpoint_files or [])
+            self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
@@ -109,7 +112,7 @@ class MoonshotQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from .conversion import Unpacking  # transformers' loader is imported after its quantizers
 
-        return [Unpacking(self.kept)] if self.pre_quantized else []
+        return [Unpacking(self.packed, self.kept)] if self.pre_quantized else []
 
     def is_serializable(self) -> bool:
         _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
@@ -120,8 +123,16 @@ class MoonshotQuantizer(HfQuantizer):
         return False
 
 
-def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, tuple[PackedLayer, tuple[int, ...]]]:
-    """Every packed weight of the files by its name in the model, with the shape of its values.
+class _Found(NamedTuple):
+    """A packed weight in the files."""
+
+    layer: PackedLayer
+    stored: str  # its name in the file
+    path: str
+
+
+def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
+    """Every packed weight of the files by its name in the model.
 
     Raises:
         MoonshotError: a weight that is not of the model's shape, with its name.
@@ -130,28 +141,42 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, tuple[Packed
     for path in files:
         with safe_open(path, "pt") as file:
             layers = packed_layers(file.metadata() or {})[0]
-            for stored, name in parameter_names(model, layers).items():
-                layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
-                with naming(name):
-                    require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                found[name] = layer, tuple(file.get_slice(stored + PACKED).get_shape())
+        for stored, name in parameter_names(model, layers).items():
+            layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
+            module = model.get_submodule(name.rpartition(".")[0])
+            with naming(name):
+                require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
+                turned = layer.transposed == isinstance(module, Conv1D)
+                require(turned, f"transposed={layer.transposed}, but its module is a {type(module).__name__}")
+            found[name] = _Found(layer, stored, path)
     return found
 
 
-def _keep_packed(model: nn.Module, found: dict[str, tuple[PackedLayer, tuple[int, ...]]]) -> list[str]:
-    """Put a `PackedLinear` in the place of every packed Linear; tied and other weights become dense.
+def _keep_packed(model: nn.Module, found: dict[str, _Found]) -> list[str]:
+    """Put an empty `PackedLinear` in the place of every packed Linear; tied and other weights become dense.
 
     Returns:
         The names of these modules.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     shared, kept = {*tied, *tied.values()}, []
-    for name, (layer, values) in found.items():
+    for name, packed in found.items():
         path = name.removesuffix(".weight")
         parent, _, child = path.rpartition(".")
         module = model.get_submodule(path)
         if isinstance(module, nn.Linear | Conv1D) and name not in shared:
-            packed = PackedLinear(layer.matrix, values, module.bias, module.weight.dtype)
-            setattr(model.get_submodule(parent), child, packed)
+            setattr(model.get_submodule(parent), child, _empty(packed, module))
             kept.append(path)
     return kept
+
+
+def _empty(packed: _Found, module: nn.Module) -> PackedLinear:
+    """A layer to load the packed tensors into: on the module's device, values in its dtype."""
+    layer, weight = packed.layer, module.weight
+    with safe_open(packed.path, "pt") as file:
+        stored = layer.parts(packed.stored, {name: file.get_tensor(name) for name in layer.names(packed.stored)})
+    parts = {
+        suffix: torch.empty_like(part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device)
+        for suffix, part in stored.items()
+    }
+    return PackedLinear(layer.codec, layer.matrix, parts, module.bias)

@@ -1,9 +1,9 @@
 """Make a model with dead neurons and heads really smaller: `compact_model`.
 
-A group of input columns that is all zero contributes nothing, so its columns and the rows that make them can leave
-(`structured.py` finds both). What is left must be a model of the same class with another configuration. Which fields
-to change is searched, not tabled: a configuration is taken if a model made of it (on the meta device) has exactly the
-shapes that are left. Dead groups that no configuration can do without stay as zeros.
+A unit whose input columns are all zero is dead: it contributes nothing, so its columns and the rows that make them can
+leave (units.py finds both). What is left must be a model of the same class with another configuration. Which fields to
+change is searched, not tabled: a configuration is taken if a model made of it (on the meta device) has exactly the
+shapes that are left. Dead units that no configuration can do without stay as zeros.
 """
 
 import copy
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from .calls import close, evaluation_mode, first_tensor, model_device, run_model, split_hidden, to_device
-from .column_groups import ColumnGroups, find_column_groups, probe_inputs
 from .layers import PrunableLayer, find_blocks, find_structure
+from .units import Units, find_units, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
 Edit = dict[str, int]  # field of a configuration ("text_config.ffn_dim" where it is nested) → new value
@@ -57,7 +56,7 @@ class _Family:
     """One layer of every decoder layer: in a configuration they have one width."""
 
     name: str
-    members: tuple[tuple[PrunableLayer, ColumnGroups, Tensor], ...]  # the tensor: numbers of the dead groups
+    members: tuple[tuple[PrunableLayer, Units, Tensor], ...]  # the tensor: numbers of the dead units
 
     @property
     def size(self) -> int:
@@ -69,7 +68,7 @@ class _Family:
 
     @property
     def dead(self) -> int:
-        """How many groups all members can do without; one has to stay."""
+        """How many units all members can do without; one has to stay."""
         return min(self.count - 1, *(len(dead) for _, _, dead in self.members))
 
 
@@ -121,10 +120,10 @@ class _Search:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
         self.shapes = _shapes(model)
-        groups, _ = find_column_groups(model, inputs)
+        units, _ = find_units(model, inputs)
         families: dict[tuple, list] = {}
         for block in structure.blocks:
-            for found in (groups[layer.name] for layer in block.layers if layer.name in groups):
+            for found in (units[layer.name] for layer in block.layers if layer.name in units):
                 name = f"{block.name.rpartition('.')[0]}.*{found.name.removeprefix(block.name)}"
                 member = (self.layers[found.name], found, _dead(self.layers[found.name], found))
                 families.setdefault((name, found.size, found.count), []).append(member)
@@ -132,7 +131,7 @@ class _Search:
         self.reasons: dict[_Family, str] = {}
 
     def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
-        """The configuration without as many groups as possible, and how many of each family's leave."""
+        """The configuration without as many units as possible, and how many of each family's leave."""
         config, removed = self.model.config, {}
         for family in self.families:
             if family in removed:
@@ -154,7 +153,7 @@ class _Search:
         return config, removed
 
     def _edits(self, config: PreTrainedConfig, family: _Family) -> Iterator[Edit]:
-        """Changes that may take groups of a family out, the most first."""
+        """Changes that may take units of a family out, the most first."""
         fields = dict(_fields(config))
         if family.size == 1:
             for gone in sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True):
@@ -178,12 +177,12 @@ class _Search:
             yield {**scaled, **_head_size(config, fields, chosen, family)}
 
     def _explain(self, shapes: Shapes) -> dict[_Family, int] | None:
-        """How many groups of each family must leave for a model to have these shapes; None where that is not all."""
+        """How many units of each family must leave for a model to have these shapes; None where that is not all."""
         removed = {}
         for family in self.families:
             layer = family.members[0][0]
             name = self.names[id(layer.parameter)][0]
-            width = shapes.get(name, (0, 0))[0 if _transposed(layer) else 1]
+            width = shapes.get(name, (0, 0))[layer.form.axes[1]]
             gone, rest = divmod(family.size * family.count - width, family.size)
             if rest or not 0 <= gone <= family.dead:
                 return None
@@ -206,13 +205,13 @@ class _Search:
                 cuts.setdefault(name, []).append((dim, keep))
 
         for family, gone in removed.items():
-            for layer, groups, dead in family.members:
+            for layer, units, dead in family.members:
                 leaving = dead[:gone]
-                cut(layer.parameter, 0 if _transposed(layer) else 1, ~torch.isin(groups.columns, leaving))
-                for maker, served in groups.rows.items():
-                    module, keep = self.layers[maker].modules[0], ~torch.isin(served, leaving)
-                    cut(module.weight, 1 if _transposed(self.layers[maker]) else 0, keep)
-                    cut(module.bias, 0, keep)
+                cut(layer.parameter, layer.form.axes[1], ~torch.isin(units.columns, leaving))
+                for maker, served in units.rows.items():
+                    form, keep = self.layers[maker].form, ~torch.isin(served, leaving)
+                    cut(form.parameter, form.axes[0], keep)
+                    cut(form.module.bias, 0, keep)
         return cuts
 
     def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:
@@ -231,7 +230,7 @@ class _Search:
         return state
 
     def remaining(self, removed: dict[_Family, int]) -> dict[str, str]:
-        """Dead groups that stay as zeros: by family where all its layers have them alike, else by layer."""
+        """Dead units that stay as zeros: by family where all its layers have them alike, else by layer."""
         zeros: dict[str, str] = {}
         for family in self.families:
             gone = removed.get(family, 0)
@@ -240,7 +239,7 @@ class _Search:
                 reason = f"{type(self.model.config).__name__} has no setting without them"
                 reason += f" ({self.reasons[family]})" if family in self.reasons else ""
             found = {
-                layer.name: f"{len(dead) - gone} of {family.count} groups stay as zeros: {reason}"
+                layer.name: f"{len(dead) - gone} of {family.count} units stay as zeros: {reason}"
                 for layer, _, dead in family.members
                 if len(dead) > gone
             }
@@ -249,14 +248,10 @@ class _Search:
         return zeros
 
 
-def _dead(layer: PrunableLayer, groups: ColumnGroups) -> Tensor:
-    """The numbers of the groups that are all zero."""
-    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
+def _dead(layer: PrunableLayer, units: Units) -> Tensor:
+    """The numbers of the units whose columns are all zero."""
+    alive = (layer.matrix != 0).any(0).view(units.count, units.size).any(1)
     return (~alive).nonzero().flatten().cpu()
-
-
-def _transposed(layer: PrunableLayer) -> bool:
-    return isinstance(layer.modules[0], Conv1D)
 
 
 def _shapes(model: nn.Module) -> Shapes:

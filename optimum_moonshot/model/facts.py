@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from ..errors import require
+from .forms import find_form
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -61,7 +62,7 @@ def takes_images(model: nn.Module) -> bool:
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+    return any(form is not None and form.images for form in map(find_form, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:

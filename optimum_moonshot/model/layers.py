@@ -2,44 +2,49 @@
 
 Decoder layers ("blocks") are the elements of the outermost `ModuleList`s whose elements have weight matrices of their
 own: that is how every transformers architecture holds its repeated layers, and the stages of its convolutional
-networks. A model without any (a plain `torch.nn.Module`) has all its layers pruned but the first and the last.
+networks. A model without any (a plain `torch.nn.Module`) has all its layers pruned but the first and the last. What a
+kind of layer multiplies and how its weight becomes a matrix is in forms.py.
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import require
+from .forms import Form, find_form
 from .presence import RESIDENT, Weights
 
-MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+ROUTER = "it sends tokens to experts: it stays dense unless targets names it"
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PrunableLayer:
-    """One weight matrix. Modules that share the parameter (tied weights) are one layer and stay tied.
+    """One weight matrix [d_out, d_in], in the normal form of forms.py.
 
-    A `Conv2d` is the matrix [out, in/groups·kh·kw] that multiplies the patches of its input. Where it has groups, each
-    out/groups rows read patches of their own.
+    Modules that share the parameter (tied weights) are one layer and stay tied.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     attention: bool
 
+    @cached_property
+    def form(self) -> Form:
+        """How the parameter, the inputs and the output gradients become matrices."""
+        return find_form(self.modules[0])
+
     @property
     def parameter(self) -> nn.Parameter:
-        return self.modules[0].weight
+        return self.form.parameter
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as [d_out, d_in], to read: `Conv1D` (GPT-2) stores the transpose."""
+        """The weight as [d_out, d_in], to read."""
         return self.as_matrix(self.parameter.detach())
 
     def assign(self, matrix: Tensor) -> None:
@@ -48,20 +53,21 @@ class PrunableLayer:
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         """[d_out, d_in] of a tensor that is laid out as the parameter."""
-        return tensor.T if isinstance(self.modules[0], Conv1D) else tensor.flatten(1)
+        return self.form.as_matrix(tensor)
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
         """The inverse of `as_matrix`."""
-        return matrix.T if isinstance(self.modules[0], Conv1D) else matrix.reshape(self.parameter.shape)
+        return self.form.as_parameter(matrix)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.matrix.shape)
+        """[d_out, d_in]."""
+        return self.form.shape
 
     @property
     def groups(self) -> int:
         """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions."""
-        return self.modules[0].groups if isinstance(self.modules[0], nn.Conv2d) else 1
+        return self.form.groups
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_block(module: nn.Module) -> bool:
     """A list of bare matrices is no list of layers: heads and adapters look like that."""
     inner = [child for child in module.modules() if child is not module]
-    return any(isinstance(child, MATRICES) for child in inner)
+    return any(find_form(child) is not None for child in inner)
 
 
 def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()) -> Structure:
@@ -122,7 +128,8 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
     Args:
         model: any module.
         targets: expressions searched for in module names; None is everything prunable inside the blocks or, in a model
-            without any, everything prunable but the first and the last layer in the order of their definition.
+            without any, everything prunable but the first and the last layer in the order of their definition. Routers
+            of experts are not among them.
         ignore: expressions searched for in module names that stay dense.
 
     Raises:
@@ -165,6 +172,7 @@ def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLaye
     modules: dict[int, list[nn.Module]] = {}
     places: dict[int, tuple[str, str | None]] = {}
     skipped = {} if blocks or targets is not None else _ends(model)
+    routers = _routers(model) if targets is None else set()
     for name, module in model.named_modules():
         block = next((block for block, _ in blocks if name == block or name.startswith(block + ".")), None)
         if targets is None:
@@ -175,11 +183,13 @@ def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLaye
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         reason = _unprunable(module, parent, asked=targets is not None)
+        if reason is None and module in routers:
+            reason = ROUTER
         if reason:
             skipped[name] = reason
-        elif isinstance(module, MATRICES):
-            modules.setdefault(id(module.weight), []).append(module)
-            places.setdefault(id(module.weight), (name, block))
+        elif (form := find_form(module)) is not None:
+            modules.setdefault(id(form.parameter), []).append(module)
+            places.setdefault(id(form.parameter), (name, block))
     wanted = []
     for key, (name, block) in places.items():
         attention = bool(_ATTENTION.search(name[len(block) :] if block else ""))
@@ -211,17 +221,11 @@ def _is_matrix(weight: Tensor) -> bool:
 
 def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None:
     """Why a module that holds weight matrices cannot be pruned; None where it can, or holds none."""
-    if isinstance(module, MATRICES):
-        weight = module.weight
+    form = find_form(module)
+    if form is not None:
         if isinstance(parent, nn.MultiheadAttention):
             return "torch's fused attention does not call its output projection"
-        if not isinstance(weight, nn.Parameter):
-            return f"its weight is computed ({type(module).__name__}): remove the parametrization to prune it"
-        if isinstance(module, nn.Conv2d) and not _is_plain(module):
-            return f"{type(module).__name__} has a forward of its own, not that of Conv2d"
-        plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
-        plain = plain and weight.ndim == (4 if isinstance(module, nn.Conv2d) else 2)
-        return None if plain and weight.dtype.itemsize > 1 else f"quantized: {type(module).__name__}, {weight.dtype}"
+        return form.unprunable()
     if isinstance(module, nn.Embedding):
         return "an embedding has no input statistics; where the head is tied to it, target the head" if asked else None
     if "qweight" in dict(module.named_buffers(recurse=False)):
@@ -230,7 +234,24 @@ def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None
     return f"no Linear or Conv2d: {type(module).__name__} with weights {shapes}" if shapes else None
 
 
-def _is_plain(module: nn.Conv2d) -> bool:
-    """Whether the layer is the product of patches and weight: not where a subclass standardises either, say."""
-    cls = type(module)
-    return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward
+def _routers(model: nn.Module) -> set[nn.Module]:
+    """The layers that send tokens to experts: each the only layer of a part beside E experts, with E outputs."""
+    found = set()
+    for module in model.modules():
+        counts = {_experts(child) for child in module.children()} - {0}
+        for child in module.children() if counts else ():
+            forms = [form for form in map(find_form, child.modules()) if form is not None]
+            if len(forms) == 1 and forms[0].parameter is not None and forms[0].shape[0] in counts:
+                found.add(forms[0].module)
+    return found
+
+
+def _experts(module: nn.Module) -> int:
+    """How many experts a module is, in a list or fused to parameters [experts, …, …]; 0 where it is none."""
+    if isinstance(module, nn.ModuleList):
+        alike = len({type(element) for element in module}) == 1 and all(map(_is_block, module))
+        return len(module) if alike and len(module) > 1 else 0
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+        return 0
+    counts = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
+    return counts.pop() if len(counts) == 1 and counts != {1} else 0

@@ -1,1 +1,9 @@
-"""The packed format of a matrix."""
+"""Packed formats of a matrix, one file each; importing this package registers them all."""
+
+from .bitmask import Bitmask
+from .codec import Codec, find_codec, register_codec, suffixes, weight_of
+from .layer import PackedLayer
+
+register_codec(Bitmask())
+
+__all__ = ["Bitmask", "Codec", "PackedLayer", "find_codec", "register_codec", "suffixes", "weight_of"]

@@ -1,15 +1,19 @@
-"""Packed weights: the values that survive and one bit per weight. The formulas of the format; files are elsewhere.
+"""The format "bitmask": the values that survive and one bit per weight. Its formulas; files are elsewhere.
 
 A matrix W [d_out, d_in] becomes
 
-* ``values``: in the order of a row's inputs, [d_out, d_in·n/m] for n:m, flat [survivors] where rows differ;
-* ``meta``: uint8 [d_out, ⌈d_in/8⌉], bit j (least significant first) of byte b is 1 where input 8b+j has a value.
+* ``values`` (``_packed``): in the order of a row's inputs, [d_out, d_in·n/m] for n:m, flat [survivors] where rows
+  differ;
+* ``meta`` (``_meta``): uint8 [d_out, ⌈d_in/8⌉], bit j (least significant first) of byte b is 1 where input 8b+j has a
+  value.
 
 A group of n:m with fewer than n nonzeros stores zeros for the rest, so that every row has the same length. −0.0 counts
 as zero and comes back as 0.0; everything else comes back bit for bit. 2:4 in 16 bits takes 1/2 + 1/16 = 9/16.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache, reduce
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from ..errors import require
 from ..objective.patterns import NM
+from .codec import Codec, Parts
 
 # Whole numbers as wide as a floating-point type.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -170,3 +175,40 @@ def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
             word, shift = divmod(place * bits, 64)
             shifts[code, group, word, rank] = shift
     return shifts.to(device)
+
+
+class Bitmask(Codec):
+    """The formulas above as a codec; its plan is the window of `find_window`."""
+
+    name: ClassVar[str] = "bitmask"
+    suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
+
+    def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
+        return dict(zip(self.suffixes, pack(matrix, pattern), strict=True))
+
+    def check(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype | None = None,
+        pattern: NM | None = None,
+    ) -> None:
+        values, meta = self._parts(parts)
+        check_packed(values, meta, shape)
+        require(dtype in (None, values.dtype), f"its values are {values.dtype}, {dtype} was written")
+        require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
+
+    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: int | None = None) -> Tensor:
+        return unpack(*self._parts(parts), shape[1], plan)
+
+    def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
+        d_out, d_in = matrix.shape
+        values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
+        return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
+
+    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> int:
+        return find_window(*self._parts(parts), shape[1])
+
+    def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        values, meta = (parts[suffix] for suffix in self.suffixes)
+        return values, meta

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.memory import Storage
-from ..calibration.observer import Collector
+from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
@@ -72,11 +72,11 @@ class StatisticsSchedule:
     ) -> Iterator[tuple[PrunableLayer, LayerStatistics]]:
         """Pass the data once, and give each layer of a group its statistics."""
         wanted = {layer.name for layer in group if self.lams[layer.name] < 1}
-        with Collector(group, self.diagonal, wanted, self.samples, self.storage, plans) as collector:
-            step.observe(collector, last)
+        with Observer(group, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+            step.observe(observer, last)
         while group:
             layer = group.pop(0)
-            yield layer, collector.take(layer)
+            yield layer, observer.take(layer)
 
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""

@@ -7,9 +7,9 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..errors import require
-from ..model.column_groups import structured_patterns
 from ..model.facts import takes_images
 from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.units import structured_patterns
 from ..objective.linalg import all_finite
 from ..objective.patterns import Pattern, Structured
 from ..solvers import Solver

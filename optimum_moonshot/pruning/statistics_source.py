@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..calibration.observer import Collector
+from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step, is_chain
 from ..calibration.recompute import RecomputedPasses
 from ..data.batches import shorten
@@ -136,9 +136,7 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     layers, subject = prepared.selection.layers, prepared.subject
     with (
         progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
-        Collector(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as collector,
+        Observer(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as observer,
     ):
-        FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(
-            collector
-        )
-    return {layer.name: collector.take(layer).inputs for layer in layers}
+        FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
+    return {layer.name: observer.take(layer).inputs for layer in layers}

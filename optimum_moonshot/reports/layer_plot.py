@@ -76,7 +76,15 @@ def _asked(axis, report: PruneReport) -> None:
 
 
 def save_plot(report: PruneReport, folder: str | os.PathLike) -> Path:
-    """Write the picture to a folder, as moonshot_report.png."""
+    """Write the picture to a folder, as moonshot_report.png.
+
+    Args:
+        report: of the run to show.
+        folder: that exists.
+
+    Returns:
+        The picture's path.
+    """
     path = Path(folder) / PLOT_NAME
     plot_report(report).savefig(path)
     return path

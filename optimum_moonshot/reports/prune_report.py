@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ..errors import MoonshotError, require
 from ..files import read_json, replace_file
 from ..objective.quadratic import RelativeLoss
 from .measurement import Measured
+from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
+_LEFT = ("notes",)  # columns of the table that are to the left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,7 @@ class BlockReport:
         return cls(**{**values, "notes": tuple(values["notes"])})
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class PruneReport:
     """The whole run, in the model's order of layers."""
 
@@ -104,9 +103,14 @@ class PruneReport:
         metric: str = "perplexity",
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Note a measurement of the model before and after on the data `name`: a perplexity, or an accuracy, 0 to 1.
+        """Note a measurement of the model before and after.
 
-        Without `dense` the one that was noted before stays, if it was measured with the same `settings`.
+        Args:
+            name: of the data it was measured on.
+            dense: before; None keeps the one that was noted earlier, if it was measured with the same settings.
+            pruned: after.
+            metric: "perplexity", or "accuracy", 0 to 1.
+            settings: what must be equal for two values to compare, as JSON types.
         """
         before = self.evaluations.get(name)
         how = {"metric": metric, "settings": settings or {}}
@@ -115,7 +119,11 @@ class PruneReport:
         self.evaluations[name] = {**how, "dense": dense, "pruned": pruned}
 
     def record(self, pruned: Measured, dense: Measured | None = None) -> None:
-        """Note what `perplexity`, `accuracy` or `zero_shot` returned for the pruned model, and for the dense one.
+        """Note what `perplexity`, `accuracy` or `zero_shot` returned.
+
+        Args:
+            pruned: for the pruned model.
+            dense: for the dense one; None keeps what was noted earlier, as in `record_evaluation`.
 
         Raises:
             MoonshotError: the two were measured in different ways.
@@ -128,34 +136,58 @@ class PruneReport:
                 require(same, f"{name}: dense {other} with {theirs}, pruned {metric} with {settings}")
             self.record_evaluation(name, before[name].value if name in before else None, value, metric, settings)
 
+    @property
+    def loss(self) -> float | None:
+        """L_λ, relative, of the pruned layers: a mean over their weights; None without calibration data."""
+        layers = [layer for layer in self.layers if layer.loss is not None]
+        return mean_over_weights(layers, "loss") if layers else None
+
+    def __repr__(self) -> str:
+        """One line: how many layers, and what was done to them."""
+        known = [f"{len(self.layers)} layers"]
+        known += [f"sparsity {self.sparsity:.4f}"] if self.layers else []
+        known += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        known += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
+        return f"{type(self).__name__}({', '.join(known)})"
+
     def table(self, width: int = 120) -> str:
-        """For people: a row per layer, then what was skipped and the totals."""
-        table = Table(title=None, box=None, pad_edge=False)
-        table.add_column("layer", overflow="fold")
+        """For people: a row per layer, then what was skipped and the totals.
+
+        Args:
+            width: characters of a line of the table; a column for the sparsities asked for, where they differ, adds
+                eight.
+        """
+        headers, rows = self._cells()
+        wide = width + (8 if "asked" in headers else 0)
+        return "\n".join([text_table(headers, rows, wide, left=_LEFT), *self._summary()])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, which shows the first and the last layers of many."""
+        return html_table(*self._cells(), self._summary(), left=_LEFT)
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headers, and a row per layer."""
         allocated = len({layer.asked for layer in self.layers}) > 1
         share = ("asked", "sparsity") if allocated else ("sparsity",)
-        headers = ("shape", "λ", *share, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes")
-        for header in headers:
-            table.add_column(header, justify="left" if header == "notes" else "right")
-        for layer in self.layers:
-            table.add_row(
+        headers = ["layer", "shape", "λ", *share, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes"]
+        rows = [
+            [
                 layer.name,
                 f"{layer.shape[0]}×{layer.shape[1]}",
                 "" if layer.lam is None else f"{layer.lam:g}",
-                *((_short(layer.asked),) if allocated else ()),
+                *([_short(layer.asked)] if allocated else []),
                 f"{layer.sparsity:.4f}",
-                *(
-                    _short(value)
-                    for value in (layer.reconstruction_masked, layer.reconstruction, layer.fisher_masked, layer.fisher)
-                ),  # fmt: skip
+                _short(layer.reconstruction_masked),
+                _short(layer.reconstruction),
+                _short(layer.fisher_masked),
+                _short(layer.fisher),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
                 "; ".join(layer.notes),
-            )
-        console = Console(width=width + 8 * allocated, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
-        console.print(table)
-        console.file.close()
-        return console.export_text().rstrip() + "\n" + "\n".join(self._summary())
+            ]
+            for layer in self.layers
+        ]
+        return headers, rows
 
     @property
     def compacted(self) -> str:
@@ -190,6 +222,7 @@ class PruneReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
+        """From what `to_dict` gave."""
         values = {name: value for name, value in values.items() if name != "sparsity"}
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
@@ -223,13 +256,24 @@ def _short(value: float | None) -> str:
 
 
 def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
-    """The mean of a field of some layers, each with as many votes as it has weights."""
+    """The mean of a field, each layer with as many votes as it has weights.
+
+    Args:
+        layers: at least one.
+        field: of `LayerReport`, a number in each of them.
+    """
     total = sum(layer.shape[0] * layer.shape[1] for layer in layers)
     return sum(getattr(layer, field) * layer.shape[0] * layer.shape[1] for layer in layers) / total
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:
-    """The fields of a `LayerReport` that say what pruning costs at the λ used."""
+    """The fields of a `LayerReport` that say what pruning costs.
+
+    Args:
+        lam: λ used, in [0, 1].
+        masked: losses of the mask on the dense weights.
+        pruned: losses of the weights that the solver gave.
+    """
     return {
         "lam": lam,
         "reconstruction": pruned.reconstruction,

@@ -70,7 +70,16 @@ def mean(values: Sequence[float]) -> Mean:
 def choice(reports: Sequence[Swept], pattern: str, sparsity: float) -> float | None:
     """The λ with the best mean of one pattern and sparsity; the larger one where two are equal.
 
-    A λ whose metric is NaN is no choice; None where it is that for every λ.
+    Args:
+        reports: of the same variants, with a seed each.
+        pattern: "unstructured", "structured" or "n:m".
+        sparsity: share of the weights removed, exactly as the entries have it.
+
+    Returns:
+        λ in [0, 1]. One whose metric is NaN is no choice; None where it is that for every λ.
+
+    Raises:
+        MoonshotError: as `means`.
     """
     found = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
     known = [lam for lam, value in found.items() if not math.isnan(value)]
@@ -82,12 +91,12 @@ def baseline_lam(solver: str) -> float:
     return 0.0 if solver == "cap" else 1.0
 
 
-def table(reports: Sequence[Swept]) -> str:
-    """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
+def cells(reports: Sequence[Swept]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
     found, first = means(reports), reports[0]
     settings, lambdas = first.settings(), list(dict.fromkeys(entry.lam for entry in first.entries))
     best = {setting: choice(reports, *setting) for setting in settings}
-    rows = [["λ", *(label(*setting) for setting in settings)]]
+    rows = []
     for lam in lambdas:
         row = [f"{lam:g}"]
         for setting in settings:
@@ -95,13 +104,36 @@ def table(reports: Sequence[Swept]) -> str:
             spread = f" ± {value.error:.2g}" if len(reports) > 1 else ""
             row.append(f"{value.value:.4g}{spread}{'*' if best[setting] == lam else ' '}")
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    dense = mean([report.dense for report in reports]).value
-    return "\n".join([f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ", *lines])
+    return ["λ", *(label(*setting) for setting in settings)], rows
+
+
+def heading(reports: Sequence[Swept]) -> str:
+    """What the table shows."""
+    first, dense = reports[0], mean([report.dense for report in reports]).value
+    return f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ"
+
+
+def table(reports: Sequence[Swept]) -> str:
+    """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column.
+
+    Args:
+        reports: of the same variants, with a seed each.
+
+    Raises:
+        MoonshotError: as `means`.
+    """
+    headers, rows = cells(reports)
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    lines = (zip(row, widths, strict=True) for row in (headers, *rows))
+    return "\n".join([heading(reports), *("  ".join(cell.rjust(width) for cell, width in line) for line in lines)])
 
 
 def label(pattern: str, sparsity: float) -> str:
-    """How a table or a plot calls a pattern with its sparsity."""
+    """How a table or a plot calls a pattern with its sparsity.
+
+    Args:
+        pattern: "unstructured", "structured" or "n:m".
+        sparsity: share of the weights removed; n:m says it itself.
+    """
     names = {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}
     return names.get(pattern, pattern)

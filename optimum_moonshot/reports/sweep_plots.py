@@ -19,7 +19,15 @@ Point = tuple[float, Mean]
 
 
 def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike) -> None:
-    """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked."""
+    """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked.
+
+    Args:
+        reports: of the same variants, with a seed each.
+        path: of the picture, whose ending says its format.
+
+    Raises:
+        MoonshotError: the reports are of different variants.
+    """
     settings, found = reports[0].settings(), means(reports)
     changes = _changes(reports)
     figure, panels = _panels(reports, len(settings) > 1 and bool(changes))
@@ -37,7 +45,14 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike) -> None:
 
 
 def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike) -> None:
-    """The metric against unstructured sparsity: the best λ of each and the single-objective baseline."""
+    """The metric against unstructured sparsity: the best λ of each and the single-objective baseline.
+
+    Args:
+        reports, path: as for `plot_by_lambda`.
+
+    Raises:
+        MoonshotError: as there.
+    """
     solver, single = reports[0].solver, baseline_lam(reports[0].solver)
     sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
     best = {s: choice(reports, "unstructured", s) for s in sparsities}

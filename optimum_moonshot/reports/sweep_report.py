@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import require
-from ..files import writing
-from .seeds import SweepEntry, table
+from ..errors import MoonshotError, require
+from ..files import read_json, writing
+from .seeds import SweepEntry, cells, choice, heading, label, table
+from .tables import html_table
 
 REPORT_NAME = "sweep.json"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class SweepReport:
     """All variants of one sweep, in the order in which they were asked for. In JSON, what is not finite is null."""
 
@@ -43,8 +44,8 @@ class SweepReport:
         """The entry with the best metric of one pattern and sparsity; the larger λ where two are equal.
 
         Args:
-            pattern: needed where several were swept.
-            sparsity: likewise.
+            pattern: "unstructured", "structured" or "n:m"; needed where several were swept.
+            sparsity: share of the weights removed, in [0, 1]; likewise.
 
         Raises:
             MoonshotError: no such entry, or several patterns or sparsities are left to choose between.
@@ -66,22 +67,43 @@ class SweepReport:
         """For people: a row per λ, a column per pattern and sparsity, the best of each marked."""
         return table([self])
 
+    def __repr__(self) -> str:
+        """One line: how many variants, and the best λ of each pattern and sparsity."""
+        best = [(label(*setting), choice([self], *setting)) for setting in self.settings()]
+        told = ", ".join(f"{lam:g} at {setting}" for setting, lam in best if lam is not None)
+        known = [self.solver, self.metric, f"{len(self.entries)} variants", *([f"best λ {told}"] if told else [])]
+        known += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
+        return f"{type(self).__name__}({', '.join(known)})"
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return html_table(*cells([self]), [heading([self])])
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""
         return _finite(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SweepReport:
+        """From what `to_dict` gave."""
         dense = math.nan if values["dense"] is None else values["dense"]
         entries = [{k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]]
         return cls(**{**values, "dense": dense, "entries": [SweepEntry(**entry) for entry in entries]})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> SweepReport:
-        """Read what `save` wrote, from the file or its folder."""
+        """Read what `save` wrote, from the file or its folder.
+
+        Raises:
+            MoonshotError: the file is damaged.
+        """
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error!r})") from None
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
@@ -101,7 +123,15 @@ def _finite(values: Any) -> Any:
 
 
 def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
-    """sweep.csv with every entry of every report, and the plots of their means."""
+    """Write sweep.csv with every entry of every report, and the plots of their means.
+
+    Args:
+        reports: of the same variants, with a seed each.
+        folder: made if need be.
+
+    Raises:
+        MoonshotError: they are of different variants, or the folder cannot be written.
+    """
     folder = Path(folder)
     with writing("output", folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,41 +1,63 @@
 """Linear layers whose weights stay packed in memory."""
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from collections.abc import Mapping
+from typing import Any
 
-from ..packing.bitmask import (
-    find_window,
-    unpack,
-)
+from torch import Tensor, nn
+
+from ..packing import Codec
+
+_WEIGHT = "weight"  # what a Linear calls it
 
 
 class PackedLinear(nn.Module):
-    """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; every forward pass unpacks it.
+    """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
+
+    Its buffers are the codec's tensors, called as in a checkpoint's files: ``weight`` and a suffix.
 
     Args:
+        codec: the packed format.
         shape: d_out, d_in.
-        values: how many are stored: their shape.
-        bias: the layer's own, or None.
+        parts: the packed tensors by their suffixes, or empty ones of their shapes and dtypes to load into.
+        bias: the layer's own, [d_out], or None.
     """
 
-    def __init__(self, shape: tuple[int, int], values: tuple[int, ...], bias: nn.Parameter | None, dtype: torch.dtype):
+    def __init__(
+        self, codec: Codec, shape: tuple[int, int], parts: Mapping[str, Tensor], bias: nn.Parameter | None = None
+    ):
         super().__init__()
+        self.codec = codec
         self.out_features, self.in_features = shape
-        self.register_buffer("weight_packed", torch.zeros(values, dtype=dtype))
-        self.register_buffer("weight_meta", torch.zeros(shape[0], -(-shape[1] // 8), dtype=torch.uint8))
+        for suffix, name in codec.names(_WEIGHT).items():
+            self.register_buffer(name, parts[suffix])
         self.register_parameter("bias", bias)
-        self._window: int | None = None
+        self._plan: Any = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """d_out, d_in."""
+        return self.out_features, self.in_features
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The packed tensors, by their suffixes."""
+        return {suffix: getattr(self, name) for suffix, name in self.codec.names(_WEIGHT).items()}
+
+    @property
+    def plan(self) -> Any:
+        """The codec's, of the tensors that are here when it is first asked for."""
+        if self._plan is None:
+            self._plan = self.codec.plan(self.parts, self.shape)
+        return self._plan
 
     @property
     def weight(self) -> Tensor:
         """The dense weight [d_out, d_in], unpacked anew."""
-        if self._window is None:
-            self._window = find_window(self.weight_packed, self.weight_meta, self.in_features)
-        return unpack(self.weight_packed, self.weight_meta, self.in_features, self._window)
+        return self.codec.unpack(self.parts, self.shape, self.plan)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return functional.linear(inputs, self.weight, self.bias)
+        """[..., d_in] → [..., d_out]."""
+        return self.codec.linear(inputs, self.parts, self.shape, self.bias, self.plan)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, values={list(self.weight_packed.shape)}"
+        return f"{self.in_features}, {self.out_features}, format={self.codec.name}"

@@ -1,11 +1,12 @@
-"""Neurons and attention heads: groups of a layer's input columns that can leave with everything that makes them.
+"""Units: a layer's input columns that can leave together with all that makes them, its neurons or attention heads.
 
 No table of model names: a probe shows it. Every linear layer of a decoder layer gives random outputs in place of its
 own, and automatic differentiation shows which of these reach which input column of which layer without passing
 through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj`` each;
 those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
-projections need nothing else. Under grouped-query attention the smallest group is a key-value head with all of its
-query heads; where one key-value head serves every query head, it stays and query heads go.
+projections need nothing else. A unit is the smallest set of consecutive columns that can leave: under grouped-query
+attention a key-value head with all of its query heads; where one key-value head serves every query head, it stays and
+query heads go.
 """
 
 import dataclasses
@@ -31,17 +32,17 @@ CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of 
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnGroups:
-    """How the input columns of one layer divide: ``count`` groups of ``size`` consecutive ones, neurons or heads."""
+class Units:
+    """How the input columns of one layer divide: ``count`` units of ``size`` consecutive ones, neurons or heads."""
 
     name: str  # of the layer that reads the columns
     size: int
     count: int
-    rows: dict[str, Tensor]  # layer that makes the columns → int64 [d_out]: the group that a row serves, -1 for all
+    rows: dict[str, Tensor]  # layer that makes the columns → int64 [d_out]: the unit that a row serves, -1 for all
 
     @property
     def columns(self) -> Tensor:
-        """The group of every column, int64 [d_in]."""
+        """The unit of every column, int64 [d_in]."""
         return torch.arange(self.count).repeat_interleave(self.size)
 
 
@@ -54,44 +55,40 @@ class _Trace:
     results: list[Tensor] = dataclasses.field(default_factory=list)  # what the model returned
 
 
-def find_column_groups(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str, ColumnGroups], dict[str, str]]:
-    """The column groups of every layer that has some, by the layer's name.
+def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str, Units], dict[str, str]]:
+    """The units of every layer that has some, by the layer's name.
 
     Args:
         model: any model with decoder layers; it runs once, on random data.
         inputs: to run it on, in place of random tokens or pixels. Their values do not matter.
 
     Returns:
-        The groups, and for each layer that neither has nor makes such columns the reason.
+        The units, and for each layer that neither has nor makes any the reason.
 
     Raises:
         MoonshotError: the model does not run on the probe, or ``torch.inference_mode()`` forbids it.
     """
     require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: leave it to find neurons")
     blocks = [
-        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _is_linear(layer)))
+        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if not layer.form.images))
         for block in find_structure(model).blocks
     ]
     if not any(block.layers for block in blocks):
         return {}, {}
     with frozen(model):
         trace = _run_probe(model, blocks, inputs or probe_inputs(model))
-        found: dict[str, ColumnGroups] = {}
+        found: dict[str, Units] = {}
         sizes: dict[str, int] = {}  # found in an earlier decoder layer, to be tried first
         for block in blocks:
             leaves = {layer.name: trace.outputs[layer.name] for layer in block.layers if layer.name in trace.outputs}
             for name in leaves:
                 relative = name.removeprefix(block.name)
-                groups = _column_groups(trace, name, leaves, sizes.get(relative))
-                if groups is not None:
-                    found[name], sizes[relative] = groups, groups.size
-    used = {*found, *(maker for groups in found.values() for maker in groups.rows)}
+                units = _units(trace, name, leaves, sizes.get(relative))
+                if units is not None:
+                    found[name], sizes[relative] = units, units.size
+    used = {*found, *(maker for units in found.values() for maker in units.rows)}
     names = [layer.name for block in blocks for layer in block.layers if layer.name not in used]
     return found, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
-
-
-def _is_linear(layer: PrunableLayer) -> bool:
-    return not isinstance(layer.modules[0], nn.Conv2d)
 
 
 def structured_patterns(
@@ -99,7 +96,7 @@ def structured_patterns(
 ) -> tuple[Structure, dict[str, Structured], list[str]]:
     """What a structured run prunes.
 
-    Neurons go in groups of ``pattern.group``, heads whole, whatever that is.
+    Neurons go ``pattern.group`` at a time, heads one by one, whatever that is.
 
     Args:
         model: the model.
@@ -111,15 +108,15 @@ def structured_patterns(
     Returns:
         The layers that are left, a pattern for each, and what the user should know.
     """
-    found, unused = find_column_groups(model)
+    found, unused = find_units(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
         if layer.name in found and found[layer.name].size > 1:
             patterns[layer.name] = dataclasses.replace(pattern, group=found[layer.name].size)
         elif layer.name in found or chosen:
             patterns[layer.name] = pattern
-        elif all(layer.name not in groups.rows for groups in found.values()):
-            skipped[layer.name] = unused.get(layer.name, OUTSIDE if _is_linear(layer) else CONVOLUTION)
+        elif all(layer.name not in units.rows for units in found.values()):
+            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.form.images else OUTSIDE)
         if chosen and layer.name not in found:
             notes.append(f"{layer.name}: its columns are no neurons or heads; as zeros they make no model smaller")
 
@@ -188,10 +185,8 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     return trace
 
 
-def _column_groups(
-    trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None
-) -> ColumnGroups | None:
-    """The smallest groups of a layer's columns that separate; None where none do, or other layers read them too."""
+def _units(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None) -> Units | None:
+    """The smallest units of a layer's columns that separate; None where none do, or other layers read them too."""
     inputs = [tensor for tensor in trace.inputs[name] if tensor.requires_grad]
     if not inputs:
         return None
@@ -202,18 +197,18 @@ def _column_groups(
         return _reached(inputs, [part * columns.to(part.device) for part in cotangents], leaves)
 
     for size in _sizes(width, likely):
-        groups = torch.arange(width) // size
-        served = _served(groups, width // size, reached)
+        unit_of = torch.arange(width) // size
+        served = _served(unit_of, width // size, reached)
         if served is None:
             continue
         rows = _per_layer(served, leaves, width // size)
         alone = rows is not None and not _reach_others(trace, name, {maker: leaves[maker] for maker in rows}, rows)
-        return ColumnGroups(name, size, width // size, rows) if alone else None
+        return Units(name, size, width // size, rows) if alone else None
     return None
 
 
 def _sizes(width: int, likely: int | None) -> Iterator[int]:
-    """Sizes of groups to try: what fitted elsewhere, then every divisor that leaves two groups or more."""
+    """Sizes of units to try: what fitted elsewhere, then every divisor that leaves two units or more."""
     if likely and width % likely == 0:
         yield likely
     yield from (size for size in range(1, width // 2 + 1) if width % size == 0)
@@ -233,28 +228,33 @@ def _reached(outputs: list[Tensor], cotangents: list[Tensor], leaves: dict[str, 
     return torch.cat(found)
 
 
-def _served(groups: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The one group that each channel reaches, -1 if it reaches all, -2 if none; None if any reaches some.
+def _served(unit_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The one unit that each channel reaches, -1 if it reaches all, -2 if none; None if any reaches some.
 
-    Two probes per binary digit of the group's number, the columns of the groups that have it and those that have not,
-    find it for all channels together: one that reaches two groups is seen by both probes of a digit they differ in.
+    Two probes per binary digit of the unit's number, the columns of the units that have it and those that have not,
+    find it for all channels together: one that reaches two units is seen by both probes of a digit they differ in.
+
+    Args:
+        unit_of: the unit of every column, int64 [d_in].
+        count: how many units there are.
+        reached: from bool [d_in], the columns to look at, to bool over the channels of all layers: which reach them.
     """
     digits = range((count - 1).bit_length())
     single, every, silent, number = True, True, True, 0
     for digit in sorted(digits, key=lambda digit: (digit > 0, -digit)):  # what fails, mostly fails at the ends
-        has = groups >> digit & 1 == 1
+        has = unit_of >> digit & 1 == 1
         one, zero = reached(has), reached(~has)
         single, every, silent = single & (one ^ zero), every & (one & zero), silent & ~(one | zero)
         number = number + (one.long() << digit)
         if not single.any() or not (single | every | silent).all():
             return None
-    if every.any() and not all(reached(groups == group)[every].all() for group in range(count)):
+    if every.any() and not all(reached(unit_of == unit)[every].all() for unit in range(count)):
         return None
     return torch.where(single, number, torch.where(every, -1, -2))
 
 
 def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> dict[str, Tensor] | None:
-    """The parts of `served` of layers that reach any group; None unless a layer has equally many rows for each."""
+    """The parts of `served` of layers that reach any unit; None unless a layer has equally many rows for each."""
     rows = {}
     parts = served.split([parts[0].shape[-1] for parts in leaves.values()])
     for name, part in zip(leaves, parts, strict=True):
@@ -267,7 +267,7 @@ def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> d
 
 
 def _reach_others(trace: _Trace, name: str, makers: dict[str, list[Tensor]], rows: dict[str, Tensor]) -> bool:
-    """Whether a row that serves a group of the layer `name` reaches any other layer or the model's result too."""
+    """Whether a row that serves a unit of the layer `name` reaches any other layer or the model's result too."""
     read = [tensor for other, tensors in trace.inputs.items() if other != name for tensor in tensors]
     outputs = [tensor for tensor in [*read, *trace.results] if tensor.requires_grad]
     if not outputs:

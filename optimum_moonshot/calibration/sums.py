@@ -1,0 +1,250 @@
+"""What is made of the calls of layers: sums over their inputs, and sums over the gradients of their samples.
+
+Calls arrive from the hooks of observer.py and are read in the normal form of model/forms.py, piece by piece.
+`InputSums` keeps what needs the inputs alone, `Gram` or `InputSquares`, once for all layers that read the same tensor
+(q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import naming, require
+from ..model.forms import Form, Pair
+from ..model.layers import PrunableLayer
+from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
+from .memory import Storage
+from .statistic import GradientStatistic, InputStatistic
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer on a batch."""
+
+    layer: PrunableLayer
+    form: Form  # of the module that was called: one of several, where they share the weight
+    inputs: Tensor  # as the module read them
+    version: int  # of the inputs: it grows when they are changed in place
+    mask: Tensor | None  # of the tokens that count, laid out as the inputs
+    samples: int  # of the batch
+
+    @property
+    def key(self) -> Hashable:
+        """What calls share that read the same matrix from the same tensor, while that tensor lives."""
+        inputs = self.inputs
+        return inputs.data_ptr(), inputs.shape, inputs.stride(), self.version, self.form.reads
+
+    def tokens(self) -> Iterator[Tensor]:
+        """The inputs of the tokens that count, [groups, tokens, in], in pieces."""
+        return self.form.tokens(self.inputs, self.mask)
+
+    def pairs(self, delta: Tensor) -> Iterator[Pair]:
+        """The inputs, and their gradients from that of the call's output, sample by sample, in pieces.
+
+        Raises:
+            MoonshotError: the inputs have changed, or do not show which sample a token belongs to.
+        """
+        require(
+            self.inputs._version == self.version,
+            f"{self.layer.name}: the model changes this layer's input in place after the call; use inplace=False, or "
+            "set lam=1",
+        )
+        with naming(self.layer.name):
+            yield from self.form.pairs(self.inputs, delta, self.mask, self.samples)
+
+
+class Gram(InputStatistic):
+    """``G = Σ x xᵀ``, [d_in, d_in], or [groups, d_in, d_in] where there are several."""
+
+    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
+        d_in = layer.shape[1]
+        shape = (d_in, d_in) if layer.groups == 1 else (layer.groups, d_in, d_in)
+        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
+
+    def add(self, inputs: Tensor) -> None:
+        if self.value.ndim == 2:
+            self.value.addmm_(inputs[0].T, inputs[0])
+        else:
+            self.value.baddbmm_(inputs.mT, inputs)
+
+    def result(self) -> Tensor:
+        return self.value
+
+    def squares(self) -> Tensor:
+        """Σ x², [d_in] or [groups, d_in]."""
+        return self.value.diagonal(dim1=-2, dim2=-1)
+
+
+class InputSquares(InputStatistic):
+    """Σ x², the diagonal of G alone, [d_in] or [groups, d_in]."""
+
+    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
+        d_in = layer.shape[1]
+        shape = (d_in,) if layer.groups == 1 else (layer.groups, d_in)
+        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
+
+    def add(self, inputs: Tensor) -> None:
+        squares = inputs.square().sum(-2)
+        self.value += squares[0] if self.value.ndim == 1 else squares
+
+    def result(self) -> Tensor:
+        return self.value
+
+    def squares(self) -> Tensor:
+        """Σ x², as the result."""
+        return self.value
+
+
+@dataclass
+class _Shared:
+    """The statistics of what some layers read, and which tensors each of them read in this batch."""
+
+    statistics: dict[type, InputStatistic]
+    readers: dict[str, list[Hashable]] = field(default_factory=dict)
+    first: bool = True  # no batch is over yet: other layers may join
+
+    def add(self, call: LayerCall) -> None:
+        for inputs in call.tokens():
+            for statistic in self.statistics.values():
+                statistic.add(inputs)
+
+
+class InputSums:
+    """The statistics of every layer's inputs, once per tensor: layers that read it alike have one object of each.
+
+    Args:
+        kinds: to gather.
+        storage: where they live.
+        share: between layers; a batch's inputs then live until its end, for their addresses to name them.
+    """
+
+    def __init__(self, kinds: Iterable[type[InputStatistic]], storage: Storage, share: bool):
+        self.kinds, self.storage, self.share = tuple(kinds), storage, share
+        self.of_layer: dict[str, _Shared] = {}
+        self.by_key: dict[Hashable, _Shared] = {}
+        self.added: set[tuple[int, Hashable]] = set()
+        self.held: dict[Hashable, LayerCall] = {}
+
+    def add(self, call: LayerCall) -> None:
+        """Add what a call read, unless another layer's call has added it."""
+        if not call.inputs.numel():
+            return  # nor would its address name it
+        name, key = call.layer.name, call.key
+        if name not in self.of_layer:
+            known = self.by_key.get(key)
+            self.of_layer[name] = known if known is not None and known.first else self._make(call)
+        mine = self.of_layer[name]
+        if not self.share:
+            mine.add(call)
+            return
+        self.by_key.setdefault(key, mine)
+        self.held.setdefault(key, call)
+        mine.readers.setdefault(name, []).append(key)
+        if (id(mine), key) not in self.added:
+            self.added.add((id(mine), key))
+            mine.add(call)
+
+    def _make(self, call: LayerCall) -> _Shared:
+        return _Shared({kind: kind(call.layer, self.storage, call.inputs.device) for kind in self.kinds})
+
+    def end(self) -> None:
+        """Close a batch: layers that share their statistics must have read the same tensors.
+
+        Raises:
+            MoonshotError: they did in earlier batches, and do no more.
+        """
+        for shared in {id(shared): shared for shared in self.of_layer.values()}.values():
+            if len(set(map(tuple, shared.readers.values()))) > 1:
+                self._divide(shared)
+        for shared in self.of_layer.values():
+            shared.first = False
+            for reads in shared.readers.values():
+                reads.clear()
+        self.forget()
+
+    def _divide(self, shared: _Shared) -> None:
+        """Give layers that have shared in this first batch, but read other tensors besides, statistics of their own."""
+        calls = [self.held[key] for reads in shared.readers.values() for key in reads]
+        require(
+            shared.first and all(call.inputs._version == call.version for call in calls),
+            f"layers {sorted(shared.readers)} read the same tensor in some batches only",
+        )
+        found: dict[tuple[Hashable, ...], _Shared] = {}
+        for name, reads in shared.readers.items():
+            if tuple(reads) not in found:
+                found[tuple(reads)] = mine = self._make(self.held[reads[0]])
+                for key in dict.fromkeys(reads):
+                    mine.add(self.held[key])
+            self.of_layer[name] = found[tuple(reads)]
+            found[tuple(reads)].readers[name] = []
+
+    def forget(self) -> None:
+        """Let the batch's inputs go."""
+        self.by_key.clear()
+        self.added.clear()
+        self.held.clear()
+
+    def take(self, name: str) -> dict[type, InputStatistic]:
+        """Those of a layer, no longer held here.
+
+        Raises:
+            MoonshotError: no call of the layer was seen.
+        """
+        reached = name in self.of_layer
+        require(reached, f"{name}: no calibration data reached this layer; add its name to ignore= to skip it")
+        return self.of_layer.pop(name).statistics
+
+
+class GradientSums:
+    """What is summed over the gradients of a layer's samples.
+
+    Args:
+        layer: the layer.
+        diagonal: A_n is squared and added sample by sample, never stored.
+        samples: N, calibration samples in all.
+        storage: where the sums live.
+        plan: how to gather the gradients where they are stored, and whether the layer's totals are wanted.
+        kinds: further statistics.
+    """
+
+    def __init__(
+        self,
+        layer: PrunableLayer,
+        diagonal: bool,
+        samples: int,
+        storage: Storage,
+        plan: Plan,
+        kinds: Iterable[type[GradientStatistic]],
+    ):
+        self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
+        if diagonal:
+            self.gradients: GradientStatistic = Squares(layer, storage)
+        else:
+            self.gradients = (Samples if plan.column_block is None else RowMatrices)(layer, samples, storage, plan)
+        self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
+        self.statistics = [self.gradients, *([self.totals] if self.totals else []), *self.extra.values()]
+        self.open = 0  # calls of this batch whose gradient is to come
+
+    def begin(self, first: int, count: int) -> None:
+        """A batch follows: samples `first` to `first + count`."""
+        self.open = 0
+        for statistic in self.statistics:
+            statistic.begin(first, count)
+
+    def expect(self) -> None:
+        """A call was seen whose gradient is to come."""
+        self.open += 1
+
+    def add(self, call: LayerCall, delta: Tensor) -> None:
+        """Add the gradients of a call, from that of its output."""
+        self.open -= 1
+        for inputs, part, last in call.pairs(delta):
+            for statistic in self.statistics:
+                statistic.add(inputs, part, last and self.open == 0)
+
+    def end(self) -> None:
+        """The batch is over."""
+        for statistic in self.statistics:
+            statistic.end()

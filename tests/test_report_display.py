@@ -1,0 +1,167 @@
+"""How reports, pruners and configurations show themselves: a line, a table of text, a table in a notebook."""
+
+import dataclasses
+import sys
+import types
+from html.parser import HTMLParser
+
+import pytest
+import rich.console
+from models import make
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.reports.prune_report import LayerReport, PruneReport
+from optimum_moonshot.reports.seeds import SweepEntry
+from optimum_moonshot.reports.sweep_report import SweepReport
+from optimum_moonshot.reports.tables import MOST_ROWS, html_table, text_table
+
+
+def report(count=3, **changes):
+    layers = [
+        LayerReport(f"model.layers.{number}.up", (4, 8), 0.9, 0.5, *[0.1] * 6, damping=0.01) for number in range(count)
+    ]
+    values = dict(config={}, skipped={"head": "not asked for"}, calibration=None, versions={}, peak_memory=2**30)
+    return PruneReport(layers=layers, seconds={"solver": 1.0, "total": 2.5}, **{**values, **changes})
+
+
+def sweep(sparsities=(0.5, 0.7)):
+    entries = [
+        SweepEntry("unstructured", s, lam, metric, 0.1, 1.0)
+        for s in sparsities
+        for lam, metric in ((0.5, 12.0), (0.9, 11.0), (1.0, 13.0))
+    ]
+    return SweepReport("wanda", "calibration perplexity", False, 10.0, entries, {}, None, {"total": 7.0}, {})
+
+
+class Table(HTMLParser):
+    """The cells of a table by row, and whether every tag is closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open, self.below = [], [], ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif "table" not in self.open:
+            self.below += data
+
+
+def test_a_report_is_one_line():
+    assert repr(report()) == "PruneReport(3 layers, sparsity 0.5000, loss 0.1, 2.5 s)"
+    dataless = report()
+    dataless.layers = [dataclasses.replace(layer, loss=None) for layer in dataless.layers]
+    assert repr(dataless) == "PruneReport(3 layers, sparsity 0.5000, 2.5 s)"
+    assert repr(PruneReport({}, [], {}, None, {}, 0, {})) == "PruneReport(0 layers)"
+
+
+def test_the_loss_is_a_mean_over_the_weights():
+    found = report(2)
+    found.layers = [dataclasses.replace(found.layers[0], shape=(12, 8), loss=0.2), found.layers[1]]
+    assert found.loss == pytest.approx((3 * 0.2 + 0.1) / 4)
+
+
+def test_a_sweep_is_one_line():
+    line = "SweepReport(wanda, calibration perplexity, 6 variants, best λ 0.9 at 0.5, 0.9 at 0.7, 7.0 s)"
+    assert repr(sweep()) == line
+    nothing = sweep((0.5,))
+    nothing.entries = [dataclasses.replace(entry, metric=float("nan")) for entry in nothing.entries]
+    assert repr(nothing) == "SweepReport(wanda, calibration perplexity, 3 variants, 7.0 s)"
+
+
+def test_a_pruner_says_what_it_prunes_and_how():
+    model = make("llama")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    expected = f"MoonshotPruner(LlamaForCausalLM, {count:,} parameters, MoonshotConfig(pattern='2:4'))"
+    assert repr(MoonshotPruner(model, MoonshotConfig(pattern="2:4"))) == expected
+
+
+def test_a_notebook_gets_a_table():
+    found = Table(report()._repr_html_())
+    lines = report().table().splitlines()
+    assert [len(row) for row in found.rows] == [11] * 4
+    assert [" ".join(" ".join(row).split()) for row in found.rows] == [" ".join(line.split()) for line in lines[:4]]
+    assert all(line in found.below for line in lines[4:])
+    swept = Table(sweep()._repr_html_())
+    assert swept.rows == [["λ", "0.5", "0.7"], ["0.5", "12 ", "12 "], ["0.9", "11*", "11*"], ["1", "13 ", "13 "]]
+    assert "wanda: calibration perplexity (dense 10), * is the best λ" in swept.below
+
+
+def test_nothing_in_a_table_is_markup():
+    name = "<script>alert('&')</script>"
+    found = report(1, notes=[name], skipped={name: "<b>"})
+    found.layers = [dataclasses.replace(found.layers[0], name=name, notes=("[bold]x[/bold] :smile:", "<i>"))]
+    text = found._repr_html_()
+    assert "<script" not in text and "<b>" not in text and "<i>" not in text
+    assert Table(text).rows[1][0] == name and name in Table(text).below
+    assert "[bold]x[/bold] :smile:; <i>" in " ".join(found.table(200).split())
+
+
+def test_a_notebook_shows_both_ends_of_a_long_report():
+    long = report(5000, skipped={f"experts.{number}": "reason" for number in range(5000)})
+    text = long._repr_html_()
+    rows = Table(text).rows
+    assert len(rows) == 1 + MOST_ROWS + 1 and len(text) < 40_000
+    assert rows[1][0] == "model.layers.0.up" and rows[-1][0] == "model.layers.4999.up"
+    assert rows[31] == [f"… {5000 - MOST_ROWS} more …"] and "sparsity 0.5000 over 5000 layers" in Table(text).below
+    assert len(long.table().splitlines()) == 1 + 5000 + 5000 + 1  # the text leaves nothing out
+    for count in (MOST_ROWS, MOST_ROWS + 1):  # one row is no shorter than saying that it is left out
+        assert len(Table(report(count)._repr_html_()).rows) == 1 + count
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """rich believes that it is in a notebook; what it shows there is gathered."""
+    shown = []
+    display = types.ModuleType("IPython.display")
+    display.display = shown.append
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    return shown
+
+
+def test_the_table_is_text_and_shows_nothing_by_itself(notebook, capsys, monkeypatch):
+    rich.console.Console().print("seen")
+    assert len(notebook) == 1  # the stand-in for a notebook works
+    expected = report().table()
+    report()._repr_html_()
+    assert len(notebook) == 1 and capsys.readouterr() == ("", "")
+    monkeypatch.undo()
+    assert report().table() == expected
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_the_table_has_no_colours(variable, monkeypatch):
+    expected = report().table()
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "20")
+    assert report().table() == expected and "\x1b" not in expected
+
+
+def test_long_names_break_and_other_columns_end():
+    text = text_table(["layer", "n", "notes"], [["a" * 30, "1", "b"]], 20, left=["notes"])
+    assert max(map(len, text.splitlines())) <= 20 and text.count("a") == 30 + 1
+    assert html_table(["layer"], [["a" * 30]]).count("a" * 30) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "{", '{"dense": 1, "entries": [{"lam": 1}]}', '{"dense": 1, "entries": 3}']
+)
+def test_a_damaged_sweep_is_named(content, tmp_path):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(MoonshotError, match="sweep.json is damaged"):
+        SweepReport.load(tmp_path)
