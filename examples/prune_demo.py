@@ -8,8 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.evaluation.text import perplexity
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 
 DEMO = Path(__file__).parent / "demo_model"
 

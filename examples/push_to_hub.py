@@ -5,25 +5,27 @@ Usage: python examples/push_to_hub.py USER/NAME    (after `hf auth login`)
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.evaluation.text import Perplexity
 
 DEMO = Path(__file__).parent / "demo_model"
 
 
-def main(repo_id: str, num_samples: int = 128, **options) -> str:
+def main(repo_id: str, num_samples: int = 128, **options: Any) -> str:
     """The address of the commit; `options` are those of `push_to_hub`, such as a token."""
     config = MoonshotConfig(pattern="2:4", sequence_length=256, num_samples=num_samples)
     pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype="auto")
 
-    def measure() -> float:
-        return perplexity(pruner.model, pruner.tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
+    def measure() -> Perplexity:
+        return perplexity(pruner.model, pruner.tokenizer, str(DEMO / "heldout.txt"), sequence_length=256)
 
     before = measure()
     report = pruner.prune(str(DEMO / "calibration.txt"))
-    report.record_evaluation("heldout.txt", before, measure())
+    report.record(measure(), dense=before)
 
     address = pruner.push_to_hub(repo_id, format="packed", **{"private": True, **options})
     print(f"published {address}")
