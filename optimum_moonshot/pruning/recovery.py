@@ -26,7 +26,7 @@ from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
 from ..data.batches import Batch, shorten, split_batches
 from ..errors import require
-from ..model.calls import Call, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
+from ..model.calls import BlockCall, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import token_mask
 from ..model.presence import all_present
@@ -139,7 +139,7 @@ class Task:
     """What a block has to learn: its inputs and targets on every batch, in caches, and how both are compared."""
 
     module: nn.Module
-    calls: list[Call]
+    calls: list[BlockCall]
     inputs: list[Tensor]
     targets: list[Tensor]
     masks: list[Tensor | None]
