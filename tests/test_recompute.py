@@ -34,7 +34,7 @@ def masked(layer):
 
 
 def gather(model, batches, gradients=True, targets=None):
-    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its visit is over."""
+    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its step is over."""
     structure, storage = find_structure(model, targets), Storage(torch.device("cpu"))
     pruned = {layer.name: masked(layer) for layer in structure.layers()}
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
