@@ -166,7 +166,7 @@ def test_half_precision_models(dtype):
     assert prune(model, recompute=True).report.sparsity == 0.5 and model.dtype == dtype
 
 
-def test_small_memory_gives_the_same_statistics_in_more_visits():
+def test_small_memory_gives_the_same_statistics_in_more_passes():
     plenty, little = make("llama"), make("llama")
     reports = [prune(plenty, recompute=True).report, prune(little, recompute=True, max_memory=60_000).report]
     assert_close(little, plenty)
