@@ -95,16 +95,23 @@ def _solve_family(
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     return [
-        Solved(result, *_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
+        Solved(result, *weight_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
         for result in results
     ]
 
 
-def _losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
-    """Of the mask alone, and of the weight as the layer will hold it."""
+def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
+    """Relative losses of the mask alone, and of the weight as the layer will hold it.
+
+    Args:
+        objective: of the layer, or of some of its rows.
+        weight: [rows, d_in], as the solver gives it.
+        keep: bool [rows, d_in], True where a weight survives.
+        layer: whose dtype the weight will have.
+    """
     return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
 
 
-def _total(parts: Iterable[RelativeLoss]) -> RelativeLoss:
+def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:
     """The losses of a layer from those of its chunks."""
     return RelativeLoss(*map(sum, zip(*parts, strict=True)))

@@ -15,7 +15,7 @@ from ..objective.quadratic import Quadratic, RelativeLoss
 from ..objective.row_slices import split_range
 from ..solvers.base import Solver, finish
 from ..solvers.ranked import Ranking
-from .layer_solving import Solved, _losses, _total
+from .layer_solving import Solved, total_losses, weight_losses
 
 
 def chunk_rows(layer: PrunableLayer, plan: Plan, samples: int, room: int) -> list[slice]:
@@ -89,11 +89,11 @@ class RowChunks:
             found = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
             for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
                 weight[rows] = values.masked_fill_(~keep[rows], 0)
-                losses.append(_losses(objective, weight[rows], keep[rows], self.layer))
+                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer))
         return [
             Solved(
                 finish(whole, weight, keep, damping, solver.damping),
-                *map(_total, zip(*losses, strict=True)),
+                *map(total_losses, zip(*losses, strict=True)),
                 whole.scales.lam,
             )
             for weight, keep, losses in zip(weights, keeps, lost, strict=True)

@@ -40,7 +40,7 @@ class StatisticsSchedule:
 
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | RowChunks | None]]:
+    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | None"]]:
         """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
 
         Args:
@@ -50,41 +50,41 @@ class StatisticsSchedule:
         Raises:
             MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
         """
-        rest = self._together(layers)
+        rounds = self._rounds(layers)
         seen = False
-        while rest:
-            some = rest.pop(0)
-            chunks = self._chunks(some, step)
-            seen = chunks is None and not rest
+        while rounds:
+            together = rounds.pop(0)
+            chunks = self._chunks(together, step)
+            seen = chunks is None and not rounds
             if chunks is None:
-                yield from self._collected(some, step, {layer.name: self._plan(layer) for layer in some}, seen)
+                yield from self._collected(together, step, {layer.name: self._plan(layer) for layer in together}, seen)
             else:
-                yield some[0], chunks
+                yield together[0], chunks
         if not seen:
             step.skip()
 
-    def _together(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
-        """Layers whose statistics fit in half of what is left together: the other half is for the solver."""
-        found: list[list[PrunableLayer]] = []
+    def _rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
+        """Layers that one pass serves: their statistics fit in half of the memory that is left, half is for solving."""
+        rounds: list[list[PrunableLayer]] = []
         room = 0
         for layer in layers:
             size = self._bytes(layer)
-            if not found or size > room:
-                found.append([])
+            if not rounds or size > room:
+                rounds.append([])
                 room = self.storage.available() // 2
-            found[-1].append(layer)
+            rounds[-1].append(layer)
             room -= size
-        return found
+        return rounds
 
     def _collected(
-        self, layers: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
+        self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
     ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
-        """Pass the data once, and give each of these layers, which are taken from the list, its statistics."""
-        wanted = {layer.name for layer in layers if self.lams[layer.name] < 1}
-        with Observer(layers, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+        """Pass the data once, and give each of some layers its statistics."""
+        wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
+        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
             step.observe(observer, last)
-        while layers:
-            layer = layers.pop(0)
+        while together:
+            layer = together.pop(0)
             yield layer, observer.take(layer) if observer.reached(layer) else None
 
     def _plan(self, layer: PrunableLayer) -> Plan:
@@ -103,11 +103,11 @@ class StatisticsSchedule:
             total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
         return total
 
-    def _chunks(self, layers: list[PrunableLayer], step: Step) -> RowChunks | None:
+    def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
-        layer, room = layers[0], self.storage.available() // 2
+        layer, room = together[0], self.storage.available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(layers) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
+        if len(together) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
             return None
         rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
         if len(rows) == 1:
