@@ -12,13 +12,25 @@ class MoonshotError(ValueError):
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless `value` is a whole number of at least `least`."""
+    """Raise `MoonshotError` unless a field's value is a whole number.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+        least: it may have.
+    """
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(ok, f"{name}={value!r}: give a whole number of at least {least}")
 
 
 def check_number(name: str, value: Any, optional: bool = False) -> None:
-    """Raise `MoonshotError` unless `value` is a number, or None where that is optional."""
+    """Raise `MoonshotError` unless a field's value is a number, and not NaN.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+        optional: whether None will do.
+    """
     if value is None and optional:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
@@ -54,7 +66,12 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
 
 
 def check_path(name: str, value: Any) -> None:
-    """Raise `MoonshotError` unless `value` is a path, or something else in a string that is not empty."""
+    """Raise `MoonshotError` unless a field's value is a path, or something else in a string that is not empty.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+    """
     require(isinstance(value, str | os.PathLike) and value != "", f"{name}={value!r}: give a path")
 
 
@@ -75,7 +92,7 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Errors inside the block begin with the layer's name, also given as that of its weight."""
+    """Each `MoonshotError` inside begins with the layer's name, also given as that of its weight."""
     try:
         yield
     except MoonshotError as error:

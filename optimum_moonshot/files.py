@@ -35,8 +35,12 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
 
     Weights that lie in `directory` and are not among the new files are removed.
 
+    Args:
+        field: the argument that the folder came with, for messages.
+        directory: the folder, made if need be.
+
     Raises:
-        MoonshotError: the folder cannot be written, or the disk is full; it names the argument `field`.
+        MoonshotError: the folder cannot be written, or the disk is full.
     """
     check_path(field, directory)
     directory = Path(directory)
@@ -52,7 +56,12 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
 
 
 def replace_file(path: str | os.PathLike, content: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all.
+
+    Args:
+        path: of the file.
+        content: in UTF-8.
+    """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(content, encoding="utf-8")
@@ -96,7 +105,12 @@ def _move(staging: Path, directory: Path) -> None:
 
 @contextmanager
 def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into a `MoonshotError` that names the argument it came with."""
+    """Turn a full disk or a forbidden folder into a `MoonshotError`.
+
+    Args:
+        field: the argument that the path came with, for the message.
+        path: what is written to inside.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -78,6 +78,7 @@ def find_pruned(
     """The layers of a model that hold zeros to keep.
 
     Args:
+        model: any module.
         targets: regular expressions searched for in module names; the zeros of those layers are kept, however few.
             None is every Linear, Conv1D and Conv2d with 5% zeros or more that has something else too. PEFT's adapters
             are no layers of the model.
@@ -222,18 +223,32 @@ def clear(tensor: Tensor, keep: Tensor) -> None:
 
     As whole numbers: NaN, infinity and -0 become +0 too, and on a CPU torch takes a quarter of the work, since it turns
     bool into int quickly, and into float slowly.
+
+    Args:
+        tensor: of any shape, or sharded.
+        keep: bool, like this process's part of the tensor.
     """
     local = _local(tensor)
     local.view(INTEGERS[local.itemsize]).mul_(keep)
 
 
 def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
-    """`follows` for a layer, which may be sharded."""
+    """As `follows`, for a layer, which may be sharded.
+
+    Args:
+        layer: the layer.
+        pattern: as for `follows`.
+    """
     return follows(layer.as_matrix(_whole(layer.parameter)), pattern)
 
 
 def follows(matrix: Tensor, pattern: NM) -> bool:
-    """Whether at most n of every m consecutive inputs of a weight [d_out, d_in] are there."""
+    """Whether at most n of every m consecutive inputs are there; never where m does not divide d_in.
+
+    Args:
+        matrix: a weight, [d_out, d_in].
+        pattern: n:m.
+    """
     d_out, d_in = matrix.shape
     if not pattern.fits((d_out, d_in)):
         return False

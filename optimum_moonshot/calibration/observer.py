@@ -77,7 +77,13 @@ class Observer(AbstractContextManager):
         self.inputs.forget()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Announce a batch: samples `first` to `first + count`, and the mask [B, T] of its tokens, None for all."""
+        """Announce a batch.
+
+        Args:
+            first: the number of its first sample among all.
+            count: B, its samples.
+            mask: bool [B, T], True where a token counts; None where all do.
+        """
         self.count, self.mask = count, mask
         for sums in self.gradients.values():
             sums.begin(first, count)

@@ -2,12 +2,13 @@
 
 `BlockwisePasses` caches what enters every block during one forward pass of the model. Then
 
-* λ < 1: the head's backward pass gives the gradient of the last block's output, and the blocks are visited last to
-  first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
+* λ < 1: the head's backward pass gives the gradient of the last block's output, and the steps go from the last block to
+  the first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
   gradient that the block before needs. In all two forward passes and one backward pass, and no graph but one block's.
-* λ = 1: the blocks are visited first to last without any graph; each block's outputs replace its inputs in the cache.
+* λ = 1: the steps go from the first block to the last without any graph; each block's outputs replace its inputs in
+  the cache.
 
-The model stays dense until all of it was visited ("one-shot"), so the order does not change what is seen.
+The model stays dense until the last step is over ("one-shot"), so the order does not change what is seen.
 `FullModelPasses` runs the entire model for every step; it serves what is not a chain of blocks.
 """
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
 from ..model.calls import (
-    Call,
+    BlockCall,
     batch_size,
     first_tensor,
     join_hidden,
@@ -48,7 +49,12 @@ class Step(Protocol):
     layers: tuple[PrunableLayer, ...]
 
     def observe(self, observer: Observer, last: bool) -> None:
-        """Pass all data under the observer's hooks; with `last` the passes also move on."""
+        """Pass all data under the observer's hooks.
+
+        Args:
+            observer: entered; it is told every batch.
+            last: no other look follows here, so that the passes also move on to the next step.
+        """
 
     def skip(self) -> None:
         """Move on without another look."""
@@ -159,7 +165,7 @@ class BlockwisePasses:
     ):
         self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
         self.gradients, self.loss, self.storage = gradients, loss, storage
-        self.calls: list[list[Call | None]] = [[None] * len(batches) for _ in blocks]
+        self.calls: list[list[BlockCall | None]] = [[None] * len(batches) for _ in blocks]
         self.deltas: list[Tensor | None] = [None] * len(batches)
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
         wanted = [i for i, block in enumerate(blocks) if block.layers]
@@ -196,7 +202,7 @@ class BlockwisePasses:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             first = not self.gradients and i > self.lowest  # at λ = 1 the block before will give it
             cached = None if first else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
-            self.calls[i][index] = Call(*self._share(i, index, (args, kwargs)), cached)
+            self.calls[i][index] = BlockCall(*self._share(i, index, (args, kwargs)), cached)
             if not self.gradients and i == self.highest:
                 raise _Stop
 
@@ -234,7 +240,13 @@ class BlockwisePasses:
         return tree_map_only(Tensor, lambda t: next((k for k in known if k is t or _same(k, t)), t), arguments)
 
     def run(self, i: int, observer: Observer, last: bool) -> None:
-        """Pass all data through block `i` under the observer's hooks; with `last`, on to the next block as well."""
+        """Pass all data through one block under the observer's hooks.
+
+        Args:
+            i: its number in the chain.
+            observer: entered; it is told every batch.
+            last: on to the next block as well: its inputs, or the gradients of the one before, replace this one's.
+        """
         block, first = self.blocks[i].module, 0
         for index, batch in enumerate(self.batches):
             count, mask = batch_size(batch), token_mask(batch)

@@ -122,7 +122,16 @@ class Facts:
 
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
-        """From a pruned transformers model."""
+        """From a pruned transformers model.
+
+        Args:
+            model: with its record.
+            name: of the repository, or of the folder.
+            format: "dense" or "packed".
+
+        Raises:
+            MoonshotError: the model is not pruned, or its record is damaged.
+        """
         base = find_base(getattr(model, "name_or_path", ""))
         lam = PruningRecord.require_of(model).lam
         return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
@@ -131,7 +140,10 @@ class Facts:
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
         """From the card in the folder of a pruned model; None where there is none of ours, or it was changed too much.
 
-        Without a name, the model has the one that the card's first heading says.
+        Args:
+            folder: of the model.
+            name: that the model has now; None is the one that the card's first heading says.
+            format: "dense" or "packed", that the model has now.
         """
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
@@ -146,13 +158,25 @@ class Facts:
 
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """README.md and the picture it shows, in a folder."""
+    """README.md and the picture it shows, in a folder.
+
+    Args:
+        folder: that exists.
+        report: of the run.
+        facts: of the model.
+    """
     save_plot(report, folder)
     render(report, facts).save(folder / "README.md")
 
 
 def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """The measurements anew in a folder's card; all else in it, which may have been written since, stays."""
+    """The measurements anew in a folder's card; all else in it, which may have been written since, stays.
+
+    Args:
+        folder: with a card of this package.
+        report: with the measurements.
+        facts: of the model.
+    """
     card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
     card.data.eval_results, card.data.model_name = fresh.data.eval_results, facts.name
     section = _EVALUATION.search(fresh.text)[0]
@@ -166,7 +190,12 @@ def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
 
 
 def render(report: PruneReport, facts: Facts) -> ModelCard:
-    """The card, with valid YAML on top."""
+    """The card, with valid YAML on top.
+
+    Args:
+        report: of the run.
+        facts: of the model.
+    """
     config, base = report.config, facts.base
     skipped = list(report.skipped.items())
     more = [(f"{len(skipped) - 20} more", "see the report")] if len(skipped) > 20 else []

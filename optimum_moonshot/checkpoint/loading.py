@@ -98,6 +98,10 @@ def _check_options(name_or_path: str | os.PathLike, options: dict[str, Any]) -> 
 def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
     """The folder of a checkpoint; a Hub repository is downloaded.
 
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        hub: options of the download: `revision`, `token`, `cache_dir`, `local_files_only`.
+
     Raises:
         MoonshotError: neither a folder nor a repository that can be read.
     """

@@ -140,7 +140,12 @@ def unpack_files(source: Path, target: Path) -> None:
 
 
 def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
-    """What a pruned weight takes in a packed checkpoint, where it stays dense if that is smaller."""
+    """Bytes of a pruned weight in a packed checkpoint, where it stays dense if that is smaller.
+
+    Args:
+        tensor: the dense weight, of the layer's `shape`.
+        layer: what is known of it.
+    """
     return layer.stored_bytes(tensor)
 
 

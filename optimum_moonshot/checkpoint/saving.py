@@ -36,6 +36,10 @@ def save_model(
     Of a plain module, the weights go to model.safetensors, and there is no card.
 
     Args:
+        model: pruned, with its record.
+        processors: tokenizer and image processor; None among them is left out.
+        report: of the run.
+        directory: the folder, made if need be.
         format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
         name: of the model in its card; None is the folder's.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
@@ -61,7 +65,13 @@ def save_model(
 
 
 def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:
-    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any."""
+    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any.
+
+    Args:
+        model: to be saved.
+        format: "dense" or "packed".
+        options: for its `save_pretrained`.
+    """
     check_format(format)
     plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
     require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
@@ -138,7 +148,11 @@ def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None =
 
 
 def saved_report(folder: Path) -> PruneReport:
-    """The report that lies beside a saved model."""
+    """The report that lies beside a saved model.
+
+    Raises:
+        MoonshotError: there is none, or it is damaged.
+    """
     found = (folder / REPORT_NAME).is_file()
     require(found, f"{folder} holds no {REPORT_NAME}: give the folder of a model that this package pruned and saved")
     return PruneReport.load(folder)

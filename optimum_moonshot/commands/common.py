@@ -135,7 +135,11 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``."""
+    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``.
+
+    Raises:
+        UsageError: one that cannot be imported.
+    """
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -196,7 +200,11 @@ def make_config(args: argparse.Namespace):
 
 
 def read_allocation(given: str) -> str | dict:
-    """One of the methods, or what a JSON file says."""
+    """One of the methods, or what a JSON file says.
+
+    Raises:
+        UsageError: neither of both.
+    """
     from ..objective.allocation_rules import METHODS
 
     if given in METHODS:
@@ -335,7 +343,15 @@ def _line(error: BaseException) -> str:
 
 
 def guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1."""
+    """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1.
+
+    Args:
+        work: a command.
+        args: its options.
+
+    Raises:
+        SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
+    """
     try:
         work(args)
         return

@@ -69,7 +69,12 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: measure, print, and write each result as soon as it is known."""
+    """`moonshot eval`: measure, print, and write each result as soon as it is known.
+
+    Raises:
+        UsageError: options that make no sense, before anything is loaded.
+        MoonshotError: a model or data that cannot be loaded or measured.
+    """
     device = find_device(args.device)
     _check_options(args)
     from ..evaluation.report import EvalReport

@@ -71,7 +71,12 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prune(args: argparse.Namespace) -> None:
-    """`moonshot prune`: load, measure, prune, measure, save, report."""
+    """`moonshot prune`: load, measure, prune, measure, save, report.
+
+    Raises:
+        UsageError: options that make no sense, before the model is loaded.
+        MoonshotError: a model or data that cannot be loaded, pruned or saved.
+    """
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
@@ -119,7 +124,12 @@ def _compact(pruner) -> str:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: the same weights in the other format."""
+    """`moonshot convert`: the same weights in the other format.
+
+    Raises:
+        UsageError: a model that is no folder, or an output that cannot be.
+        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+    """
     expect(Path(args.model).is_dir(), f"{args.model}: not a folder")
     args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
     output_folder(args)

@@ -65,7 +65,12 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
+    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots.
+
+    Raises:
+        UsageError: options that make no sense, before the model is loaded.
+        MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
+    """
     started = time.perf_counter()
     import_modules(args.imports)
     needed = any(":" not in pattern for pattern in args.patterns)

@@ -50,7 +50,11 @@ class ImageSource:
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """A source of images; None where `source` holds model inputs instead.
+    """A source of images; None where it holds model inputs instead.
+
+    Args:
+        source: a folder, a .parquet file, the name of a data set on the Hub, a `datasets` object, or model inputs.
+        splits: of a data set with several, in order of preference.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
@@ -84,7 +88,16 @@ def load_images(
     seed: int,
     labels: bool,
 ) -> CalibrationData:
-    """Exactly `num_samples` random images, in batches of `pixel_values` and, if wanted, `labels`.
+    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and, if wanted, `labels` [B].
+
+    Args:
+        source: of `open_images`.
+        model: whose classes and channels decide.
+        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
+        num_samples: images to draw, each once.
+        batch_size: images of a batch, at most.
+        seed: of the draw.
+        labels: whether each image's class is wanted too.
 
     Raises:
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
@@ -114,7 +127,14 @@ def image_batches(
     """All images of a source in order, in batches of what the processor makes of them.
 
     Args:
+        source: of `open_images`.
+        model: whose number of channels decides.
+        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
         numbers: from a row's label to the model's class; None leaves labels out.
+        batch_size: images of a batch, at most.
+
+    Raises:
+        MoonshotError: no processor, an image that cannot be processed, or a label that is no class.
     """
     require(
         processor is not None,
@@ -137,7 +157,12 @@ def image_batches(
 def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any], int], str | None]:
     """A function from a row's label to the model's class, and a note where their names do not agree.
 
-    Names that are numbers stand for themselves: sorted as text, "10" would come before "2".
+    Names that are numbers stand for themselves: sorted as text, "10" would come before "2". The function raises
+    `MoonshotError` for a label that is no class.
+
+    Args:
+        source: of `open_images`, with labels.
+        model: whose `label2id` and `num_labels` decide.
 
     Raises:
         MoonshotError: no labels, or more classes than the model has.

@@ -110,6 +110,7 @@ def load_calibration(
             list of strings; a `datasets.Dataset` or `IterableDataset`; or an iterable of model inputs, dictionaries of
             tensors with a batch dimension, or pairs of inputs and labels.
         tokenizer: a Hugging Face tokenizer; may be None for model inputs.
+        num_samples: how many.
         sequence_length: tokens of a window; None is the model's longest, at most 2048. Model inputs keep their length.
         batch_size: samples of a batch, at most. Batches of model inputs are split but never joined.
         seed: of every random choice.
@@ -181,7 +182,11 @@ def short_name(source: str) -> str:
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
-    """Tokens of a window: `sequence_length`, or else the model's longest sequence, at most 2048.
+    """Tokens of a window.
+
+    Args:
+        sequence_length: what was asked for; None is the model's longest, at most 2048.
+        max_positions: the model's longest sequence in tokens; None where it has no limit.
 
     Raises:
         MoonshotError: a length below 2, or one that the model has no positions for.
@@ -195,7 +200,12 @@ def window_length(sequence_length: int | None, max_positions: int | None) -> int
 
 
 def tokenize(tokenizer: Any, text: str | list[str]) -> Any:
-    """Token ids of a text, or of each of a list; without the tokenizer's warning that a text is long."""
+    """Token ids of a text, or of each of a list; without the tokenizer's warning that a text is long.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        text: one, or a list of them.
+    """
     return tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"]
 
 
@@ -218,7 +228,11 @@ class _Inputs:
 
 
 def open_source(source: Any) -> _Texts | _Inputs:
-    """Which kind of source this is; nothing is downloaded yet, nor read beyond a first row."""
+    """Which kind of source this is; nothing is downloaded yet, nor read beyond a first row.
+
+    Raises:
+        MoonshotError: data that does not exist, cannot be read, or is of no known kind.
+    """
     if isinstance(source, str) and source in CORPORA:
         corpus = CORPORA[source]
         joiner = corpus.joiner if corpus.running else None
@@ -401,7 +415,11 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
 
 
 def input_batches(source: Any) -> Iterator[Batch]:
-    """All batches of model inputs of a source, as they come; text is an error."""
+    """All batches of model inputs of a source, as they come.
+
+    Raises:
+        MoonshotError: text, or data that cannot be read.
+    """
     opened = open_source(source)
     require(isinstance(opened, _Inputs), f"{describe(source)}: text, where model inputs are needed")
     return opened.batches()

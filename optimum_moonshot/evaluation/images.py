@@ -49,6 +49,7 @@ def accuracy(
         batch_size: images that pass through the model at a time; model inputs come as they are.
         max_images: the first so many images at most; None is all.
         forward: (model, inputs) → output, in place of a plain call.
+        progress: show a bar of the images.
 
     Raises:
         MoonshotError: data that cannot be read or has no labels, or a model that gives no class logits, or NaN.

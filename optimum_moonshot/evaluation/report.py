@@ -77,7 +77,12 @@ class EvalReport:
         )
 
     def save(self, path: str | os.PathLike, **more: Any) -> None:
-        """Write JSON, with `more` entries."""
+        """Write JSON.
+
+        Args:
+            path: of the file.
+            more: further entries, as JSON types.
+        """
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
 

@@ -58,6 +58,7 @@ def perplexity(
         sequence_length: tokens of a window; None is the model's longest, at most 2048.
         batch_size: windows that pass through the model at a time.
         max_windows: the first so many windows at most; None is all, and 256 for "c4".
+        progress: show a bar of the windows.
 
     Raises:
         MoonshotError: data that cannot be read or is shorter than a window, or a model that gives no logits, or NaN.

@@ -30,7 +30,13 @@ METRIC = "acc,none"
 
 
 def share_won(ours: Mapping[str, float], baseline: Mapping[str, float], tasks: Iterable[str]) -> float:
-    """Share of the tasks where `ours` is above the baseline; a tie counts half."""
+    """Share of the tasks, in [0, 1], where one model is above another; a tie counts half.
+
+    Args:
+        ours: accuracy by task, of the model that may win.
+        baseline: that of the other.
+        tasks: which count; both have been measured on all of them.
+    """
     pairs = [(ours[task], baseline[task]) for task in tasks]
     return statistics.mean(1.0 if mine > other else 0.5 if mine == other else 0.0 for mine, other in pairs)
 
@@ -60,7 +66,13 @@ class ZeroShot:
         return share_won(self.accuracy, baseline.accuracy, self.accuracy)
 
     def check_comparable(self, tasks: Sequence[str], num_fewshot: int, limit: int | None) -> None:
-        """Raise `MoonshotError` unless this is of these tasks, measured in this way."""
+        """Raise `MoonshotError` unless this was measured as another result was.
+
+        Args:
+            tasks: names, in any order.
+            num_fewshot: solved examples before each question.
+            limit: documents per task; None is all.
+        """
         mine, other = sorted(self.accuracy), sorted(tasks)
         require(mine == other, f"baseline: one is of the tasks {', '.join(mine)}, the other of {', '.join(other)}")
         for field, value in (("num_fewshot", num_fewshot), ("limit", limit)):
@@ -82,6 +94,11 @@ class ZeroShot:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ZeroShot:
+        """From what `to_dict` gave.
+
+        Raises:
+            MoonshotError: a field is missing.
+        """
         fields = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(fields - set(values))
         require(not missing, f"baseline: no zero-shot result, it lacks {', '.join(missing)}")
@@ -89,7 +106,11 @@ class ZeroShot:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ZeroShot:
-        """Read a JSON file that `to_dict` was written to, alone or under "zero_shot"."""
+        """Read a JSON file that `to_dict` was written to, alone or under "zero_shot".
+
+        Raises:
+            MoonshotError: a file that cannot be read, or holds something else.
+        """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -24,6 +24,9 @@ class Distillation:
         teacher: a model with the same vocabulary; it runs in evaluation mode, without gradients.
         temperature: T > 0.
         weight: in [0, 1], the teacher's share.
+
+    Raises:
+        MoonshotError: a teacher that is no module, or a number out of range.
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
@@ -36,13 +39,18 @@ class Distillation:
         self._handle = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student; the teacher moves to its device."""
+        """Hook a student; the teacher moves to its device.
+
+        Raises:
+            MoonshotError: the student is the teacher.
+        """
         require(self.teacher is not student, "teacher: it is the model that trains; give the dense model, a copy")
         self.detach()
         self.teacher.to(model_device(student))
         self._handle = student.register_forward_hook(self._mix, with_kwargs=True)
 
     def detach(self) -> None:
+        """Remove the hook, if there is one."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -67,7 +75,16 @@ class Distillation:
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """T² · Σ KL over the labelled positions of logits [..., V]."""
+        """T² · Σ KL over the labelled positions.
+
+        Args:
+            student: logits, [..., V].
+            teacher: logits of the same shape, on the same device.
+            labels: [...], -100 where there is none.
+
+        Raises:
+            MoonshotError: logits of different shapes.
+        """
         require(
             student.shape == teacher.shape,
             f"teacher: its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}: "

@@ -210,12 +210,33 @@ class MoonshotCallback(TrainerCallback):
 
 
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
-    """The layers that a pruning by this configuration covers."""
+    """The layers that a pruning by this configuration covers.
+
+    Args:
+        model: any module.
+        config: which layers, and by which patterns.
+
+    Raises:
+        MoonshotError: nothing is chosen, or the pattern fits no layer.
+    """
     return select(model, config).layers
 
 
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
-    """Step → sparsity of every pruning; None is the configuration's own."""
+    """Step → sparsity of every pruning; None is the configuration's own.
+
+    Args:
+        config: with the sparsity s of the last one.
+        begin: the step before which the first one comes, from 0.
+        end: that of the last one; None for one alone.
+        every: steps between prunings; None for one alone.
+
+    Returns:
+        s·(1 - (1 - j/n)³) at the j-th of n (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
+
+    Raises:
+        MoonshotError: steps that are no whole numbers or in no order, or a pattern or allocation that has no schedule.
+    """
     check_whole("begin_step", begin, 0)
     if end is None:
         require(every is None, f"every={every}: it needs end_step, the step of the last pruning")
@@ -238,7 +259,12 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
-    """The n:m patterns that layers of a model were pruned to, short groups first; none where nothing says which."""
+    """The n:m patterns that layers of a model were pruned to, the smallest m first; none where nothing says which.
+
+    Args:
+        config: by which they were, or are, pruned; None is the record of the model.
+        model: any module.
+    """
     told = PruningRecord.of(model) if config is None else config
     return [] if told is None else told.nm_patterns()
 
@@ -254,7 +280,12 @@ def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, 
 
 
 def stated(patterns: dict[str, NM], layers: int) -> str:
-    """How many layers have which pattern, as the end of a sentence."""
+    """How many layers have which pattern, as the end of a sentence.
+
+    Args:
+        patterns: layer → its pattern, as far as it has one.
+        layers: how many there are.
+    """
     counts = Counter(str(pattern) for pattern in patterns.values())
     if list(counts.values()) == [layers]:
         return f"; every layer is {next(iter(counts))}"
@@ -289,7 +320,13 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
 
 
 def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random samples of a data loader's data set through its collator; the loader itself is not touched."""
+    """Random samples of a data loader's data set through its collator; the loader itself is not touched.
+
+    Args:
+        dataloader: of torch; its data set may be a stream, which is then read from its start.
+        size: samples of a batch.
+        seed: of the order.
+    """
     dataset, examples = dataloader.dataset, None
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -304,7 +341,12 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
 
 
 def collated(collate: Callable[[list], Any], samples: list) -> list[dict[str, Any]]:
-    """Samples as batches: one, or one each where the collator lays them end to end in one row."""
+    """Samples as batches: one, or one each where the collator lays them end to end in one row.
+
+    Args:
+        collate: from a list of samples to a batch.
+        samples: of one batch.
+    """
     batch = dict(collate(samples))
     if FLATTENED.isdisjoint(batch):
         return [batch]

@@ -54,7 +54,12 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
 
 class MoonshotQuantizer(HfQuantizer):
-    """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model."""
+    """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model.
+
+    Args:
+        quantization_config: what config.json has, or what the caller of `from_pretrained` gave.
+        kwargs: of transformers.
+    """
 
     requires_calibration = False
 

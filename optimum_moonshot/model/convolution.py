@@ -54,7 +54,13 @@ def _pad(conv: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def strip_of(delta: Tensor, rows: slice, groups: int) -> Tensor:
-    """The output gradients [B, d_out, H', W'] of a strip, laid out like its patches: [B, groups, T, d_out/groups]."""
+    """The output gradients of a strip, laid out like its patches: [B, groups, T, d_out/groups].
+
+    Args:
+        delta: ∂ℓ/∂y of all output rows, [B, d_out, H', W'].
+        rows: output rows of the strip.
+        groups: of the convolution.
+    """
     return delta[:, :, rows].flatten(2).unflatten(1, (groups, -1)).mT
 
 

@@ -66,7 +66,12 @@ def takes_images(model: nn.Module) -> bool:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
-    """A model's tokenizer; None where there is none, as for image models: text calibration then says so."""
+    """A model's tokenizer; None where there is none, as for image models: text calibration then says so.
+
+    Args:
+        name_or_path: of the model, a folder or a Hub repository.
+        options: for `AutoTokenizer`, such as `trust_remote_code`.
+    """
     try:
         return AutoTokenizer.from_pretrained(name_or_path, **options)
     except (OSError, ValueError, KeyError):
@@ -74,7 +79,13 @@ def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
 
 
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:
-    """The image processor that lies beside an image model; None for other models, or where there is none."""
+    """The image processor that lies beside an image model; None for other models, or where there is none.
+
+    Args:
+        model: which says whether it takes images.
+        name_or_path: where it was loaded from, a folder or a Hub repository.
+        options: for `AutoImageProcessor`, such as `trust_remote_code`.
+    """
     if not takes_images(model):
         return None
     try:

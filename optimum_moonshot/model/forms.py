@@ -114,7 +114,7 @@ class Form(ABC):
         """Which tokens of a call count, laid out as the call's inputs; None where all do.
 
         Args:
-            inputs: what the module read.
+            inputs: what the module read: [samples, tokens, in], or whatever its kind takes.
             mask: bool [samples, tokens] of the batch, None where every token counts.
 
         Raises:
@@ -132,7 +132,9 @@ class Form(ABC):
 
     @abstractmethod
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
-        """The inputs and output gradients of every sample, in pieces; gradients of padding are 0.
+        """The inputs [samples, groups, tokens, in] and output gradients [samples, groups, tokens, out], in pieces.
+
+        Gradients of padding are 0.
 
         Args:
             inputs: what the module read.

@@ -38,6 +38,10 @@ def is_causal(model: nn.Module) -> bool:
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 where nothing is predicted.
 
+    Args:
+        model: whose own input a causal language model predicts, one position ahead.
+        batch: its inputs, with `labels` ([B] or [B, T]) or, if it is causal, `input_ids` ([B, T]).
+
     Raises:
         MoonshotError: the model is not a causal language model and the data has no labels.
     """
@@ -61,6 +65,7 @@ def loss_gradient(
     """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
     Args:
+        model: which gave the output.
         output: what the model returned, with `logits`.
         batch: the model's inputs, with `labels` where the model does not predict its own input.
         loss: a function (output, batch) → [B] losses to use instead.
@@ -105,6 +110,10 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def logits_of(model: nn.Module, output: Any) -> Tensor:
     """The logits in what a model returned.
 
+    Args:
+        model: named in the error.
+        output: a tensor, or what has some as `logits`.
+
     Raises:
         MoonshotError: there are none.
     """
@@ -117,7 +126,15 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
 
 
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels as whole numbers, one for each row of logits; a clear error where they are none."""
+    """Labels as int64, one for each row of logits.
+
+    Args:
+        labels: [B] or [B, T]; -100 where nothing is predicted.
+        logits: [B, classes] or [B, T, classes].
+
+    Raises:
+        MoonshotError: labels that are no whole numbers, of another shape, or no class of the model.
+    """
     own = "or pass a loss of your own"
     require(not labels.is_floating_point(), f"labels of {labels.dtype}: give whole class numbers, {own}")
     fits = labels.shape == logits.shape[:-1]
@@ -134,12 +151,24 @@ MASKED_SHARE = 0.15
 
 
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the model predicts masked tokens and the data does not say which."""
+    """Whether the model predicts masked tokens and the data does not say which.
+
+    Args:
+        model: by the name of its class.
+        batch: its inputs, [B, T] each.
+    """
     return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
 
 
 def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer, seed: int) -> list[dict[str, Tensor]]:
     """Mask 15% of each sample's tokens (at least one), and give those as labels, as in BERT's training.
+
+    (Devlin et al., arXiv 1810.04805, section 3.1, of whose three ways to hide a token the mask is the only one here.)
+
+    Args:
+        batches: with `input_ids`, [B, T] each; they stay as they are.
+        tokenizer: which has a mask token.
+        seed: of the choice of tokens.
 
     Raises:
         MoonshotError: the tokenizer has no mask token.

@@ -1,4 +1,4 @@
-"""Where a block's weights are: in the model all the time, or there for the time of a visit alone.
+"""Where a block's weights are: in the model all the time, or there for the time of a step alone.
 
 Whoever reads a block's weights, or runs the block, does it under ``with block.present():``. What that brings and takes
 away is a matter of the block's `Weights`. So a model's blocks may lie on disk, in host memory or on another device, and

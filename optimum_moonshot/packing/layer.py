@@ -100,7 +100,7 @@ class PackedLayer:
         return {names[suffix]: part for suffix, part in self.codec.pack(self._as_matrix(tensor), self.nm).items()}
 
     def check(self, weight: str, tensors: Mapping[str, Tensor]) -> None:
-        """Whether the packed tensors are what this says of them: all there, in shape, dtype and pattern.
+        """Raise `MoonshotError` unless the packed tensors are all there and of this `shape`, dtype and pattern.
 
         Args:
             weight: the weight's name.
@@ -128,6 +128,9 @@ class PackedLayer:
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
         """The packed tensors of a weight as its codec takes them, by their suffixes.
+
+        Args:
+            weight, tensors: as for `unpack`.
 
         Raises:
             MoonshotError: one is missing.

@@ -26,10 +26,20 @@ class ChunkedStatistics(Protocol):
     """Statistics of a layer that do not fit in memory whole: `RowChunks`."""
 
     def statistics(self, column_block: int | None) -> LayerStatistics:
-        """Those of the layer, without gradients."""
+        """Those of the whole layer, without gradients; with the totals that stand for them."""
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
-        """As `solve_layer`, for the patterns of one elimination."""
+        """As `solve_layer`, for the patterns of one elimination.
+
+        Args:
+            solver: which ranks removals.
+            patterns: all unstructured, or one of another kind.
+            lam: λ in [0, 1).
+            column_block: inputs of a column block of the solver's quadratic; None is all.
+
+        Raises:
+            FactorizationError: the layer's quadratic stays singular at the largest damping.
+        """
 
 
 Statistics = LayerStatistics | ChunkedStatistics
@@ -43,6 +53,16 @@ def solve_layer(
     lam: float,
 ) -> list[Solved]:
     """Prune a layer by several patterns; those that one elimination serves have it together.
+
+    Args:
+        solver: by which algorithm.
+        layer: at its dense weight.
+        patterns: each of which the solver takes, and the layer's shape fits.
+        statistics: of the layer; consistent with the dense weight, and with gradients where λ < 1.
+        lam: λ in [0, 1].
+
+    Returns:
+        A result for every pattern, in their order.
 
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.

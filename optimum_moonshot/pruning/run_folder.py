@@ -35,6 +35,9 @@ class RunFolder:
     Args:
         path: the folder, made if need be; a link to one or a mount point will do.
         field: the argument that it came with, for messages.
+
+    Raises:
+        MoonshotError: it is no path.
     """
 
     def __init__(self, path: str | os.PathLike, field: str):
@@ -90,7 +93,7 @@ class RunFolder:
         Args:
             kind: `LAYERS` or `RECOVERED`.
             name: of the layer or block.
-            tensors: contiguous, in host memory.
+            tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
 
         Raises:

@@ -41,7 +41,15 @@ class StatisticsSchedule:
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
     ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | None"]]:
-        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it."""
+        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
+
+        Args:
+            step: as the passes give it; it is observed once or several times, or skipped.
+            layers: some of the step's.
+
+        Raises:
+            MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
+        """
         rounds = self._rounds(layers)
         seen = False
         while rounds:

@@ -41,7 +41,12 @@ class Selection:
         return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
 
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
-        """The same layers and patterns by a configuration that differs in λ alone."""
+        """The same layers and patterns at another λ.
+
+        Args:
+            config: which differs from this one's in λ alone.
+            model: whose default λ holds where it names none.
+        """
         return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
 
 

@@ -58,7 +58,12 @@ class Variant:
         return layer not in self.store and layer.name not in self.skipped
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Leave a layer dense; the report says why."""
+        """Leave a layer dense; the report says why.
+
+        Args:
+            layer: that it lacks.
+            reason: as the end of "left dense: LAYER (…)".
+        """
         self.skipped[layer.name] = reason
 
     @property
@@ -75,7 +80,12 @@ class Variant:
         return self.store.weight(layer)
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result."""
+        """Keep a layer's result; as `ResultStore.put`, and the time it took is added up.
+
+        Args:
+            report: which names the layer.
+            weight: the pruned weight, [d_out, d_in], on any device.
+        """
         self.solving += report.seconds
         self.store.put(report, weight)
 

@@ -76,12 +76,12 @@ class PruningRecord:
 
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Expressions for the modules that were to be pruned."""
+        """Expressions for the modules that were to be pruned; a damaged field is a `MoonshotError`."""
         return check_expressions("targets", self._setting("targets"))
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Expressions for the modules that were to stay dense."""
+        """Expressions for the modules that were to stay dense; a damaged field is a `MoonshotError`."""
         return check_expressions("ignore", self._setting("ignore"))
 
     @property

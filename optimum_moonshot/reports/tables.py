@@ -39,8 +39,9 @@ def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), le
     """A table with lines of text below it, both cut in their middle where they are long.
 
     Args:
-        headers, rows, left: as for `text_table`.
+        headers, rows: as for `text_table`.
         lines: text, a paragraph each.
+        left: as for `text_table`.
     """
     shift = [number for number, header in enumerate(headers) if number == 0 or header in left]
     parts = ['<div><table style="text-align:right">', "<thead>", _row(headers, shift, "th"), "</thead>", "<tbody>"]

@@ -45,6 +45,10 @@ class OSSCAR(Solver):
     def solve(self, objective: Quadratic, pattern: Structured) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
+        Args:
+            objective: of the whole layer.
+            pattern: how many columns go together, and the share of them to remove.
+
         Raises:
             FactorizationError: none up to 1 sufficed.
         """

@@ -54,6 +54,10 @@ class SparseGPT(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
+        Args:
+            objective: of the whole layer.
+            pattern: unstructured or n:m.
+
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
@@ -106,6 +110,9 @@ class Factors(Protocol):
     def enter(self, weight: Tensor, columns: slice) -> Tensor:
         """Bring the columns' weights up to date with those before them, in place.
 
+        Args:
+            weight, columns: as said above.
+
         Returns:
             C_jj of the columns, [r or 1, columns].
         """
@@ -128,6 +135,9 @@ class Factors(Protocol):
         Args:
             weight, columns: as said above.
             errors: [r, columns].
+
+        Raises:
+            FactorizationError: after the last columns, a factor that did not exist.
         """
 
 
@@ -186,7 +196,16 @@ class SharedFactor:
 
 
 class RowFactors:
-    """C_k as matrices, [r, d_in, d_in] in float32: for few inputs."""
+    """C_k as matrices, [r, d_in, d_in] in float32: for few inputs.
+
+    Args:
+        objective: of the whole layer.
+        ridge: what is added to the diagonal of every F_k.
+        rows: r of the layer's.
+
+    Raises:
+        FactorizationError: a matrix is not positive definite with it.
+    """
 
     def __init__(self, objective: Quadratic, ridge: float, rows: slice):
         device, d_in = objective.weight.device, objective.weight.shape[1]
@@ -224,6 +243,15 @@ class LowRankFactors:
     What E loses to cancellation grows with the condition of I + ZᵀZ, whose smallest eigenvalue is at least 1 and whose
     largest its Frobenius norm bounds. Slices below `SINGLE_CONDITION` therefore keep P, R and Q in float32 without loss
     (λ = 0.9 has conditions of 2 to 60 on trained layers), and the others, mostly of small λ, in float64.
+
+    Args:
+        objective: of the whole layer.
+        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64.
+        rows: r of the layer's.
+        widths: of comparison groups and column blocks.
+
+    Raises:
+        FactorizationError: (by the last `leave`) a state was not positive definite.
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
