@@ -30,7 +30,7 @@ _PREFIX, _CONFIG = ".saving-", "config.json"
 
 
 @contextmanager
-def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
+def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
 
     Weights that lie in `directory` and are not among the new files are removed.
@@ -55,7 +55,7 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
             _move(Path(staging), directory)
 
 
-def replace_file(path: str | os.PathLike, content: str) -> None:
+def replace_file(path: str | os.PathLike[str], content: str) -> None:
     """Write a text file whole or not at all.
 
     Args:
@@ -81,7 +81,7 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: str | os.PathLike) -> Iterator[None]:
+def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +104,7 @@ def _move(staging: Path, directory: Path) -> None:
 
 
 @contextmanager
-def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
+def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn a full disk or a forbidden folder into a `MoonshotError`.
 
     Args:

@@ -4,7 +4,7 @@ A model may have several: an encoder and a decoder, a vision tower and a text mo
 the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ..data.batches import Batch
 from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block
-from ..model.losses import loss_gradient
+from ..model.losses import Loss, loss_gradient
 
 
 class Chains(NamedTuple):
@@ -26,7 +26,7 @@ class Chains(NamedTuple):
 
 
 def find_chains(
-    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Callable | None
+    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
 ) -> Chains:
     """The longest chains: of all blocks, else of the blocks of one list.
 
@@ -76,7 +76,7 @@ def _stacks(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
     yield from map(tuple, lists.values())
 
 
-def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Callable | None) -> bool:
+def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None) -> bool:
     """Whether block-by-block passes see what the whole model sees, tried on one small sample.
 
     Each block must be called once, read the output of the one before, and give the same output and the same input
@@ -87,7 +87,7 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     """
     calls, outputs, order = {}, {}, []
 
-    def enter(i: int, args: tuple, kwargs: dict[str, Any]):
+    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
         hidden, rest, named = split_hidden(args, kwargs)
         order.append(i)
         if gradients and len(order) == 1:

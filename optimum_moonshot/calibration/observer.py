@@ -22,7 +22,7 @@ from .statistic import GradientStatistic, InputStatistic
 from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall
 
 
-class Observer(AbstractContextManager):
+class Observer(AbstractContextManager["Observer"]):
     """Hooks on layers, removed on exit, whatever happens.
 
     The caller announces every batch by `begin`, runs the model (and a backward pass, where `gradients` is not empty)

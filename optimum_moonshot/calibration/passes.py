@@ -33,7 +33,7 @@ from ..model.calls import (
     without_caches,
 )
 from ..model.layers import Block, PrunableLayer
-from ..model.losses import loss_gradient, token_mask
+from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from .memory import Storage
 from .observer import Observer
@@ -95,7 +95,7 @@ class FullModelPasses:
         blocks: Sequence[Block],
         batches: list[Batch],
         gradients: bool,
-        loss: Callable | None,
+        loss: Loss | None,
     ):
         self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
@@ -159,7 +159,7 @@ class BlockwisePasses:
         blocks: tuple[Block, ...],
         batches: list[Batch],
         gradients: bool,
-        loss: Callable | None,
+        loss: Loss | None,
         storage: Storage,
         around: Sequence[Block] = (),
     ):
@@ -198,7 +198,7 @@ class BlockwisePasses:
         batch = to_device(batch, model_device(self.model))
         tail: list[Tensor] = []
 
-        def keep(i: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        def keep(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             first = not self.gradients and i > self.lowest  # at λ = 1 the block before will give it
             cached = None if first else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
@@ -206,7 +206,7 @@ class BlockwisePasses:
             if not self.gradients and i == self.highest:
                 raise _Stop
 
-        def cut(_: nn.Module, args: tuple, output: Any) -> Any:
+        def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             hidden = first_tensor(output).detach().requires_grad_(True)
             tail.append(hidden)
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
@@ -231,7 +231,7 @@ class BlockwisePasses:
             for handle in handles:
                 handle.remove()
 
-    def _share(self, i: int, index: int, arguments: tuple) -> tuple:
+    def _share(self, i: int, index: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
         if index == 0:
             return arguments

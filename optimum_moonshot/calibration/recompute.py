@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ..data.batches import Batch
 from ..model.calls import (
@@ -36,7 +37,7 @@ from ..model.calls import (
     to_device,
 )
 from ..model.layers import Block, PrunableLayer, Structure
-from ..model.losses import loss_gradient, token_mask
+from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from ..progress import progress_bar
 from .chains import is_chain
@@ -73,7 +74,7 @@ def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[
 
 
 @contextmanager
-def calling(module: nn.Module, forward: Callable) -> Iterator[None]:
+def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """The module's `forward` is another one; hooks around it still run."""
     own = module.__dict__.get("forward")  # device placement puts one there
     module.forward = forward
@@ -106,7 +107,7 @@ class Entrance:
             hidden: what it reads, [B, T, d] or of any shape that it takes, on its device.
         """
 
-        def give(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             _, args, kwargs = split_hidden(args, kwargs)
             return join_hidden(hidden, BlockCall(args, kwargs, hidden))
 
@@ -180,7 +181,7 @@ def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
     return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
 
 
-def _until(run: Callable[[], Any], register: Callable) -> Tensor:
+def _until(run: Callable[[], Any], register: Callable[[Callable[[Tensor], None]], RemovableHandle]) -> Tensor:
     found: list[Tensor] = []
 
     def keep(hidden: Tensor) -> None:
@@ -228,7 +229,7 @@ class RecomputedPasses:
         model: nn.Module,
         structure: Structure,
         batches: list[Batch],
-        loss: Callable | None,
+        loss: Loss | None,
         storage: Storage,
         weight: Callable[[PrunableLayer], Tensor],
         progress: bool = False,

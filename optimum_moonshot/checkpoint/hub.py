@@ -49,7 +49,7 @@ def open_repository(
 
 
 def upload(
-    folder: str | os.PathLike, repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
+    folder: str | os.PathLike[str], repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
 ) -> str:
     """Upload a folder to a repository in one commit, which also removes weights that the folder does not hold.
 

@@ -29,7 +29,7 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def load_pruned(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     runtime: str = "dense",
     *,
     batch_shape: tuple[int, int] = (1, 1),
@@ -88,14 +88,14 @@ def _load(cls: type, folder: Path, **options: Any) -> tuple[nn.Module, dict[str,
         raise MoonshotError(f"{folder}: transformers cannot load it: {what}") from error
 
 
-def _check_options(name_or_path: str | os.PathLike, options: dict[str, Any]) -> None:
+def _check_options(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
     for name in _REFUSED:
         require(name not in options, f"{name}: load_pruned takes none; call the model's from_pretrained with it")
     again = isinstance(options.get("quantization_config"), MoonshotConfig)
     require(not again, f"quantization_config: {name_or_path} is pruned already; load it without one")
 
 
-def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
+def local_folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path:
     """The folder of a checkpoint; a Hub repository is downloaded.
 
     Args:

@@ -26,7 +26,7 @@ def save_model(
     model: nn.Module,
     processors: Iterable[Any],
     report: PruneReport,
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     format: str = "dense",
     name: str | None = None,
     **options: Any,
@@ -83,7 +83,7 @@ def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None
         require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
 
 
-def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
+def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
     """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
 
     The weights are verified first, as by `load_pruned`. Their files get new names, in the folder itself.
@@ -122,7 +122,7 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
             write_card(staging, PruneReport.load(staging), facts)
 
 
-def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None = None) -> bool:
+def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
     """Note measurements in the report and in the model card of a saved model.
 
     Args:

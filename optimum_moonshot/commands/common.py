@@ -199,7 +199,7 @@ def make_config(args: argparse.Namespace):
         raise UsageError(str(error)) from None
 
 
-def read_allocation(given: str) -> str | dict:
+def read_allocation(given: str) -> str | dict[str, Any]:
     """One of the methods, or what a JSON file says.
 
     Raises:
@@ -309,7 +309,7 @@ def check_data(flag: str, sources: list[str]) -> None:
         expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
 
 
-def load(loader: Callable, args: argparse.Namespace):
+def load(loader: Callable[..., Any], args: argparse.Namespace):
     """What `loader` loads, a model or a part of it.
 
     Args:

@@ -72,7 +72,8 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
     features = source.features or {}
     found = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     image = next(iter(found or [column for column in IMAGE_COLUMNS if column in row]), None)
-    require(image is not None, f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
+    if image is None:
+        raise MoonshotError(f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
     label = next((column for column in LABEL_COLUMNS if column in row), None)
     classes = getattr(features.get(label), "names", None)
     return ImageSource(source, image, label, classes, name)
@@ -150,6 +151,7 @@ def image_batches(
             where = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
             raise MoonshotError(f"{where} of {source.name} cannot be processed ({reason(error)})") from error
         if numbers is not None:
+            assert source.label is not None  # or there were no numbers
             batch["labels"] = torch.tensor([numbers(row[source.label]) for _, row in chunk])
         yield batch
 
@@ -175,14 +177,15 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     config = getattr(model, "config", None)
     names = source.classes
     known = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    table: list[int] = []  # of the data's class numbers, where it names its classes
     note = None
     if names and all(name in known for name in names):
         table = [known[name] for name in names]
     elif names and all(re.fullmatch(r"\d+", name) for name in names):
         table = [int(name) for name in names]
-    else:
-        table = list(range(len(names))) if names else None
-        if table and not all(name.startswith("LABEL_") for name in known):
+    elif names:
+        table = list(range(len(names)))
+        if not all(name.startswith("LABEL_") for name in known):
             note = f"the classes {', '.join(names[:3])}, … are not the model's by name: taken by position"
     limit = getattr(config, "num_labels", None)
     largest = max(table) if table else 0
@@ -206,7 +209,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     return number, note
 
 
-def _load(source: str | os.PathLike) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
+def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
     path, name = Path(source).expanduser(), os.fspath(source)
     require(name not in CORPORA, f'"{name}" is text: {ACCEPTED}')
     try:
@@ -223,7 +226,7 @@ def _load(source: str | os.PathLike) -> Dataset | IterableDataset | DatasetDict 
         raise MoonshotError(f'"{name}" cannot be read ({reason(error)}): {ACCEPTED}') from error
 
 
-def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str):
+def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str) -> Any:
     chosen = next((split for split in splits if split in found), None)
     if chosen is None and len(found) == 1:
         chosen = next(iter(found))
@@ -240,7 +243,8 @@ def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str,
 
 def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
     row = next(_rows(rows, name), None)
-    require(row is not None, f"{name} has no rows: {ACCEPTED}")
+    if row is None:
+        raise MoonshotError(f"{name} has no rows: {ACCEPTED}")
     return row
 
 

@@ -124,7 +124,7 @@ def load_calibration(
     length = window_length(sequence_length, max_positions)
     described, opened = describe(source), open_source(source)
     if isinstance(opened, _Inputs):
-        batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), opened.notes
+        batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), [*opened.notes]
     else:
         require(tokenizer is not None, "tokenizer=None: text calibration needs one, give the model's tokenizer")
         generator = torch.Generator().manual_seed(seed)
@@ -152,10 +152,12 @@ def evaluation_text(source: Any) -> tuple[str, int | None]:
         texts = _texts(partial(corpus.load, corpus.test), source)
     else:
         opened = open_source(source)
-        require(isinstance(opened, _Texts), f"{describe(source)}: model inputs, where text is needed")
-        corpus, texts = opened.corpus, opened.read(None)
-        if corpus is None:
+        if not isinstance(opened, _Texts):
+            raise MoonshotError(f"{describe(source)}: model inputs, where text is needed")
+        texts = opened.read(None)
+        if opened.corpus is None:
             return ("\n\n" if opened.joiner is None else opened.joiner).join(texts), None
+        corpus = opened.corpus
     return corpus.joiner.join(islice(texts, corpus.documents)), corpus.windows
 
 
@@ -254,7 +256,7 @@ def open_source(source: Any) -> _Texts | _Inputs:
     return _Inputs([source] if isinstance(source, Mapping) else source)
 
 
-def _open_file(source: str | os.PathLike) -> _Texts | _Inputs:
+def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
     path = Path(source).expanduser()
     require(path.is_file(), f'"{source}" is neither the name of a data set nor a file: {ACCEPTED}')
     suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
@@ -270,7 +272,8 @@ def _open_file(source: str | os.PathLike) -> _Texts | _Inputs:
 
 def _open_dataset(load: Load, what: str) -> _Texts | _Inputs:
     row = next(_rows(load, what), None)
-    require(row is not None, f"{what} has no rows: give data that holds text or model inputs")
+    if row is None:
+        raise MoonshotError(f"{what} has no rows: give data that holds text or model inputs")
     if not any(name in row for name in INPUT_RANKS):
         _text_column(row)
         corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
@@ -280,7 +283,7 @@ def _open_dataset(load: Load, what: str) -> _Texts | _Inputs:
     return _Inputs(items, single=True, notes=(f"columns left out: {', '.join(extra)}",) if extra else ())
 
 
-def _rows(load: Load, what: str, generator=None) -> Iterator[dict[str, Any]]:
+def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[dict[str, Any]]:
     """The rows in order, or shuffled where a generator is given; errors of reading them name the source."""
     try:
         rows = dataset = load()
@@ -304,7 +307,7 @@ def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:
     return range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
 
 
-def _texts(load: Load, what: str, generator=None) -> Iterator[str]:
+def _texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[str]:
     """The text of every row; a missing one is empty."""
     column = None
     for row in _rows(load, what, generator):
@@ -332,6 +335,7 @@ def _window(ids: list[int], length: int, generator: torch.Generator) -> Tensor:
 
 def _windows(texts: _Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
     """Random windows of running text, and notes."""
+    assert texts.joiner is not None  # it is running text
     ids = tokenize(tokenizer, texts.joiner.join(texts.read(None)))
     mend = "give more text or a shorter sequence"
     require(len(ids) >= length, f"the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
@@ -421,5 +425,6 @@ def input_batches(source: Any) -> Iterator[Batch]:
         MoonshotError: text, or data that cannot be read.
     """
     opened = open_source(source)
-    require(isinstance(opened, _Inputs), f"{describe(source)}: text, where model inputs are needed")
+    if not isinstance(opened, _Inputs):
+        raise MoonshotError(f"{describe(source)}: text, where model inputs are needed")
     return opened.batches()

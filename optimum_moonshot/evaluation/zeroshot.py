@@ -105,7 +105,7 @@ class ZeroShot:
         return cls(**{name: values[name] for name in fields})
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> ZeroShot:
+    def load(cls, path: str | os.PathLike[str]) -> ZeroShot:
         """Read a JSON file that `to_dict` was written to, alone or under "zero_shot".
 
         Raises:
@@ -126,7 +126,7 @@ class Tasks(NamedTuple):
     manager: Any  # lm-eval's TaskManager
 
 
-def find_tasks(tasks: str | Sequence[str | os.PathLike]) -> Tasks:
+def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
     """Look tasks up, which takes lm-eval some seconds; nothing is downloaded yet.
 
     Args:
@@ -150,7 +150,7 @@ def find_tasks(tasks: str | Sequence[str | os.PathLike]) -> Tasks:
 def zero_shot(
     model: nn.Module,
     tokenizer: Any,
-    tasks: str | Sequence[str | os.PathLike] | Tasks = PAPER_TASKS,
+    tasks: str | Sequence[str | os.PathLike[str]] | Tasks = PAPER_TASKS,
     *,
     batch_size: int = 8,
     num_fewshot: int = 0,
@@ -236,4 +236,4 @@ def _task_name(path: Path) -> str:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("task:"):
             return line.partition(":")[2].strip().strip("'\"")
-    require(False, f"tasks: {path} names no task")
+    raise MoonshotError(f"tasks: {path} names no task")

@@ -1,8 +1,11 @@
 """Logits distillation: a pruned model learns from the dense one beside its labels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import check_number, require
 from ..model.calls import evaluation_mode, model_device, to_device
@@ -36,7 +39,7 @@ class Distillation:
         require(temperature > 0, f"temperature={temperature}: give a number above 0")
         require(0 <= weight <= 1, f"teacher_weight={weight}: it lies between 0 and 1")
         self.teacher, self.temperature, self.weight = teacher, temperature, weight
-        self._handle = None
+        self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
         """Hook a student; the teacher moves to its device.
@@ -55,7 +58,7 @@ class Distillation:
             self._handle.remove()
             self._handle = None
 
-    def _mix(self, student: nn.Module, args: tuple, inputs: dict, output):
+    def _mix(self, student: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
         if not student.training:
             return output
         given = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs

@@ -340,7 +340,7 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
                 yield batch
 
 
-def collated(collate: Callable[[list], Any], samples: list) -> list[dict[str, Any]]:
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
     """Samples as batches: one, or one each where the collator lays them end to end in one row.
 
     Args:

@@ -23,7 +23,7 @@ _FORWARDS: dict[nn.Module, Forward] = {}  # of models that are called in a way o
 class BlockCall:
     """The arguments of a block's call on one batch, without its hidden state."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden: Tensor  # cached input of the block
 
@@ -59,7 +59,7 @@ def first_tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def split_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     """The hidden state of a block's call, and the arguments with None in its place.
 
     Args:
@@ -71,7 +71,7 @@ def split_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, di
     return kwargs["hidden_states"], args, {**kwargs, "hidden_states": None}
 
 
-def join_hidden(hidden: Tensor, call: BlockCall) -> tuple[tuple, dict[str, Any]]:
+def join_hidden(hidden: Tensor, call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block's call with a hidden state in its place: the inverse of `split_hidden`.
 
     Args:

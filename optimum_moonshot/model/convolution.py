@@ -6,7 +6,7 @@ strips of output rows bound what exists at a time.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +23,7 @@ class Strip(NamedTuple):
     last: bool
 
 
-def geometry(conv: nn.Conv2d) -> tuple:
+def geometry(conv: nn.Conv2d) -> tuple[Any, ...]:
     """What two convolutions share that read the same patches of a tensor."""
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode, conv.groups
 

@@ -65,7 +65,7 @@ def takes_images(model: nn.Module) -> bool:
     return any(form is not None and form.images for form in map(find_form, model.modules()))
 
 
-def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
+def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """A model's tokenizer; None where there is none, as for image models: text calibration then says so.
 
     Args:
@@ -78,7 +78,7 @@ def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
         return None
 
 
-def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:
+def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """The image processor that lies beside an image model; None for other models, or where there is none.
 
     Args:

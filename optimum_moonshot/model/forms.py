@@ -23,7 +23,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Form(ABC):
             see: given what the module read and what it gave; what it returns, if not None, is given instead.
         """
 
-        def hook(_: nn.Module, args: tuple, named: dict[str, Tensor], output: Tensor) -> Tensor | None:
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
             return see(args[0] if args else next(iter(named.values())), output)
 
         return self.module.register_forward_hook(hook, with_kwargs=True)

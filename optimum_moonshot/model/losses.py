@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..errors import require
 
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
 # Float16 holds no gradient below 6e-8. A constant factor on the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
@@ -60,7 +61,7 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loss_gradient(
-    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None
+    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
@@ -92,7 +93,7 @@ def loss_gradient(
 
 
 @torch.no_grad()
-def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None) -> Tensor:
+def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
     if loss is not None:
         return loss(output, batch).float()

@@ -75,7 +75,8 @@ class PackedLayer:
     @property
     def nm(self) -> NM | None:
         """The pattern where it is n:m; None for all others, whose rows may differ in length."""
-        return parse_pattern(self.pattern, None) if ":" in self.pattern else None
+        found = parse_pattern(self.pattern, None) if ":" in self.pattern else None
+        return found if isinstance(found, NM) else None
 
     @property
     def codec(self) -> Codec:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ class Student:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter, _ in self.trained.values()]
 
-    def parameter_groups(self, lr: float) -> list[dict]:
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """For an optimizer: every layer's rate is `lr` times the root mean square of its surviving weights."""
         return [
             {"params": [parameter], "lr": lr * float(parameter.detach()[keep].square().mean().sqrt())}

@@ -27,7 +27,7 @@ class ResultStore:
         field: the argument that the folder came with, for messages.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, fingerprint: str, field: str = "resume_dir"):
+    def __init__(self, folder: str | os.PathLike[str] | None, fingerprint: str, field: str = "resume_dir"):
         self.folder = None if folder is None else RunFolder(folder, field)
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}

@@ -20,7 +20,7 @@ from .variant import Variant
 
 
 def run(
-    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike | None
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, ResultStore]:
     """Prune a model.
 

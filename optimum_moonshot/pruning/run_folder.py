@@ -40,7 +40,7 @@ class RunFolder:
         MoonshotError: it is no path.
     """
 
-    def __init__(self, path: str | os.PathLike, field: str):
+    def __init__(self, path: str | os.PathLike[str], field: str):
         require(isinstance(path, str | os.PathLike) and path != "", f"{field}={path!r}: give the path of a folder")
         self.path, self.field = Path(path), field
         self.fingerprint = ""

@@ -96,7 +96,7 @@ def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
     Raises:
         MoonshotError: a pattern that does not fit the layers of another.
     """
-    first: dict[tuple, Selection] = {}  # of every pattern and sparsity
+    first: dict[tuple[str, float | None], Selection] = {}  # of every pattern and sparsity
     for config in configs:
         if (config.pattern, config.sparsity) not in first:
             first[config.pattern, config.sparsity] = select(model, config)
@@ -118,7 +118,7 @@ def leading(selections: list[Selection]) -> Selection:
 
 
 def open_variants(
-    subject: Subject, selections: list[Selection], calibration: Any, work_dir: str | os.PathLike | None
+    subject: Subject, selections: list[Selection], calibration: Any, work_dir: str | os.PathLike[str] | None
 ) -> tuple[Prepared, list[Variant]]:
     """Check the model, read the data, and open a store of results for each selection.
 
@@ -227,7 +227,7 @@ def sweep(
     calibration: Any,
     metric: str | Callable[[nn.Module], float],
     maximize: bool,
-    work_dir: str | os.PathLike | None,
+    work_dir: str | os.PathLike[str] | None,
 ) -> tuple[Sweep, SweepReport]:
     """Calibrate once, solve and measure every variant.
 

@@ -34,7 +34,9 @@ class Variant:
         self.solving = 0.0  # seconds in the solver
 
     @classmethod
-    def open(cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike | None, field: str) -> "Variant":
+    def open(
+        cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+    ) -> "Variant":
         """With results that are kept in `folder`, or in memory without one.
 
         Args:

@@ -228,7 +228,7 @@ class PruneReport:
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
         return cls(layers=layers, recovery=recovery, **values)
 
-    def save(self, path: str | os.PathLike) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
@@ -236,7 +236,7 @@ class PruneReport:
         return path
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "PruneReport":
+    def load(cls, path: str | os.PathLike[str]) -> "PruneReport":
         """Read what `save` wrote, from the file or its folder.
 
         Raises:

@@ -87,11 +87,13 @@ class SweepReport:
     def from_dict(cls, values: dict[str, Any]) -> SweepReport:
         """From what `to_dict` gave."""
         dense = math.nan if values["dense"] is None else values["dense"]
-        entries = [{k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]]
+        entries: list[dict[str, Any]] = [
+            {k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]
+        ]
         return cls(**{**values, "dense": dense, "entries": [SweepEntry(**entry) for entry in entries]})
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> SweepReport:
+    def load(cls, path: str | os.PathLike[str]) -> SweepReport:
         """Read what `save` wrote, from the file or its folder.
 
         Raises:
@@ -105,7 +107,7 @@ class SweepReport:
         except (TypeError, KeyError, AttributeError) as error:
             raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error!r})") from None
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
         save_all([self], folder)
         with writing("output", Path(folder)):
@@ -122,7 +124,7 @@ def _finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
+def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> None:
     """Write sweep.csv with every entry of every report, and the plots of their means.
 
     Args:

@@ -48,7 +48,7 @@ def use_semi_structured(
     for name, layer in layers.items():
         module = model.get_submodule(name.rpartition(".")[0])
         chosen[name.removesuffix(".weight")] = _choose(module, layer, tokens)
-    model.moonshot_runtime = chosen
+    model.moonshot_runtime = chosen  # type: ignore[assignment] # a module takes any attribute
     sparse = sum(reason.startswith("semi_structured") for reason in chosen.values())
     _log.warning("%d of %d layers run as 2:4 tensors at %d tokens", sparse, len(chosen), tokens)
     for reason in sorted({reason for reason in chosen.values() if reason.startswith("dense: ")}):
@@ -68,6 +68,7 @@ def _choose(module: nn.Module, layer: PrunedLayer, tokens: int) -> str:
     reason = unsupported(module, layer)
     if reason:
         return f"dense: {reason}"
+    assert isinstance(module, nn.Linear)
     sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach().contiguous())
     inputs = torch.randn(tokens, layer.matrix[1], dtype=module.weight.dtype, device=module.weight.device)
     before, after = milliseconds(inputs, module.weight), milliseconds(inputs, sparse)

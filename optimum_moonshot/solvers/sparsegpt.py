@@ -156,7 +156,7 @@ def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Wi
     keep = torch.empty_like(weight, dtype=torch.bool)
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.enter(weight, columns)
-        if not isinstance(pattern, NM):
+        if isinstance(pattern, Unstructured):
             keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
@@ -255,7 +255,7 @@ class LowRankFactors:
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        device, samples, d_in = factor.device, objective.fisher.rank, len(factor)
+        device, samples, d_in = factor.device, objective.known_fisher.rank, len(factor)
         self.factor, self.single = factor, factor.float()
         self.count, self.widths = rows.stop - rows.start, widths
         self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
@@ -273,7 +273,7 @@ class LowRankFactors:
 
     def _whiten(self, objective: Quadratic, rows: slice) -> None:
         """Z = √b·U·A_k, some columns at a time: U is triangular, so that they need the inputs from them on."""
-        fisher, device = objective.fisher.part(rows), self.factor.device
+        fisher, device = objective.known_fisher.part(rows), self.factor.device
         samples, d_in = fisher.rank, fisher.size
         cuts = split_range(0, d_in, self.widths.compared)
         uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
@@ -311,7 +311,12 @@ class LowRankFactors:
         pivots = weight.new_empty(self.count, columns.stop - columns.start)
 
         def advance(index: int) -> None:
-            part, state, uppers, carries = (x[index] for x in (self.parts, self.states, self.uppers, self.carries))
+            part, state, uppers, carries = (
+                self.parts[index],
+                self.states[index],
+                self.uppers[index],
+                self.carries[index],
+            )
             z = self.whitened[part, columns].to(state.dtype)
             self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
             for block in blocks:
@@ -372,6 +377,7 @@ class LowRankFactors:
 def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
     if _needs_matrices(objective):
         return RowFactors(objective, ridge, rows)
+    assert factor is not None  # the rows share G
     if not objective.scales.b:
         return SharedFactor(factor)
     return LowRankFactors(objective, factor, rows, widths)
@@ -380,7 +386,7 @@ def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: sl
 def _needs_matrices(objective: Quadratic) -> bool:
     if objective.gram.ndim == 3:  # the rows share nothing
         return True
-    return bool(objective.scales.b) and _dense_is_cheaper(objective.fisher.rank, objective.weight.shape[1])
+    return bool(objective.scales.b) and _dense_is_cheaper(objective.known_fisher.rank, objective.weight.shape[1])
 
 
 def _dense_is_cheaper(samples: int, d_in: int) -> bool:
@@ -399,7 +405,7 @@ def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list
     if _needs_matrices(objective):
         row = 4 * d_in * d_in
     elif objective.scales.b:
-        samples = objective.fisher.rank
+        samples = objective.known_fisher.rank
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]
