@@ -4,7 +4,7 @@ A model may have several: an encoder and a decoder, a vision tower and a text mo
 the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,9 +85,11 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     Args:
         model, blocks, batch, gradients, loss: as for `find_chains`.
     """
-    calls, outputs, order = {}, {}, []
+    calls: dict[int, BlockCall] = {}
+    outputs: dict[int, Tensor] = {}
+    order: list[int] = []
 
-    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, rest, named = split_hidden(args, kwargs)
         order.append(i)
         if gradients and len(order) == 1:
@@ -125,7 +127,7 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
 
 
-def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas, i: int) -> bool:
+def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequence[Tensor] | None, i: int) -> bool:
     if expected.shape != call.hidden.shape:
         return False
     hidden = call.hidden.detach().requires_grad_(deltas is not None)

@@ -7,6 +7,7 @@ statistic of another kind. Padding tokens count in none.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class Observer(AbstractContextManager["Observer"]):
                 self._hooks.callback(form.watch(partial(self._observe, layer, form)).remove)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._hooks.close()
         self.inputs.forget()
 

@@ -46,7 +46,9 @@ class Step(Protocol):
     call has ``last=True``, or `skip` ends the step.
     """
 
-    layers: tuple[PrunableLayer, ...]
+    @property
+    def layers(self) -> tuple[PrunableLayer, ...]:
+        """Those that are seen."""
 
     def observe(self, observer: Observer, last: bool) -> None:
         """Pass all data under the observer's hooks.

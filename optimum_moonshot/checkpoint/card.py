@@ -289,7 +289,7 @@ def _sparsity(layers: list[LayerReport]) -> float:
     return mean_over_weights(layers, "sparsity")
 
 
-def _by_kind(report: PruneReport):
+def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
     return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
 
 

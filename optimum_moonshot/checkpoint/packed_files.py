@@ -38,7 +38,7 @@ def check_format(format: str) -> None:
     require(format in FORMATS, f'format={format!r}: use "dense" or "packed"')
 
 
-def model_class(config: Any) -> type:
+def model_class(config: Any) -> type[Any]:
     """The transformers class that a configuration names; the causal language models' where it names none."""
     from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
 

@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MoonshotError, reason
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import MoonshotConfig
 
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
@@ -173,14 +178,14 @@ def make_meter(
     from .. import accuracy, perplexity
     from ..model.facts import takes_images
 
-    options = {"batch_size": batch_size, "progress": True}
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
     if takes_images(model):
         return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
     options |= {"sequence_length": sequence_length, "max_windows": limit}
     return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 
-def make_config(args: argparse.Namespace):
+def make_config(args: argparse.Namespace) -> "MoonshotConfig":
     """The configuration that the options of a command are.
 
     Raises:
@@ -244,7 +249,7 @@ def read_options(solver: str, given: list[str]) -> dict[str, Any]:
     return found
 
 
-def find_device(name: str | None):
+def find_device(name: str | None) -> "torch.device":
     """The device of this name; a GPU where there is one, else the CPU, without a name.
 
     Raises:
@@ -277,7 +282,7 @@ def output_folder(args: argparse.Namespace) -> Path:
     return output
 
 
-def calibration_source(args: argparse.Namespace, config) -> str | None:
+def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> str | None:
     """What `--calibration` says, or C4 where the method needs data.
 
     Args:
@@ -309,7 +314,7 @@ def check_data(flag: str, sources: list[str]) -> None:
         expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
 
 
-def load(loader: Callable[..., Any], args: argparse.Namespace):
+def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
     """What `loader` loads, a model or a part of it.
 
     Args:

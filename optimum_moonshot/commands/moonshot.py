@@ -6,6 +6,7 @@
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
@@ -113,7 +114,7 @@ def prune(args: argparse.Namespace) -> None:
     print(report.table(), "", *lines, sep="\n")
 
 
-def _compact(pruner) -> str:
+def _compact(pruner: Any) -> str:
     """Make the pruned model smaller; where that fails, it is saved as it is."""
     try:
         before, after = pruner.compact().parameters
@@ -149,7 +150,7 @@ class PruneCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="prune", help="Prune a language or image model in one shot and save it.")
     parse_args = staticmethod(add_prune_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(prune, self.args)
 
 
@@ -157,7 +158,7 @@ class ConvertCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="convert", help="Pack the checkpoint of a pruned model, or unpack it.")
     parse_args = staticmethod(add_convert_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(convert, self.args)
 
 

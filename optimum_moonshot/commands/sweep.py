@@ -85,11 +85,12 @@ def sweep(args: argparse.Namespace) -> None:
         check_data("--metric", [args.metric])
     from .. import MoonshotPruner
     from ..reports.seeds import choice, table
-    from ..reports.sweep_report import save_all
+    from ..reports.sweep_report import SweepReport, save_all
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
     pruner.model.to(device)
-    reports, partial = [], output.with_name(output.name + ".partial")
+    reports: list[SweepReport] = []
+    partial = output.with_name(output.name + ".partial")
     for config in configs:
         if reports:
             shutil.rmtree(partial)
@@ -147,5 +148,5 @@ class SweepCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="sweep", help="Find the best λ, at several sparsities, on one calibration.")
     parse_args = staticmethod(add_sweep_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(sweep, self.args)

@@ -9,6 +9,8 @@ in training, in use and in the merge alike. An adapter file is an ordinary one o
 `sparse_lora`: publish merged models.
 """
 
+from typing import Any
+
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
@@ -109,7 +111,7 @@ class SparseLinear(Linear):
         """The change of the weight by one adapter, laid out as the weight."""
         return super().get_delta_weight(adapter) * self.keep
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
         require(kwargs.pop("adapter_names", None) is None, "adapter_names: masked adapters serve one batch at a time")
@@ -127,7 +129,7 @@ class SparseLinear(Linear):
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs) -> None:
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         _check_variants("a new adapter", self)

@@ -5,6 +5,7 @@ either: a finder waits for its quantizers and registers ours the moment they are
 """
 
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -15,7 +16,7 @@ _QUANTIZERS = "transformers.quantizers.auto"
 class _Waiting(MetaPathFinder):
     """Finds one module, once, as Python would, and registers after it has run."""
 
-    def find_spec(self, name: str, path, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _QUANTIZERS:
             return None
         sys.meta_path.remove(self)

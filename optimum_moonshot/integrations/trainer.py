@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from ..config import MoonshotConfig
 from ..data.text import open_source
@@ -101,7 +101,16 @@ class MoonshotCallback(TrainerCallback):
         self.relative_loss: float | None = None
         self._patterns: dict[str, NM] = {}  # of the layers that have one
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self.detach()
         self.masks = self.report = self.relative_loss = None
         with self._detached_on_failure():
@@ -138,15 +147,15 @@ class MoonshotCallback(TrainerCallback):
 
     def on_step_begin(
         self,
-        args,
-        state,
-        control,
-        model=None,
-        optimizer=None,
-        train_dataloader=None,
-        processing_class=None,
-        **kwargs,
-    ):
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if state.global_step not in self.schedule:
             return
         config = replace(self.config, sparsity=self.schedule[state.global_step])
@@ -162,17 +171,21 @@ class MoonshotCallback(TrainerCallback):
         self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if self.masks is not None and logs is not None:
             values = self._values()
             logs.update(values)
             state.log_history[-1].update(values)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.masks is not None:
             self.masks.refresh()  # a weight that training brought to zero stays there, as for who resumes from here
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self.detach()
         if self.masks is None:
             raise MoonshotError(

@@ -13,7 +13,7 @@ from .forms import find_form
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None where its configuration names none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -22,7 +22,7 @@ def max_positions(model: nn.Module) -> int | None:
 
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a language model's logits; 1 where the configuration names none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "vocab_size", None) or 1
 

@@ -161,7 +161,7 @@ def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
     return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
 
 
-def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer, seed: int) -> list[dict[str, Tensor]]:
+def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: int) -> list[dict[str, Tensor]]:
     """Mask 15% of each sample's tokens (at least one), and give those as labels, as in BERT's training.
 
     (Devlin et al., arXiv 1810.04805, section 3.1, of whose three ways to hide a token the mask is the only one here.)

@@ -12,7 +12,7 @@ rounded down and the largest remainders up. Every layer's comparison groups shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,7 @@ SLICE_BYTES = 64 * 2**20
 
 def block_scores(
     config: MoonshotConfig,
-    blocks: Sequence[Sequence[PrunableLayer]],
+    blocks: Iterable[Sequence[PrunableLayer]],
     input_squares: dict[str, Tensor],
     progress: bool = False,
 ) -> list[float]:
@@ -43,7 +43,7 @@ def block_scores(
 
     Args:
         config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
-        blocks: the layers that get the same sparsity.
+        blocks: the layers that get the same sparsity, their weights present until the next ones are asked for.
         input_squares: layer → Σ x² of its inputs in the dense model, [d_in]; OWL alone uses them.
         progress: show a bar: AlphaPruning takes the singular values of every matrix.
 

@@ -66,7 +66,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         MoonshotError: nothing is chosen, or the pattern fits no layer.
     """
     found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
-    pattern, notes = config.parsed_pattern, []
+    pattern = config.parsed_pattern
+    patterns: Mapping[str, Pattern]
+    notes: list[str] = []
     if isinstance(pattern, Structured):
         found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
     else:
