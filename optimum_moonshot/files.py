@@ -52,10 +52,10 @@ def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
 
 
 def replace_file(path: str | os.PathLike, content: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all; what UTF-8 lacks, as names of files may have it, is escaped as in JSON."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 

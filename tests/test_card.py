@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert, load_pruned
-from optimum_moonshot.checkpoint.card import find_base
+from optimum_moonshot.checkpoint.base_card import find_base
 from optimum_moonshot.reports.layer_plot import PLOT_NAME, by_kind, plot_report, split_name
 
 ROOT = Path(__file__).resolve().parents[1]
