@@ -148,6 +148,8 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         marker=MARKER,
         solver=_SOLVERS.get(config["solver"]) or escaped(config["solver"]),
         sparsity=f"{100 * report.sparsity:.1f}%",
+        whole=None if report.chosen is None else f"{100 * report.model_sparsity:.1f}%",
+        mostly_dense=report.mostly_dense,
         layers=len(report.layers),
         compaction=escaped(report.compacted),
         format=facts.format,
@@ -188,6 +190,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "lambda": facts.lam,
             "sparsity_asked": _asked(report),
             "sparsity": round(report.sparsity, 6),
+            "model_sparsity": None if report.chosen is None else round(report.model_sparsity, 6),
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
@@ -266,6 +269,8 @@ def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
         asked = sorted({layer.asked for layer in layers if layer.asked is not None})
         wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
         rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
+    if report.chosen is not None:
+        rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
 
 

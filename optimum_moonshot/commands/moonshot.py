@@ -94,7 +94,8 @@ def prune(args: argparse.Namespace) -> None:
     dense = {dataset: meter.measure(dataset) for dataset in args.eval}
     partial = output.with_name(output.name + ".partial")
     report = pruner.prune(calibration, progress=True, resume_dir=str(partial))
-    lines = [f"sparsity    {report.sparsity:.4f}"]
+    lines = [f"sparsity    {report.headline}"]
+    lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
