@@ -74,15 +74,15 @@ def check_folder(field: str, path: Any) -> None:
 
 
 def replace_file(path: str | os.PathLike, content: str) -> None:
-    """Write a text file whole or not at all.
+    """Write a text file whole or not at all; what UTF-8 lacks, as names of files may have it, is escaped as in JSON.
 
     Args:
         path: of the file.
-        content: in UTF-8.
+        content: its text.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 

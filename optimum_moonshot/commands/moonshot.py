@@ -105,7 +105,8 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str 
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
     dense = {dataset: meter.measure(dataset) for dataset in args.eval}
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
-    lines = [f"sparsity    {report.sparsity:.4f}"]
+    lines = [f"sparsity    {report.headline}"]
+    lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
