@@ -26,7 +26,9 @@ WEIGHT_FILES = (
     "adapter_model.*",
     "adapter_config.json",
 )
-_PREFIX, _CONFIG = ".saving-", "config.json"
+STAGING_PREFIX = ".saving-"  # of the folders in which files wait for each other
+OF_THE_SYSTEM = "lost+found"  # where a file system begins
+_CONFIG = "config.json"
 
 
 @contextmanager
@@ -42,29 +44,45 @@ def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
     """
-    check_path(field, directory)
+    check_folder(field, directory)
     directory = Path(directory)
-    require(not directory.is_file(), f"{field}={str(directory)!r} is a file: give a folder")
     with writing(field, directory):
         directory.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(directory)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=directory) as staging, contextlib.ExitStack() as lock:
+        with (
+            tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory) as staging,
+            contextlib.ExitStack() as lock,
+        ):
             with contextlib.suppress(OSError):  # a file system without locks
-                lock.enter_context(_locked(staging))
+                lock.enter_context(locked(staging))
             yield Path(staging)
             _move(Path(staging), directory)
 
 
+def check_folder(field: str, path: Any) -> None:
+    """Raise `MoonshotError` for what is no folder and cannot become one.
+
+    Args:
+        field: the argument that the path came with.
+        path: of a folder, or of none yet.
+    """
+    check_path(field, path)
+    shown, place = f"{field}={str(path)!r}", Path(path)
+    dangling = place.is_symlink() and not place.exists()
+    require(not dangling, f"{shown} is a link to a folder that does not exist: make it, or give another")
+    require(place.is_dir() or not place.exists(), f"{shown} is a file: give a folder")
+
+
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
-    """Write a text file whole or not at all.
+    """Write a text file whole or not at all; what UTF-8 lacks, as names of files may have it, is escaped as in JSON.
 
     Args:
         path: of the file.
-        content: in UTF-8.
+        content: its text.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 
@@ -75,17 +93,23 @@ def is_weights(path: Path) -> bool:
 
 def _remove_abandoned(directory: Path) -> None:
     """What saves that were killed have left behind; a save that runs holds the lock of its folder."""
-    for path in directory.glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError), _locked(path):
+    for path in directory.glob(STAGING_PREFIX + "*"):
+        with contextlib.suppress(OSError), locked(path):
             shutil.rmtree(path)
 
 
 @contextmanager
-def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
+    """Hold the lock of a folder, which dies with its process; gives the folder's descriptor.
+
+    Raises:
+        BlockingIOError: another holds it.
+        OSError: no such folder, or a file system without locks.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield handle
     finally:
         os.close(handle)
 

@@ -118,10 +118,10 @@ def test_options_with_several_values_repeat():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--solver", "nope", "--pattern", "2:4"], "solver='nope'"),
+        (["--solver", "nope", "--pattern", "2:4"], "--solver nope: "),
         (["--pattern", "5:4"], "5:4"),
-        (["--pattern", "2:4", "--lam", "1.5"], "lam=1.5"),
-        (["--pattern", "2:4", "--targets", "("], "regular expression"),
+        (["--pattern", "2:4", "--lam", "1.5"], "--lam 1.5: "),
+        (["--pattern", "2:4", "--targets", "("], "--targets: '(' is not a regular expression"),
         (["--pattern", "2:4", "--calibration", "missing.txt"], "--calibration missing.txt"),
         (["--pattern", "2:4", "--eval", "wikitext2", "missing.txt"], "--eval missing.txt"),
         (["--pattern", "2:4", "--compact"], "--compact: only --pattern structured"),
@@ -143,7 +143,7 @@ def test_output_folder_is_not_overwritten_unasked(capsys, tmp_path):
     status, lines = failure(capsys, *prune, tmp_path)
     assert status == 2 and len(lines) == 1 and "--overwrite" in lines[0]
     status, lines = failure(capsys, *prune, tmp_path / "keep.txt")
-    assert status == 2 and len(lines) == 1 and "not a folder" in lines[0]
+    assert status == 2 and len(lines) == 1 and "is a file: give a folder" in lines[0]
 
 
 def test_model_is_not_pruned_into_its_own_folder(capsys):
@@ -186,6 +186,37 @@ def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
     monkeypatch.setenv("MOONSHOT_DEBUG", "1")
     with pytest.raises(type(error)):
         common.guard(work, None)
+
+
+@pytest.mark.parametrize(
+    "message, expected",
+    [
+        ("lam=1.5: λ lies between 0 and 1", "--lam 1.5: λ lies between 0 and 1"),
+        ("num_samples=20: short, set num_samples=9", "--num-samples 20: short, set --num-samples 9"),
+        ("max_memory: little; lower num_samples, set lam=1", "--max-memory: little; lower --num-samples, set --lam 1"),
+        ("resume_dir='/a/out.partial/run' cannot be written: full", "--output out cannot be written: full"),
+        ("work_dir='/a b/c': another run", "--output out: another run"),
+        ("directory='/a/out' is a file", "--output out is a file"),
+        ("the output of layer 0: a directory", "the output of layer 0: a directory"),
+        ('pattern="structured": use pattern="n:m"', "--pattern structured: use --pattern n:m"),
+        ("recompute=True: leave it out", "--recompute: leave it out"),
+        ("calibration=None: give some", "--calibration: give some"),
+        ("targets: '(' is no expression", "--targets: '(' is no expression"),
+        ("solver_options: power=-1: give a number", "--solver-option: power=-1: give a number"),
+        ("allocation['mlp']=2: a sparsity", "--allocation['mlp']=2: a sparsity"),
+        ("a pattern of a solver: its sparsity", "a pattern of a solver: its sparsity"),
+        ("model.layers.0.seed=1 /x/lam=1 --seed=2", "model.layers.0.seed=1 /x/lam=1 --seed=2"),
+    ],
+)  # fmt: skip
+def test_fields_are_named_as_options(message, expected):
+    assert common.as_options(message, {}, "out") == expected
+
+
+def test_fields_that_a_command_has_several_of_are_named_by_their_plural():
+    from optimum_moonshot.commands.sweep import SWEPT
+
+    told = common.as_options("lam=2: of lambdas=[0.5, 2], patterns=['2:4', '4:8'], lam is one", SWEPT, None)
+    assert told == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8, lam is one"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():
@@ -234,7 +265,8 @@ def test_prune_and_eval_end_to_end(capsys, tmp_path):
     data = ["--calibration", DEMO / "calibration.txt", "--eval", heldout, "--device", "cpu"]
     main([str(part) for part in ("prune", DEMO, "--output", output, *options, *data)])
     printed = capsys.readouterr().out
-    assert "sparsity    0.5000" in printed
+    report = json.loads((output / "moonshot_report.json").read_text(encoding="utf-8"))
+    assert f"sparsity    0.5000 over 28 layers, {report['model_sparsity']:.4f} of the whole model\n" in printed
     assert f"saved       {output}" in printed
     assert not output.with_name("pruned.partial").exists()
 
@@ -322,8 +354,8 @@ def test_a_killed_sweep_goes_on_with_the_same_command(capsys, tmp_path, monkeypa
     [
         ([], "--sparsities"),
         (["--sparsities", "0.5", "0.7", "--save"], "--save"),
-        (["--sparsities", "0.5", "--lambdas", "1.5"], "lam=1.5"),
-        (["--sparsities", "0.5", "--recover", "blockwise"], "recover"),
+        (["--sparsities", "0.5", "--lambdas", "1.5"], "--lambdas 1.5: "),
+        (["--sparsities", "0.5", "--recover", "blockwise"], "--recover blockwise: "),
         (["--sparsities", "0.5", "--metric", "nowhere"], "--metric nowhere"),
     ],
 )

@@ -54,7 +54,7 @@ class Class:
         return {node.name: node for node in self.node.body if isinstance(node, ast.FunctionDef)}
 
     def fulfils(self, other):
-        wanted = {name for name in other.methods if not name.startswith("_")}
+        wanted = {name for name, node in other.methods.items() if not name.startswith("_") and len(node.args.args) > 1}
         return "Protocol" in other.bases and other.node.name in self.known and wanted <= self.methods.keys()
 
 

@@ -58,10 +58,20 @@ def save_model(
             pack_files(staging, staging, model)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):
-                processor.save_pretrained(staging)
+                _save_processor(processor, staging)
         report.save(staging)
         if not plain:
             write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
+
+
+def _save_processor(processor: Any, folder: Path) -> None:
+    """A tokenizer or an image processor; the tokenizers library raises a bare Exception where it cannot write."""
+    try:
+        processor.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(reason(error)) from error
 
 
 def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:

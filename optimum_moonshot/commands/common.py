@@ -4,8 +4,9 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,17 @@ IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, P
 FORMAT_HELP = "dense loads anywhere; packed stores the weights that survive and one bit for each"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("dense", "packed")
+
+
+# What the package calls the folders in which a command writes.
+FOLDERS = ("output", "directory", "resume_dir", "work_dir")
+SWITCHES = tuple(name for name, options in CONFIG_OPTIONS.items() if options.get("action") == "store_true")
+# Fields that a sweep has several values of, and that the commands share with other functions.
+_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format")
+_NAMES = "|".join(sorted((*CONFIG_OPTIONS, *FOLDERS, *_LISTS), key=len, reverse=True))
+_QUOTES = "'\""
+_VALUE = r"""'[^']*'|"[^"]*"|\[[^]]*\]|\{[^}]*\}|[^\s:;,()]+"""
+_FIELD = re.compile(rf"(?<![\w./-])(?P<name>{_NAMES})(?!\w)(?:=(?P<value>{_VALUE}))?")
 
 
 class UsageError(MoonshotError):
@@ -267,21 +279,6 @@ def find_device(name: str | None) -> "torch.device":
     return device
 
 
-def output_folder(args: argparse.Namespace) -> Path:
-    """Where `--output` is to be written.
-
-    Raises:
-        UsageError: it is a file, holds something without `--overwrite`, or is the model's own folder.
-    """
-    output = Path(args.output).resolve()
-    expect(not output.exists() or output.is_dir(), f"--output {args.output}: not a folder")
-    filled = output.is_dir() and any(output.iterdir())
-    expect(not filled or args.overwrite, f"--output {args.output}: it is not empty; --overwrite writes there anyway")
-    same = Path(args.model).is_dir() and Path(args.model).resolve() == output
-    expect(not same, f"--output {args.output}: it is the model's own folder; choose another")
-    return output
-
-
 def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> str | None:
     """What `--calibration` says, or C4 where the method needs data.
 
@@ -310,7 +307,7 @@ def check_data(flag: str, sources: list[str]) -> None:
     from ..data.text import CORPORA, is_hub_name
 
     for source in sources:
-        known = source in CORPORA or Path(source).expanduser().exists() or is_hub_name(source)
+        known = source in CORPORA or Path(os.path.expanduser(source)).exists() or is_hub_name(source)
         expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
 
 
@@ -347,12 +344,40 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+def as_options(message: str, plurals: Mapping[str, str], output: str | None) -> str:
+    """What the package says of a field, said of the option that the field is on the command line.
+
+    Args:
+        message: such as ``lam=1.5: λ lies between 0 and 1``.
+        plurals: fields whose option of this command has another name.
+        output: what was given as `--output`, if the command has one; its folders have several names in the package.
+    """
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        heads = match.start() == 0 and message[match.end() :][:1] in (":", "[")
+        if value is None and "_" not in name and not heads:
+            return match[0]  # a word of English
+        if name in FOLDERS:
+            return flag("output") if output is None or value is None else f"{flag('output')} {output}"
+        shown = flag(plurals.get(name, name))
+        if value is None or value == "None" or (name in SWITCHES and value == "True"):
+            return shown
+        items = re.sub(r"[\[\],'\"]+", "", value) if value.startswith("[") else value.strip(_QUOTES)
+        return f"{shown} {items}"
+
+    return _FIELD.sub(option, message)
+
+
+def guard(
+    work: Callable[[argparse.Namespace], None], args: argparse.Namespace, plurals: Mapping[str, str] | None = None
+) -> None:
     """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1.
 
     Args:
-        work: a command.
-        args: its options.
+        work: what a command does.
+        args: for it.
+        plurals: as for `as_options`.
 
     Raises:
         SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
@@ -366,6 +391,7 @@ def guard(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) 
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
         else:
-            status, message = 2 if isinstance(error, UsageError) else 1, _line(error)
+            status = 2 if isinstance(error, UsageError) else 1
+            message = as_options(_line(error), plurals or {}, getattr(args, "output", None))
     print(f"error: {message}", file=sys.stderr)
     sys.exit(status)

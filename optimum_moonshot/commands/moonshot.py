@@ -28,10 +28,10 @@ from .common import (  # fmt: skip
     load,
     make_config,
     make_meter,
-    output_folder,
     remote_code,
 )
 from .evaluate import EvalCommand
+from .output import Output, open_output
 from .sweep import SweepCommand
 
 
@@ -84,9 +84,15 @@ def prune(args: argparse.Namespace) -> None:
     structured = config.pattern == "structured"
     expect(structured or not args.compact, "--compact: only --pattern structured leaves neurons and heads to remove")
     device = find_device(args.device)
-    output = output_folder(args)
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
+    with open_output(args) as output:
+        lines = _prune(args, config, device, calibration, output)
+    print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+
+
+def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str | None, output: Output) -> list[str]:
+    """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
     from ..data.text import short_name
 
@@ -98,9 +104,9 @@ def prune(args: argparse.Namespace) -> None:
     if meter.metric == "accuracy" and calibration == "c4":
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
     dense = {dataset: meter.measure(dataset) for dataset in args.eval}
-    partial = output.with_name(output.name + ".partial")
-    report = pruner.prune(calibration, progress=True, resume_dir=str(partial))
-    lines = [f"sparsity    {report.sparsity:.4f}"]
+    report = pruner.prune(calibration, progress=True, resume_dir=output.work())
+    lines = [f"sparsity    {report.headline}"]
+    lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
@@ -108,10 +114,10 @@ def prune(args: argparse.Namespace) -> None:
         report.record(after, before)
         change = f"{before.value:{meter.shown}} → {after.value:{meter.shown}}"
         lines.append(f"{meter.metric:<12}{change} on {short_name(dataset)}")
-    pruner.save_pretrained(args.output, format=args.format)
-    lines.append(f"saved       {args.output}")
-    lines.append(f"seconds     {time.perf_counter() - start:.1f}")
-    print(report.table(), "", *lines, sep="\n")
+    output.begin()
+    pruner.save_pretrained(output.path, format=args.format)
+    output.finish()
+    return [report.table(), "", *lines, f"saved       {args.output}"]
 
 
 def _compact(pruner: Any) -> str:
@@ -133,10 +139,12 @@ def convert(args: argparse.Namespace) -> None:
     """
     expect(Path(args.model).is_dir(), f"{args.model}: not a folder")
     args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
-    output_folder(args)
     from .. import convert as convert_checkpoint
 
-    convert_checkpoint(args.model, args.output, args.format, **remote_code(args))
+    with open_output(args) as output:
+        output.begin()
+        convert_checkpoint(args.model, args.output, args.format, **remote_code(args))
+        output.finish()
     before, after = _weight_bytes(args.model), _weight_bytes(args.output)
     print(f"weights     {before / 2**20:.1f} → {after / 2**20:.1f} MiB")
     print(f"saved       {args.output}")

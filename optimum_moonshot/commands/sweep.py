@@ -1,7 +1,6 @@
 """`optimum-cli moonshot sweep`: many λ, sparsities and patterns on one calibration, and the best of them."""
 
 import argparse
-import shutil
 import time
 from typing import Any
 
@@ -24,10 +23,11 @@ from .common import (
     load,
     make_config,
     make_meter,
-    output_folder,
 )
+from .output import Output, open_output
 
-SWEPT = ("lam", "sparsity", "pattern", "seed")  # options of a single pruning that have plural forms here
+# Options of a single pruning, and their plural forms here.
+SWEPT = {"lam": "lambdas", "sparsity": "sparsities", "pattern": "patterns", "seed": "seeds"}
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
     )
     parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
-    add_method_options(parser, without=SWEPT)
+    add_method_options(parser, without=tuple(SWEPT))
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -79,45 +79,62 @@ def sweep(args: argparse.Namespace) -> None:
     expect(not (args.save and several), "--save: give one pattern and one sparsity, of which the best λ is saved")
     configs = [_config(args, seed) for seed in args.seeds]
     device = find_device(args.device)
-    output = output_folder(args)
     calibration = calibration_source(args, configs[0]) or "c4"
     if args.metric != "calibration":
         check_data("--metric", [args.metric])
+    with open_output(args) as output:
+        _sweep(args, configs, device, calibration, output)
+    print(f"written     {output.path}\nseconds     {time.perf_counter() - started:.1f}")
+
+
+def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: str, output: Output) -> None:
+    """Sweep every seed that is not finished, write what all have in common, and save the best model."""
     from .. import MoonshotPruner
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
     pruner.model.to(device)
-    reports: list[SweepReport] = []
-    partial = output.with_name(output.name + ".partial")
-    for config in configs:
-        if reports:
-            shutil.rmtree(partial)
+
+    def run(config: Any, **what: Any) -> SweepReport:
         pruner.config = config
-        reports.append(pruner.sweep(calibration, work_dir=partial, **_what(args), **_metric(args, pruner, config)))
-        reports[-1].save(output / f"seed-{config.seed}" if len(configs) > 1 else output)
+        return pruner.sweep(calibration, work_dir=output.work(config.seed), **what, **_metric(args, pruner, config))
+
+    reports: list[SweepReport] = []
+    swept = None
+    output.begin()
+    for config in configs:
+        kept = output.report(config.seed)
+        if kept is None:
+            swept = config
+            reports.append(run(config, **_what(args)))
+            output.keep_report(config.seed, reports[-1].to_dict())
+        else:
+            reports.append(SweepReport.from_dict(kept))
+        if config is not configs[-1] or not args.save:
+            output.discard(config.seed)
+        reports[-1].save(output.path / f"seed-{config.seed}" if len(configs) > 1 else output.path)
     if len(configs) > 1:
-        save_all(reports, output)
+        save_all(reports, output.path)
     print(table(reports), "", sep="\n")
     if args.save:
         lam = choice(reports, *reports[-1].settings()[0])
         require(lam is not None, "--save: the metric is NaN for every λ, so that there is none to save")
-        pruner.choose(next(entry for entry in reports[-1].entries if entry.lam == lam))
-        pruner.save_pretrained(output / "model", format=args.format)
-        print(f"saved       {output / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
-    shutil.rmtree(partial)
-    print(f"written     {output}\nseconds     {time.perf_counter() - started:.1f}")
+        last = reports[-1] if swept is configs[-1] else run(configs[-1], **{**_what(args), "lambdas": [lam]})
+        pruner.choose(next(entry for entry in last.entries if entry.lam == lam))
+        pruner.save_pretrained(output.path / "model", format=args.format)
+        print(f"saved       {output.path / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
+    output.finish()
 
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
     from ..pruning.sweep import variants
 
-    args.seed, args.pattern = seed, args.patterns[0]
-    if ":" not in args.pattern:
-        args.sparsity = args.sparsities[0]
-    config = make_config(args)
+    single = {"seed": seed, "pattern": args.patterns[0]}
+    if ":" not in args.patterns[0]:
+        single["sparsity"] = args.sparsities[0]
+    config = make_config(argparse.Namespace(**{**vars(args), **single}))
     try:
         variants(config, *_what(args).values())
     except MoonshotError as error:
@@ -149,4 +166,4 @@ class SweepCommand(BaseOptimumCLICommand):
     parse_args = staticmethod(add_sweep_options)
 
     def run(self) -> None:
-        guard(sweep, self.args)
+        guard(sweep, self.args, SWEPT)

@@ -20,13 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor, uint8
 
 from ..errors import MoonshotError, require
-from ..files import read_json, replace_file, writing
+from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
 
 LAYERS, RECOVERED = "layers", "recovered"
 _MANIFEST, _LOCK = "run.json", "run.lock"
 _KINDS = (LAYERS, RECOVERED)
 _WRITTEN = ("*.safetensors", "*.partial")
-_OF_THE_SYSTEM = "lost+found"  # where a file system begins
 
 
 class RunFolder:
@@ -41,7 +40,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], field: str):
-        require(isinstance(path, str | os.PathLike) and path != "", f"{field}={path!r}: give the path of a folder")
+        check_folder(field, path)
         self.path, self.field = Path(path), field
         self.fingerprint = ""
         # One object for all runs of this process: who goes on after a failure is not kept out by itself.
@@ -58,12 +57,11 @@ class RunFolder:
             MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
                 written.
         """
-        shown, dangling = f"{self.field}={str(self.path)!r}", self.path.is_symlink() and not self.path.exists()
-        require(not dangling, f"{shown} is a link to a folder that does not exist: make it, or give another")
+        shown = f"{self.field}={str(self.path)!r}"
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _OF_THE_SYSTEM}
+            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM}
             require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
             self._acquire()
             same = self._recorded() == fingerprint if known else None
@@ -135,12 +133,27 @@ class RunFolder:
         try:
             with contextlib.suppress(OSError, MoonshotError):
                 if read_json(self.path / _MANIFEST).get("fingerprint") == self.fingerprint:
-                    self._clear()
-                    (self.path / _MANIFEST).unlink()
-                    (self.path / _LOCK).unlink()
-                    self.path.rmdir()  # not a link, a mount point, or a folder with files of others
+                    self._remove()
         finally:
             self.release()
+
+    def _remove(self) -> None:
+        """Remove all that a run wrote, and the folder if it is empty then."""
+        self._clear()
+        (self.path / _MANIFEST).unlink()
+        (self.path / _LOCK).unlink(missing_ok=True)
+        self.path.rmdir()  # not a link, a mount point, or a folder with files of others
+
+    @classmethod
+    def remove_all(cls, top: Path) -> None:
+        """Remove what runs wrote in a folder and in those below it, whoever they were; files of others stay."""
+        found = [manifest.parent for manifest in (*top.glob(_MANIFEST), *top.glob(f"*/{_MANIFEST}"))]
+        for folder in found:
+            with contextlib.suppress(OSError, MoonshotError):
+                if "fingerprint" in read_json(folder / _MANIFEST):
+                    cls(folder, "folder")._remove()
+        with contextlib.suppress(OSError):
+            top.rmdir()
 
     def _clear(self) -> None:
         """Remove all results."""

@@ -133,6 +133,7 @@ class Variant:
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
             notes=notes,
+            parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
         )
         PruningRecord(
