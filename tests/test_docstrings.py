@@ -54,8 +54,11 @@ class Class:
         return {node.name: node for node in self.node.body if isinstance(node, ast.FunctionDef)}
 
     def fulfils(self, other):
-        wanted = {name for name, node in other.methods.items() if not name.startswith("_") and len(node.args.args) > 1}
-        return "Protocol" in other.bases and other.node.name in self.known and wanted <= self.methods.keys()
+        """Whether it has the methods of a protocol that its module knows; attributes may be of any kind."""
+        if "Protocol" not in other.bases or "Protocol" in self.bases or other.node.name not in self.known:
+            return False
+        wanted = {name for name, node in other.methods.items() if not decorated(node, "property")}
+        return bool(wanted) and wanted <= self.methods.keys()
 
 
 @dataclass
@@ -69,8 +72,7 @@ class Function:
     def __post_init__(self):
         args = self.node.args
         found = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
-        static = any(ast.unparse(each) == "staticmethod" for each in self.node.decorator_list)
-        bound = self.cls is not None and not static
+        bound = self.cls is not None and not decorated(self.node, "staticmethod")
         self.parameters = {arg.arg: arg.annotation for arg in [arg for arg in found if arg is not None][bound:]}
 
     @property
@@ -128,6 +130,10 @@ class Package:
 
 def is_class(node):
     return isinstance(node, ast.ClassDef)
+
+
+def decorated(node, name):
+    return any(ast.unparse(each) == name for each in node.decorator_list)
 
 
 def known_names(tree):
