@@ -29,7 +29,7 @@ _STEP = 1 << 17  # bytes of `meta` unpacked together: the shifts take 12 times t
 
 
 def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
-    """Bytes of a packed matrix with so many stored values."""
+    """Bytes of a packed matrix [d_out, d_in] = `shape` with so many stored `values` of `itemsize` bytes each."""
     return values * itemsize + shape[0] * -(-shape[1] // 8)
 
 
@@ -39,6 +39,9 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
     Args:
         matrix: [d_out, d_in], floating point, in host memory.
         pattern: the n:m that every row has; None stores exactly the nonzeros.
+
+    Returns:
+        Values, [d_out, d_in·n/m] or flat, in the dtype of the matrix; uint8 [d_out, ⌈d_in/8⌉].
 
     Raises:
         MoonshotError: a group of m with more than n nonzeros.
@@ -55,7 +58,7 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
 
 
 def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
-    """Whether exactly n of every m inputs have a value."""
+    """Whether exactly n of every m inputs have a value, by `meta` [d_out, ⌈d_in/8⌉]; m must divide d_in."""
     if 8 % pattern.m == 0 and d_in % 8 == 0:
         return bool(_regular(pattern.m, pattern.n, meta.device)[meta.int()].all())
     return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
@@ -82,7 +85,16 @@ def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
 
 
 def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
-    """Raise `MoonshotError` unless `values` and `meta` are one matrix of this shape."""
+    """Whether these are one packed matrix.
+
+    Args:
+        values: [d_out, values of a row], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        shape: d_out, d_in.
+
+    Raises:
+        MoonshotError: another shape or dtype, counts that differ, or bits beyond the last input.
+    """
     d_out, d_in = shape
     require(
         meta.dtype == torch.uint8 and tuple(meta.shape) == (d_out, -(-d_in // 8)),
@@ -103,9 +115,16 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
-    """The dense matrix [d_out, d_in], on the device and in the dtype of `values`; `check_packed` must hold.
+    """The dense matrix, on the device and in the dtype of `values`; `check_packed` must hold.
 
-    `window` is what `find_window` says; None looks for it.
+    Args:
+        values: [d_out, values of a row], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row.
+        window: what `find_window` says; None looks for it.
+
+    Returns:
+        [d_out, d_in].
     """
     window = find_window(values, meta, d_in) if window is None else window
     if window:

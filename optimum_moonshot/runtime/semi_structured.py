@@ -39,6 +39,9 @@ def use_semi_structured(
 
     Returns:
         What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
+
+    Raises:
+        MoonshotError: `batch_shape` is no pair of sizes.
     """
     check_batch_shape(batch_shape)
     tokens, chosen = batch_shape[0] * batch_shape[1], {}
@@ -75,7 +78,12 @@ def _choose(module: nn.Module, layer: PrunedLayer, tokens: int) -> str:
 
 
 def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
-    """Why torch has no 2:4 product for a layer on the device it is on; None where it has."""
+    """Why torch has no 2:4 product for a layer on the device it is on; None where it has.
+
+    Args:
+        module: the layer, its weight [d_out, d_in].
+        layer: what was pruned in it.
+    """
     if layer.pattern not in ("2:4", "1:4", "1:2"):
         return f"its pattern {layer.pattern} is not 2:4"
     if type(module) is not nn.Linear:
@@ -97,7 +105,12 @@ def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
 
 @torch.no_grad()
 def milliseconds(inputs: Tensor, weight: Tensor) -> float:
-    """The median time of one forward pass of a Linear on the device."""
+    """The median time of one forward pass of a Linear on a CUDA device, in ms.
+
+    Args:
+        inputs: [tokens, d_in].
+        weight: [d_out, d_in], dense or 2:4.
+    """
     times = []
     for _ in range(_REPEATS + 3):
         torch.cuda.synchronize(inputs.device)
