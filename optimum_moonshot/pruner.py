@@ -259,7 +259,7 @@ class MoonshotPruner:
             directory: a folder, made if need be.
             format: "dense" loads in plain `from_pretrained` anywhere. "packed" stores the values that survive and one
                 bit per weight (2:4 in 16 bits: 9/16 of the bytes); `from_pretrained` reads it after
-                ``import optimum_moonshot``.
+                ``import optimum_moonshot``, and stops with an error without.
             options: of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:

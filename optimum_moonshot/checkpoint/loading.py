@@ -24,7 +24,10 @@ from .weight_files import packed_version, weight_files
 RUNTIMES = ("dense", "packed", "semi_structured")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 # They load what was not verified, or something else than a model.
-_REFUSED = ("config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors", "variant")
+_REFUSED = (
+    "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
+    "variant",
+)  # fmt: skip
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 

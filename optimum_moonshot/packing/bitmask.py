@@ -47,6 +47,9 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
         matrix: [d_out, d_in], floating point, in host memory.
         pattern: the n:m that every row has; None stores exactly the nonzeros.
 
+    Returns:
+        Values, [d_out, d_in·n/m] or flat, in the dtype of the matrix; uint8 [d_out, ⌈d_in/8⌉].
+
     Raises:
         MoonshotError: m consecutive inputs with more than n nonzeros.
     """
@@ -127,7 +130,7 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
-    """The dense matrix [d_out, d_in], on the device and in the dtype of `values`; `check_packed` must hold.
+    """The dense matrix, on the device and in the dtype of `values`; `check_packed` must hold.
 
     Args:
         values: [d_out, d_in·n/m], or flat.
