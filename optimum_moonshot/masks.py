@@ -93,9 +93,8 @@ def find_pruned(
     flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
     require(PackedLinear not in kinds, 'model: runtime="packed" cannot be trained; load it with load_pruned(folder)')
-    least, most = (LEAST_SPARSITY, 1.0) if targets is None else (0.0, 2.0)
     layers = _chosen_layers(model, targets, ignore)
-    pruned = [layer for layer in layers if least <= sparsity_of(layer.parameter) < most]
+    pruned = [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
     require(
         bool(pruned),
         "no layer of the model is pruned: prune it first, or name layers with targets= (a compacted model has no zeros "
@@ -253,6 +252,11 @@ def follows(matrix: Tensor, pattern: NM) -> bool:
     if not pattern.fits((d_out, d_in)):
         return False
     return bool(((matrix != 0).reshape(-1, pattern.m).sum(1) <= pattern.n).all())
+
+
+def is_pruned(weight: Tensor) -> bool:
+    """Whether a weight holds zeros to keep, and something else too."""
+    return weight.is_floating_point() and LEAST_SPARSITY <= sparsity_of(weight) < 1
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """`MoonshotCallback`: pruned models under `transformers.Trainer`, and its descendants such as TRL's `SFTTrainer`."""
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from ..data.text import open_source
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.facts import takes_images
-from ..model.layers import PrunableLayer
+from ..model.layers import PrunableLayer, adapted_layers
 from ..model.losses import IGNORED
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
@@ -32,6 +33,7 @@ from .distillation import Distillation
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
 # What flash attention is told beside the positions, when the samples of a batch lie end to end in one row.
 FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_log = logging.getLogger(__name__)
 
 
 class MoonshotCallback(TrainerCallback):
@@ -117,7 +119,9 @@ class MoonshotCallback(TrainerCallback):
             if self.distillation is not None:
                 self.distillation.attach(model)
             if self.config is None:
-                self._keep(find_pruned(model, self.targets, self.ignore), model, optimizer)
+                layers = find_pruned(model, self.targets, self.ignore)
+                warn_of_unmasked(model, layers)
+                self._keep(layers, model, optimizer)
                 return
             self._check(model, max(state.max_steps, 1), train_dataloader)
             layers = prunable(model, self.config)  # tells now what the configuration does not fit
@@ -220,6 +224,24 @@ class MoonshotCallback(TrainerCallback):
         self._detach_masks()
         if self.distillation is not None:
             self.distillation.detach()
+
+
+def warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
+    """Say, before a training, that adapters lie on pruned layers whose merge would fill the zeros."""
+    if not adapted_layers(model):
+        return
+    from .peft import unmasked_adapters
+
+    found = unmasked_adapters(model, [layer.parameter for layer in layers])
+    if found:
+        _log.warning(
+            "adapters without a mask lie on %d pruned layers (%s%s): merging them fills the zeros; call "
+            "sparse_lora(trainer.model) of optimum_moonshot.integrations.peft before train(), or make them with its "
+            "SparseLoraConfig",
+            len(found),
+            ", ".join(found[:3]),
+            ", …" if len(found) > 3 else "",
+        )
 
 
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
