@@ -63,6 +63,12 @@ def register() -> None:
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
     """The layer that PEFT shall put around another: a masked one on a pruned layer, elsewhere None, which is its own.
 
+    Args:
+        target: the layer, or the adapters that lie around it already.
+        adapter_name: of the new one.
+        config: of the new one.
+        kwargs: further options of PEFT's.
+
     Raises:
         MoonshotError: options that fill the zeros.
     """
