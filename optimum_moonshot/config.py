@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from .errors import MoonshotError, check_expressions, check_number, check_whole, require
+from .errors import MOST, MoonshotError, check_expressions, check_number, check_path, check_whole, require, shown
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.patterns import NM, Pattern
 from .solvers.base import Solver, make_solver, solver_class
@@ -140,10 +140,9 @@ class MoonshotConfig:
         for field in ("targets", "ignore"):
             object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
         _ = self.max_memory_bytes
-        require(
-            self.offload_dir is None or isinstance(self.offload_dir, str),
-            f"offload_dir={self.offload_dir!r}: give the path of a folder",
-        )
+        if self.offload_dir is not None:
+            check_path("offload_dir", self.offload_dir)
+            require(isinstance(self.offload_dir, str), f"offload_dir={self.offload_dir!r}: give the path as a string")
 
     def _check_allocation(self) -> None:
         how = self.allocation
@@ -318,9 +317,12 @@ def _whole_numbers(values: Any) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[kmgt]i?b)\s*", str(value).lower())
+    given = value if isinstance(value, str) else shown(value, most=400)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", given.lower())
     if match is None or isinstance(value, bool):
-        raise MoonshotError(f'max_memory={value!r}: give bytes or a size such as "8GiB"')
+        raise MoonshotError(f'max_memory={shown(value)}: give bytes or a size such as "8GiB"')
     unit = match[2]
     power = 0 if not unit else "kmgt".index(unit[0]) + 1
-    return int(float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power)
+    size = float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power
+    require(1 <= size <= MOST, f"max_memory={shown(value)}: give between 1 and {MOST} bytes")
+    return int(size)

@@ -11,16 +11,29 @@ class MoonshotError(ValueError):
     """Input that cannot be pruned as asked. The model is left as it was."""
 
 
+MOST = 2**63 - 1  # the largest whole number that torch takes
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """What a value looks like in a message, cut to `most` characters."""
+    try:
+        text = repr(value)
+    except Exception:  # a whole number of thousands of digits, or an object of a user's
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless a field's value is a whole number.
+    """Raise `MoonshotError` unless a field's value is a whole number that 64 bits hold.
 
     Args:
         name: of the field.
         value: what was given for it.
         least: it may have.
     """
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, f"{name}={value!r}: give a whole number of at least {least}")
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    require(ok and value >= least, f"{name}={shown(value)}: give a whole number of at least {least}")
+    require(value <= MOST, f"{name}={shown(value)}: give a whole number of at most {MOST}")
 
 
 def check_number(name: str, value: Any, optional: bool = False) -> None:
@@ -34,7 +47,7 @@ def check_number(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    require(ok, f"{name}={value!r}: give a number")
+    require(ok, f"{name}={shown(value)}: give a number")
 
 
 def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
@@ -72,7 +85,8 @@ def check_path(name: str, value: Any) -> None:
         name: of the field.
         value: what was given for it.
     """
-    require(isinstance(value, str | os.PathLike) and value != "", f"{name}={value!r}: give a path")
+    ok = isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value)
+    require(ok, f"{name}={shown(value)}: give a path")
 
 
 def reason(error: BaseException) -> str:

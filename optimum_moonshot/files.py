@@ -68,9 +68,11 @@ def check_folder(field: str, path: Any) -> None:
     """
     check_path(field, path)
     shown, place = f"{field}={str(path)!r}", Path(path)
-    dangling = place.is_symlink() and not place.exists()
+    with writing(field, path):  # a name may be too long to be looked for
+        dangling = place.is_symlink() and not place.exists()
+        file = place.exists() and not place.is_dir()
     require(not dangling, f"{shown} is a link to a folder that does not exist: make it, or give another")
-    require(place.is_dir() or not place.exists(), f"{shown} is a file: give a folder")
+    require(not file, f"{shown} is a file: give a folder")
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
@@ -143,6 +145,7 @@ def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
+    require(path.is_file(), f"{path} is no file")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

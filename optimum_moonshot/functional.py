@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import MoonshotConfig
-from .errors import require
+from .errors import check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
 from .objective.patterns import Pattern, Unstructured
@@ -39,6 +39,7 @@ def prune_weight(
         MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or groups that do not divide d_in.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
+    _check_config(config)
     solver, objective = _problem(weight, gram, gradients, config)
     return _in_dtype(solver.solve(objective, config.parsed_pattern), weight)
 
@@ -66,6 +67,7 @@ def prune_weight_path(
         MoonshotError: as `prune_weight`, and a solver or pattern without such a path.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
+    _check_config(config)
     check_ranked(config, sparsities)
     patterns = [dataclasses.replace(config, sparsity=sparsity).parsed_pattern for sparsity in sparsities]
     solver, objective = _problem(weight, gram, gradients, config)
@@ -91,6 +93,8 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     )
     listed = isinstance(sparsities, Sequence) and not isinstance(sparsities, str) and len(sparsities) > 0
     require(listed, f"sparsities={sparsities!r}: give a list of numbers")
+    for sparsity in sparsities:
+        check_number("sparsities", sparsity)
     require(len(set(sparsities)) == len(sparsities), f"sparsities={list(sparsities)}: a value is given twice")
 
 
@@ -159,8 +163,22 @@ def build_objective(
     return Quadratic.build(weight, gram, fisher, lam, column_block=solver.column_block(weight.shape[1], pattern))
 
 
+def _check_config(config: Any) -> None:
+    require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
+
+
+def _kind(tensor: Tensor) -> str:
+    """What a tensor is that is not plain."""
+    if tensor.is_quantized:
+        return "quantized"
+    return "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+
+
 def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None:
     require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    require(plain, f"{name} is {_kind(tensor)}: give a plain, dense tensor")
+    require(not tensor.is_meta, f"{name} lies on the meta device, which holds no values: give a tensor with values")
     wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     require(wide, f"{name} has dtype {tensor.dtype}: give a floating-point tensor of at least 16 bits")
     fits = tensor.ndim == len(shape) and all(

@@ -17,7 +17,7 @@ from .checkpoint.saving import check_saving, save_model
 from .checkpoint.verified import check_complete
 from .config import MoonshotConfig
 from .data.batches import Batch
-from .errors import MoonshotError, require
+from .errors import MoonshotError, check_path, require, shown
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
@@ -87,16 +87,22 @@ class MoonshotPruner:
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
         Raises:
-            MoonshotError: the checkpoint lacks weights of the model, which would be random numbers.
+            MoonshotError: the checkpoint lacks weights of the model, which would be random numbers; or it is damaged or
+                quantized, and cannot be loaded.
+            OSError: there is no such model.
         """
-        shared = {key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs}
-        loader: Any = model_class(AutoConfig.from_pretrained(name_or_path, **shared))
+        shared: dict[str, Any] = {
+            key: model_kwargs[key] for key in ("revision", "token", "trust_remote_code") if key in model_kwargs
+        }
+        check_path("name_or_path", name_or_path)
+        require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
-        model, info = loader.from_pretrained(name_or_path, output_loading_info=True, **model_kwargs)
+        model, info = _load(name_or_path, shared, model_kwargs)
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
+        require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
@@ -327,3 +333,30 @@ class MoonshotPruner:
         for store in self._unsaved:
             store.discard()
         self._unsaved = []
+
+
+def _load(name_or_path: str | os.PathLike[str], shared: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """A model, and what transformers says of its weights; OSError where there is none.
+
+    Args:
+        name_or_path: a Hub repository or a local folder.
+        shared: for its configuration.
+        options: for its weights.
+    """
+    quantized = None
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, **shared)
+        quantized = getattr(config, "quantization_config", None)
+        loader: Any = model_class(config)
+        return loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+    except (MoonshotError, OSError):
+        raise
+    except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers
+        told = " ".join(str(error).split())[:300] or type(error).__name__
+        if quantized is None:
+            raise MoonshotError(f"{name_or_path}: cannot be loaded ({told})") from error
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise MoonshotError(
+            f"{name_or_path}: its weights are quantized ({method}) and cannot be loaded ({told}); "
+            "prune the model that they were made from"
+        ) from error

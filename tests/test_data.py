@@ -237,7 +237,7 @@ def test_data_sets_of_images():
 def test_batches_of_model_inputs_are_split_but_not_joined():
     tokens = torch.arange(60).view(10, 6)
     items = [{"input_ids": tokens[:5], "labels": tokens[:5], "none": None}]
-    items += [{"input_ids": tokens[5:6]}, {"input_ids": tokens[6:]}]
+    items += [{"input_ids": part, "labels": part} for part in (tokens[5:6], tokens[6:])]
     found = inputs(items, 8, batch_size=3)
     assert [len(batch["input_ids"]) for batch in found.batches] == [3, 2, 1, 2]
     assert torch.equal(torch.cat([batch["input_ids"] for batch in found.batches]), tokens[:8])
@@ -306,8 +306,12 @@ def test_items_that_are_no_model_inputs(item, message):
         (b"c4", "data of type bytes: use c4"),
         ([], "an empty list: use c4"),
         (["abc", None], "item 1 of the data is not a string"),
-        (SHORT, "num_samples=20: 9 documents have 2 tokens or more, give more text or set num_samples=9"),
-        (["", "a", ""], "none of 3 documents has 2 tokens or more"),
+        (SHORT, "num_samples=20: the data has 9 documents, give more text or set num_samples=9 at most"),
+        (["", "a", ""] * 7, "none of 21 documents has 2 tokens or more"),
+        (
+            ["", "ab", "cd"] * 7,
+            "num_samples=20: 14 documents have 2 tokens or more, give more text or set num_samples=14",
+        ),
         ([{"input_ids": [[1, 2]] * 3}], "num_samples=20: the data has 3 samples, give more or set num_samples=3"),
         (iter([]), "the data has 0 samples, give more"),
         (Dataset.from_dict({"text": []}), "Dataset of 0 rows has no rows"),

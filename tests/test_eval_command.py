@@ -83,7 +83,7 @@ def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsy
     (tmp_path / "empty.txt").write_text("x")
     argv = [DEMO, "--dataset", data / "held.txt", tmp_path / "empty.txt", *SHORT, "--output", tmp_path / "out.json"]
     status, lines = failure(capsys, "eval", *argv)
-    assert status == 1 and "fewer than sequence_length=64" in lines[-1]
+    assert status == 1 and "fewer than --sequence-length 64" in lines[-1]
     assert list(EvalReport.load(tmp_path / "out.json").perplexity) == [str(data / "held.txt")]
 
 

@@ -195,13 +195,15 @@ def test_images_are_converted_to_the_models_colours(tmp_path, rows):
 def test_bad_images_are_named(tmp_path, rows):
     fill(tmp_path / "data", each=2)
     (tmp_path / "data" / "bee" / "0.png").write_bytes(b"no image")
-    with pytest.raises(MoonshotError, match="data cannot be read .*cannot identify image file"):
+    with pytest.raises(
+        MoonshotError, match=r"image \d of .*data \(0\.png\) cannot be processed .*cannot identify image"
+    ):
         load(tmp_path / "data", num_samples=10)
     sizes = Dataset.from_dict({"image": [picture(i, size=(9 + i, 9)) for i in range(6)]}, Features({"image": Image()}))
     with pytest.raises(MoonshotError, match="images 0 to 3 of Dataset of 6 rows cannot be processed .*equal size"):
         load(sizes, labels=False)
     holes = Dataset.from_dict({"image": [None] * 6}, Features({"image": Image()}))
-    with pytest.raises(MoonshotError, match="images 0 to 3 .*the image is missing"):
+    with pytest.raises(MoonshotError, match="image 0 of Dataset of 6 rows is missing: leave its row out"):
         load(holes, labels=False)
     with pytest.raises(MoonshotError, match="processor=None: images need the model's image processor"):
         load(rows, processor=None)
@@ -407,10 +409,11 @@ def test_image_models_on_the_command_line(capsys, saved, folder, tmp_path):
 
 
 def test_image_models_need_images_on_the_command_line(capsys, saved, tmp_path):
+    (tmp_path / "empty").mkdir()
     for argv, status, message in (
         (["--sparsity", "0.5"], 2, "--calibration: an image model needs images"),
         (["--sparsity", "0.5", "--calibration", tmp_path / "nowhere"], 2, "--calibration"),
-        (["--sparsity", "0.5", "--calibration", tmp_path], 1, "doesn't contain any data files"),
+        (["--sparsity", "0.5", "--calibration", tmp_path / "empty"], 1, "doesn't contain any data files"),
     ):
         with pytest.raises(SystemExit) as caught:
             main([str(part) for part in ("prune", saved, "--output", tmp_path / "out", *argv, "--device", "cpu")])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
+from ..errors import MoonshotError
 from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block
 from ..model.losses import Loss, loss_gradient
@@ -108,7 +109,7 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
             handles.append(block.module.register_forward_hook(lambda _, args, output, i=i: leave(i, output)))
         with torch.set_grad_enabled(gradients):
             result = run_model(model, batch)
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (KeyError, IndexError, TypeError, AttributeError, MoonshotError):
         return False  # a block without a hidden state among its arguments
     finally:
         for handle in handles:

@@ -307,8 +307,8 @@ def check_data(flag: str, sources: list[str]) -> None:
     from ..data.text import CORPORA, is_hub_name
 
     for source in sources:
-        known = source in CORPORA or Path(os.path.expanduser(source)).exists() or is_hub_name(source)
-        expect(known, f"{flag} {source}: neither one of {', '.join(CORPORA)} nor a file, a folder or an owner/name")
+        known = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
+        expect(known, f"{flag} {source[:200]}: none of {', '.join(CORPORA)}, no file, no folder and no owner/name")
 
 
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:

@@ -143,6 +143,11 @@ class Output:
             lock.close()  # the command that has just ended removed it
 
     def _leave(self) -> None:
+        from ..pruning.run_folder import RunFolder
+
+        for folder in (self.work(), *self.partial.glob("seed-*/")):
+            if not any(folder.rglob("*.safetensors")):
+                RunFolder.remove_all(folder)
         with contextlib.suppress(OSError):
             if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not self._begun():
                 (self.partial / _MANIFEST).unlink()

@@ -38,7 +38,18 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     same = len({shape[:1] for shape in shapes.values()}) == 1
     require(same, f"{what} has the shapes {shapes}: dim 0 of every tensor must be the sample")
+    _check_mask(batch, what)
     return batch
+
+
+def _check_mask(batch: Batch, what: str) -> None:
+    """A mask [B, T] has a place for every token, and hides not all of a sample."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or mask is None or mask.ndim != 2:
+        return
+    shapes = f"{tuple(mask.shape)} for input_ids of {tuple(ids.shape)}"
+    require(mask.shape == ids.shape[:2], f"{what}: attention_mask of {shapes}: give one entry for each token")
+    require(bool((mask != 0).any(1).all()), f"{what}: attention_mask hides all tokens of a sample: leave that out")
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
@@ -47,6 +58,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise MoonshotError(f"{what}: give a tensor, or lists of numbers of equal length ({error})") from error
+    require(tensor.layout is torch.strided, f"{what} is of layout {tensor.layout}: give a dense tensor")
     require(tensor.numel() > 0, f"{what} has shape {tuple(tensor.shape)}: it is empty, leave it out")
     require(not tensor.is_floating_point() or not tensor.isnan().any(), f"{what} holds NaN: give finite numbers")
     return tensor

@@ -106,6 +106,8 @@ def load_images(
     check_whole("num_samples", num_samples, 1)
     rows, notes = source.rows, []
     if isinstance(rows, Dataset):
+        mend = f"give more or set num_samples={len(rows)}"
+        require(num_samples <= len(rows), f"num_samples={num_samples}: {source.name} has {len(rows)} images, {mend}")
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_samples]
         rows = rows.select(order.tolist())
     else:
@@ -142,10 +144,10 @@ def image_batches(
         "processor=None: images need the model's image processor; give it, or batches of pixel_values",
     )
     mode = MODES.get(getattr(getattr(model, "config", None), "num_channels", 3))
-    rows = enumerate(_rows(source.rows, source.name))
+    rows = enumerate(_rows(_undecoded(source), source.name))
     while chunk := list(islice(rows, batch_size)):
+        pictures = [_picture(row[source.image], mode, f"image {i} of {source.name}") for i, row in chunk]
         try:
-            pictures = [_picture(row[source.image], mode) for _, row in chunk]
             batch = _process(processor, pictures)
         except Exception as error:
             where = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
@@ -210,7 +212,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
 
 
 def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
-    path, name = Path(source).expanduser(), os.fspath(source)
+    path, name = Path(os.path.expanduser(source)), os.fspath(source)
     require(name not in CORPORA, f'"{name}" is text: {ACCEPTED}')
     try:
         if path.is_dir():
@@ -248,16 +250,37 @@ def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
     return row
 
 
-def _picture(value: Any, mode: str | None) -> Any:
-    """A PIL image in the model's colours, of what a column may hold: an image, its bytes or its path."""
-    require(value is not None, "the image is missing")
+def _undecoded(source: ImageSource) -> Dataset | IterableDataset:
+    """The rows with their images as files or bytes, where they are at hand: an error then names the image."""
+    if isinstance(source.rows, Dataset) and isinstance(source.rows.features.get(source.image), datasets.Image):
+        return source.rows.cast_column(source.image, datasets.Image(decode=False))
+    return source.rows
+
+
+def _picture(value: Any, mode: str | None, what: str) -> Any:
+    """A PIL image in the model's colours.
+
+    Args:
+        value: what a column may hold: an image, its bytes, its path, or a dictionary of the last two.
+        mode: of the colours; None leaves them.
+        what: names it in errors.
+
+    Raises:
+        MoonshotError: it is missing or damaged.
+    """
+    require(value is not None, f"{what} is missing: leave its row out")
     if isinstance(value, bytes):
         value = {"bytes": value, "path": None}
     elif isinstance(value, str):
         value = {"bytes": None, "path": value}
-    if isinstance(value, Mapping):
-        value = datasets.Image().decode_example(dict(value))
-    return value.convert(mode) if mode else value
+    path = value.get("path") if isinstance(value, Mapping) else None
+    try:
+        if isinstance(value, Mapping):
+            value = datasets.Image().decode_example(dict(value))
+        return value.convert(mode) if mode else value
+    except Exception as error:  # whatever a library for images raises
+        file = f" ({os.path.basename(path)})" if path else ""
+        raise MoonshotError(f"{what}{file} cannot be processed ({reason(error)}): leave it out") from error
 
 
 def _process(processor: Any, pictures: list[Any]) -> Batch:

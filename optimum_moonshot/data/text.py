@@ -180,7 +180,7 @@ def short_name(source: str) -> str:
     """What `describe` gives as it may be published: a file or folder by its name, not by its path."""
     if not os.path.exists(source) and is_hub_name(source):
         return source
-    return Path(source).expanduser().resolve().name or source
+    return Path(os.path.expanduser(source)).resolve().name or source
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
@@ -217,6 +217,7 @@ class _Texts:
     joiner: str | None = None  # makes them one running text; None: documents
     long_only: bool = False  # no document shorter than a window may be used
     corpus: Corpus | None = None  # whose form it has
+    count: Callable[[int], int] | None = None  # documents, up to a number; None where only reading all would tell
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,31 @@ class _Inputs:
     notes: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Batch]:
-        return (as_batch(item, f"item {i} of the data", self.single) for i, item in enumerate(self.items))
+        """One batch for each item; all have the inputs of the first, but for a mask where nothing is padded."""
+        first: set[str] | None = None
+        for index, item in enumerate(self._read()):
+            batch = as_batch(item, f"item {index} of the data", self.single)
+            names = set(batch) - {"attention_mask"}
+            first = names if first is None else first
+            require(
+                names == first,
+                f"item {index} of the data has {', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}: "
+                "give all the same inputs",
+            )
+            yield batch
+
+    def _read(self) -> Iterator[Any]:
+        """The items; an error of the code that makes them says which was the last."""
+        count = 0
+        try:
+            for item in self.items:
+                yield item
+                count += 1
+        except MoonshotError:
+            raise
+        except Exception as error:
+            told = f"{type(error).__name__}: {reason(error)}"
+            raise MoonshotError(f"item {count} of the data cannot be read ({told}): mend what makes it") from error
 
 
 def open_source(source: Any) -> _Texts | _Inputs:
@@ -244,21 +269,23 @@ def open_source(source: Any) -> _Texts | _Inputs:
     if isinstance(source, DatasetDict | IterableDatasetDict):
         raise MoonshotError(f"a {describe(source)} with splits {', '.join(source)}: give one of them")
     if isinstance(source, Dataset | IterableDataset):
-        return _open_dataset(lambda: source, describe(source))
+        return _open_dataset(lambda: source, describe(source), counted=isinstance(source, Dataset))
     if isinstance(source, list | tuple):
         require(len(source) > 0, f"the data is an empty {type(source).__name__}: {ACCEPTED}")
         if isinstance(source[0], str):
             wrong = next((i for i, text in enumerate(source) if not isinstance(text, str)), None)
             require(wrong is None, f"item {wrong} of the data is not a string: give strings only")
-            return _Texts(lambda generator: (source[i] for i in _order(len(source), generator)))
+            return _Texts(
+                lambda generator: (source[i] for i in _order(len(source), generator)), count=partial(min, len(source))
+            )
     iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
     require(iterable and not isinstance(source, Tensor | bytes), f"data of type {describe(source)}: {ACCEPTED}")
     return _Inputs([source] if isinstance(source, Mapping) else source)
 
 
 def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
-    path = Path(source).expanduser()
-    require(path.is_file(), f'"{source}" is neither the name of a data set nor a file: {ACCEPTED}')
+    path = Path(os.path.expanduser(source))
+    require(os.path.isfile(path), f"{_quoted(source)} is neither the name of a data set nor a file: {ACCEPTED}")
     suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
     require(suffix is not None, f'"{source}": a file of unknown format, use one of {", ".join(FORMATS)}')
     require(path.stat().st_size > 0, f'"{source}" is empty: give a file that holds text')
@@ -267,17 +294,25 @@ def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
     # `load_dataset` would take an unescaped path for a pattern.
     builder = "parquet" if suffix == ".parquet" else "json"
     where = {"data_files": glob.escape(str(path.resolve())), "split": "train", "streaming": True}
-    return _open_dataset(partial(load_dataset, builder, **where), str(source))
+    return _open_dataset(partial(load_dataset, builder, **where), str(source), counted=True)
 
 
-def _open_dataset(load: Load, what: str) -> _Texts | _Inputs:
+def _quoted(source: str | os.PathLike) -> str:
+    """A name in a message; a text that was given in its place is cut short."""
+    name = os.fspath(source)
+    return f'"{name}"' if len(name) <= 200 else f'"{name[:50]}…"'
+
+
+def _open_dataset(load: Load, what: str, counted: bool = False) -> _Texts | _Inputs:
+    """Text or model inputs, by the first row; `counted` where reading rows again costs little."""
     row = next(_rows(load, what), None)
     if row is None:
         raise MoonshotError(f"{what} has no rows: give data that holds text or model inputs")
     if not any(name in row for name in INPUT_RANKS):
         _text_column(row)
         corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
-        return _Texts(partial(_texts, load, what), corpus=corpus)
+        count = (lambda most: sum(1 for _ in islice(_texts(load, what), most))) if counted else None
+        return _Texts(partial(_texts, load, what), corpus=corpus, count=count)
     extra = [name for name, value in row.items() if value is None or isinstance(value, str)]
     items = ({name: row[name] for name in row if name not in extra} for row in _rows(load, what))
     return _Inputs(items, single=True, notes=(f"columns left out: {', '.join(extra)}",) if extra else ())
@@ -352,6 +387,11 @@ def _windows(texts: _Texts, tokenizer: Any, num_samples: int, length: int, gener
 
 def _documents(texts: _Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
     """Windows of long documents if there are enough; else `num_samples` documents of any length; and notes."""
+    held = num_samples if texts.count is None else texts.count(num_samples)
+    require(
+        held >= num_samples,
+        f"num_samples={num_samples}: the data has {held} documents, give more text or set num_samples={held} at most",
+    )
     windows, samples, whole, usable, dropped = [], [], 0, 0, 0
     for ids in _token_lists(texts.read(generator), tokenizer):
         if len(ids) < 2:

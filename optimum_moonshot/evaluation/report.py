@@ -12,6 +12,7 @@ from typing import Any
 from ..data.text import short_name
 from ..errors import require
 from ..files import replace_file, writing
+from ..reports.conform import check_fields
 from ..reports.environment import versions
 from ..reports.measurement import Measured, Measurement
 from .images import Accuracy
@@ -73,8 +74,8 @@ class EvalReport:
         found = values.get("zero_shot")
         return cls(
             model=values.get("model", ""),
-            perplexity={d: Perplexity(value, d, **on[d]) for d, value in perplexities.items()},
-            accuracy={d: Accuracy(value, d, **on[d]) for d, value in values.get("accuracy", {}).items()},
+            perplexity={d: _read(Perplexity, value, d, on) for d, value in perplexities.items()},
+            accuracy={d: _read(Accuracy, value, d, on) for d, value in values.get("accuracy", {}).items()},
             zero_shot=ZeroShot.from_dict(found) if found else None,
             versions=values.get("versions", {}),
         )
@@ -103,6 +104,13 @@ class EvalReport:
             require(False, f"{path} holds no results of an evaluation ({error})")
         require(bool(report.measurements()), f"{path} holds no results of an evaluation")
         return report
+
+
+def _read(kind: type, value: Any, dataset: str, settings: dict[str, Any]) -> Any:
+    """A result, its fields checked."""
+    fields = {"value": value, "dataset": dataset, **settings[dataset]}
+    check_fields(kind, fields, dataset)
+    return kind(**fields)
 
 
 def _settings(result: Perplexity | Accuracy) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import MoonshotError, check_whole, reason, require
 from ..model.calls import evaluation_mode
 from ..progress import bars_are_wanted
+from ..reports.conform import check_fields
 from ..reports.environment import versions
 from ..reports.measurement import Measurement
 
@@ -102,7 +103,9 @@ class ZeroShot:
         fields = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(fields - set(values))
         require(not missing, f"baseline: no zero-shot result, it lacks {', '.join(missing)}")
-        return cls(**{name: values[name] for name in fields})
+        found = {name: values[name] for name in fields}
+        check_fields(cls, found)
+        return cls(**found)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ZeroShot:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import Cache
 
 from ..data.batches import Batch
+from ..errors import MoonshotError, reason, require, shown
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 
@@ -97,10 +98,19 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Meanwhile `run_model` calls the model through `forward`, where one is given."""
+    """Meanwhile `run_model` calls the model through `forward`, where one is given.
+
+    Args:
+        model: any.
+        forward: (model, inputs) → output, or None for a plain call.
+
+    Raises:
+        MoonshotError: `forward` cannot be called.
+    """
     if forward is None:
         yield
         return
+    require(callable(forward), f"forward={shown(forward)}: give a function of model and inputs")
     _FORWARDS[model] = forward
     try:
         yield
@@ -113,6 +123,13 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
     A plain module whose parameters have other names than the batch's tensors gets these by position, in their order.
     Floating-point inputs go in the model's dtype: images come as float32.
+
+    Args:
+        model: in any mode.
+        batch: its inputs, on its device.
+
+    Raises:
+        MoonshotError: the model does not take these inputs.
     """
     if model in _FORWARDS:
         return _FORWARDS[model](model, batch)
@@ -126,7 +143,13 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     inputs = {name: value.to(dtype) if _is_floating(value) else value for name, value in inputs.items()}
     parameters = inspect.signature(model.forward).parameters.values()
     named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
-    return model(**inputs) if named else model(*inputs.values())
+    try:
+        return model(**inputs) if named else model(*inputs.values())
+    except (MoonshotError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+        raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
 
 
 def _may_cache(model: nn.Module, config: Any) -> bool:

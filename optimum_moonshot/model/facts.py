@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from ..errors import require
+from ..errors import MoonshotError, reason, require
 from .forms import find_form
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -71,10 +73,21 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     Args:
         name_or_path: of the model, a folder or a Hub repository.
         options: for `AutoTokenizer`, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: one lies in the model's folder and cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(name_or_path, **options)
-    except (OSError, ValueError, KeyError):
+    except Exception as error:  # a damaged file fails anywhere in two libraries
+        found = [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(name_or_path, name))]
+        if found:
+            raise MoonshotError(
+                f"{name_or_path}: its tokenizer ({', '.join(found)}) cannot be loaded ({reason(error)}); mend these "
+                "files, or remove them and give a tokenizer, MoonshotPruner(model, config, tokenizer)"
+            ) from error
+        if not isinstance(error, OSError | ValueError | KeyError):
+            raise
         return None
 
 

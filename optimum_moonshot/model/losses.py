@@ -75,7 +75,9 @@ def loss_gradient(
         MoonshotError: no logits, no labels, or losses that are NaN.
     """
     if loss is not None:
-        total = loss(output, batch)
+        total = own_losses(loss, output, batch)
+        reaches = total.grad_fn is not None
+        require(reaches, "loss: what it returned has no gradient: compute it from the model's output, without detach()")
         return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
     logits = logits_of(model, output)
     labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
@@ -96,10 +98,31 @@ def loss_gradient(
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
     if loss is not None:
-        return loss(output, batch).float()
+        return own_losses(loss, output, batch).float()
     logits = logits_of(model, output)
     labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
+
+
+def own_losses(loss: Callable, output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What a loss of the user's returns, [B].
+
+    Args:
+        loss: (output, batch) → one loss for each sample.
+        output: what the model returned.
+        batch: the model's inputs.
+
+    Raises:
+        MoonshotError: it returned something else, or a loss that is not finite.
+    """
+    found, count = loss(output, batch), len(next(iter(batch.values())))
+    mend = f"let it return one loss per sample, a tensor of shape [{count}]"
+    require(isinstance(found, Tensor), f"loss: it returned a {type(found).__name__}: {mend}")
+    require(found.shape == (count,), f"loss: it returned shape {list(found.shape)}: {mend}")
+    require(found.is_floating_point(), f"loss: it returned {found.dtype}: {mend} of a floating-point dtype")
+    wrong = found.detach()[~torch.isfinite(found.detach())]
+    require(not len(wrong), f"loss: it returned {wrong[:1].tolist()}: check it, and the model's weights")
+    return found
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

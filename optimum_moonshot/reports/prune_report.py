@@ -5,11 +5,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, check_path, require
 from ..files import read_json, replace_file
 from ..objective.quadratic import RelativeLoss
+from .conform import check_fields, check_value
 from .measurement import Measured
 from .tables import html_table, text_table
 
@@ -47,7 +48,7 @@ class LayerReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From what JSON makes of `dataclasses.asdict`."""
-        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values["notes"])})
+        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values.get("notes", ()))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,27 @@ class BlockReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
         """From what JSON makes of `dataclasses.asdict`."""
-        return cls(**{**values, "notes": tuple(values["notes"])})
+        return cls(**{**values, "notes": tuple(values.get("notes", ()))})
+
+
+class _Measured(TypedDict):
+    dense: float | None
+    pruned: float
+
+
+class _Evaluation(_Measured, total=False):
+    """An entry of `PruneReport.evaluations`; the first releases wrote no metric."""
+
+    metric: str
+    settings: dict[str, Any]
+
+
+class _Compaction(TypedDict):
+    """`PruneReport.compaction`, as far as a table shows it."""
+
+    parameters: tuple[int, int]
+    config: dict[str, tuple[Any, Any]]
+    zeros: dict[str, str]
 
 
 @dataclasses.dataclass(repr=False)
@@ -248,8 +269,17 @@ class PruneReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
-        """From what `to_dict` gave."""
+        """From what `to_dict` gave.
+
+        Raises:
+            MoonshotError: a field that is missing, unknown, or of another type.
+        """
         values = {name: value for name, value in values.items() if name not in _DERIVED}
+        check_fields(cls, values)
+        check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
+        if values.get("compaction") is not None:
+            check_fields(_Compaction, values["compaction"], "compaction")
+        require(len(values["layers"]) > 0, "layers: there are none")
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
         return cls(layers=layers, recovery=recovery, **values)
@@ -266,15 +296,15 @@ class PruneReport:
         """Read what `save` wrote, from the file or its folder.
 
         Raises:
-            MoonshotError: the file is damaged.
+            MoonshotError: there is no such file, or it is damaged.
         """
+        check_path("path", path)
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
-        values = read_json(path)
         try:
-            return cls.from_dict(values)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise MoonshotError(f"{path} is damaged: it is no report of a run ({error!r})") from None
+            return cls.from_dict(read_json(path))
+        except MoonshotError as error:
+            raise MoonshotError(f"{path} is damaged: it is no report of a run ({error})") from None
 
 
 def _short(value: float | None) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, check_path, require
 from ..files import read_json, writing
+from .conform import check_fields
 from .seeds import SweepEntry, cells, choice, heading, label, table
 from .tables import html_table
 
@@ -85,27 +86,30 @@ class SweepReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SweepReport:
-        """From what `to_dict` gave."""
-        dense = math.nan if values["dense"] is None else values["dense"]
-        entries: list[dict[str, Any]] = [
-            {k: math.nan if v is None else v for k, v in entry.items()} for entry in values["entries"]
-        ]
-        return cls(**{**values, "dense": dense, "entries": [SweepEntry(**entry) for entry in entries]})
+        """From what `to_dict` gave.
+
+        Raises:
+            MoonshotError: a field that is missing, unknown, or of another type.
+        """
+        require(isinstance(values.get("entries"), list), "entries: a list belongs there")
+        values = {**_with_nan(values, "dense"), "entries": [_with_nan(e, "metric", "loss") for e in values["entries"]]}
+        check_fields(cls, values)
+        return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SweepReport:
         """Read what `save` wrote, from the file or its folder.
 
         Raises:
-            MoonshotError: the file is damaged.
+            MoonshotError: there is no such file, or it is damaged.
         """
+        check_path("path", path)
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
-        values = read_json(path)
         try:
-            return cls.from_dict(values)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error!r})") from None
+            return cls.from_dict(read_json(path))
+        except MoonshotError as error:
+            raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error})") from None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
@@ -113,6 +117,13 @@ class SweepReport:
         with writing("output", Path(folder)):
             text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
             (Path(folder) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _with_nan(values: Any, *fields: str) -> Any:
+    """An object with NaN for null in some of its fields: what is no number was written so."""
+    if not isinstance(values, dict):
+        return values
+    return {name: math.nan if value is None and name in fields else value for name, value in values.items()}
 
 
 def _finite(values: Any) -> Any:
