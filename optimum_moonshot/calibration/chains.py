@@ -38,13 +38,17 @@ def find_chains(
         gradients: whether input gradients must agree too.
         loss: (output, batch) → [B] losses, or None for the model's own.
     """
-    called = _called(model, blocks, batch)
     wanted = tuple(block for block in blocks if block.layers)
+    if not wanted:
+        return Chains([], (), ())
+    if is_chain(model, blocks, batch, gradients, loss):
+        return Chains([blocks], (), ())
+    called = _called(model, blocks, batch)
     reached = tuple(block for block in blocks if block.name in called)
     unreached = tuple(block for block in wanted if block.name not in called)
     if not any(block.layers for block in reached):
         return Chains([], (), unreached)
-    if is_chain(model, reached, batch, gradients, loss):
+    if len(reached) < len(blocks) and is_chain(model, reached, batch, gradients, loss):
         return Chains([reached], (), unreached)
     chains, loose = [], ()
     for stack in _stacks(reached):
