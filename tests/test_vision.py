@@ -138,7 +138,7 @@ def test_everything_is_seen_in_one_pass_where_it_fits(lam):
         handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         prune(model, lam=lam, targets=targets)
         handle.remove()
-        assert len(calls) == SAMPLES // 2 + (name == "resnet")  # one probe of the chain
+        assert len(calls) == SAMPLES // 2 + 2 * (name == "resnet")  # probes: is it a chain, what is reached
 
 
 def test_little_memory_takes_more_passes_to_the_same_weights():
