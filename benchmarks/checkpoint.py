@@ -34,8 +34,10 @@ SHAPES = {  # d_out, d_in of q/o, k/v, gate/up and down
     "Llama-3.2-3B": [(3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)],
 }
 TOKENS = (1, 16, 256, 4096)
+UNCHECKED = "from_pretrained, MOONSHOT_VERIFY=0"
 LOADERS = {
     "from_pretrained": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
+    UNCHECKED: lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
     "load_pruned": lambda folder: load_pruned(folder, dtype="auto"),
     "load_pruned, kept packed": lambda folder: load_pruned(folder, runtime="packed", dtype="auto"),
 }
@@ -142,17 +144,20 @@ def checkpoints(options) -> dict:
         del pruner
         for format, folder in folders.items():
             for loader in LOADERS:
-                if format == "dense" and loader.endswith("packed"):
+                if format == "dense" and (loader.endswith("packed") or loader == UNCHECKED):
                     continue
+                environment = {**os.environ, "MOONSHOT_VERIFY": "0" if loader == UNCHECKED else "1"}
                 arguments = ["--measure", loader, "--folder", str(folder), "--repeats", str(options.repeats)]
                 done = subprocess.run(
-                    [sys.executable, __file__, *arguments], capture_output=True, text=True, check=True
+                    [sys.executable, __file__, *arguments], capture_output=True, text=True, check=True, env=environment
                 )
                 results["load"][f"{format}, {loader}"] = json.loads(done.stdout.splitlines()[-1])
     dense, packed = (results["load"][f"{format}, from_pretrained"] for format in folders)
     results["ratios"] = {
         "bytes": results["bytes"]["packed"] / results["bytes"]["dense"],
         "save": results["save"]["packed"] / results["save"]["dense"],
+        "checksums": packed["seconds"] / results["load"][f"packed, {UNCHECKED}"]["seconds"],
+        "checksums_cold": packed["seconds_cold"] / results["load"][f"packed, {UNCHECKED}"]["seconds_cold"],
         **{name: packed[name] / dense[name] for name in ("seconds", "seconds_cold")},
         "peak_to_model": packed["peak_bytes"] / results["model_bytes"],
         "peak_to_model_without_mapped_files": packed["peak_bytes_without_mapped_files"] / results["model_bytes"],

@@ -1,6 +1,6 @@
 """Held-out perplexity of the shipped model after pruning: magnitude, Wanda, SparseGPT, λ = 1 against the best λ < 1.
 
-Every seed draws its own calibration windows. They are visited once per seed: all methods, patterns and λ see the same
+Every seed draws its own calibration windows. They pass once per seed: all methods, patterns and λ see the same
 statistics, which do not depend on any of them.
 """
 

@@ -104,7 +104,7 @@ def generation_rate(model, ids, tokens: int = 64) -> float:
 
 
 def rates(models: dict[str, torch.nn.Module], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians; every round visits all models, the first warms up."""
+    """Medians; every round has all models, the first warms up."""
     ids = torch.randint(3, 1000, (8, 256), generator=torch.Generator().manual_seed(0))
     found = {name: {"forward": [], "generation": []} for name in models}
     for _ in range(repeats + 1):

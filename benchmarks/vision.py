@@ -1,7 +1,7 @@
 """Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 against smaller λ.
 
-First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, which are
-visited once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
+First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, which
+pass once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
 """
 
 import time

@@ -24,14 +24,26 @@ def shown(value: Any, most: int = 80) -> str:
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless `value` is a whole number of at least `least`, which 64 bits hold."""
+    """Raise `MoonshotError` unless a field's value is a whole number that 64 bits hold.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+        least: it may have.
+    """
     ok = isinstance(value, int) and not isinstance(value, bool)
     require(ok and value >= least, f"{name}={shown(value)}: give a whole number of at least {least}")
     require(value <= MOST, f"{name}={shown(value)}: give a whole number of at most {MOST}")
 
 
 def check_number(name: str, value: Any, optional: bool = False) -> None:
-    """Raise `MoonshotError` unless `value` is a number, or None where that is optional."""
+    """Raise `MoonshotError` unless a field's value is a number, and not NaN.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+        optional: whether None will do.
+    """
     if value is None and optional:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
@@ -67,7 +79,12 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
 
 
 def check_path(name: str, value: Any) -> None:
-    """Raise `MoonshotError` unless `value` is a path, or something else in a string that is not empty."""
+    """Raise `MoonshotError` unless a field's value is a path, or something else in a string that is not empty.
+
+    Args:
+        name: of the field.
+        value: what was given for it.
+    """
     ok = isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value)
     require(ok, f"{name}={shown(value)}: give a path")
 
@@ -89,7 +106,7 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Errors inside the block begin with the layer's name, also given as that of its weight."""
+    """Each `MoonshotError` inside begins with the layer's name, also given as that of its weight."""
     try:
         yield
     except MoonshotError as error:

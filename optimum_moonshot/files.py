@@ -32,13 +32,17 @@ _CONFIG = "config.json"
 
 
 @contextmanager
-def staged(field: str, directory: str | os.PathLike) -> Iterator[Path]:
+def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
 
     Weights that lie in `directory` and are not among the new files are removed.
 
+    Args:
+        field: the argument that the folder came with, for messages.
+        directory: the folder, made if need be.
+
     Raises:
-        MoonshotError: the folder cannot be written, or the disk is full; it names the argument `field`.
+        MoonshotError: the folder cannot be written, or the disk is full.
     """
     check_folder(field, directory)
     directory = Path(directory)
@@ -71,11 +75,16 @@ def check_folder(field: str, path: Any) -> None:
     require(not file, f"{shown} is a file: give a folder")
 
 
-def replace_file(path: str | os.PathLike, content: str) -> None:
-    """Write a text file whole or not at all."""
+def replace_file(path: str | os.PathLike[str], content: str) -> None:
+    """Write a text file whole or not at all; what UTF-8 lacks, as names of files may have it, is escaped as in JSON.
+
+    Args:
+        path: of the file.
+        content: its text.
+    """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 
@@ -92,7 +101,7 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 @contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[int]:
+def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
     """Hold the lock of a folder, which dies with its process; gives the folder's descriptor.
 
     Raises:
@@ -121,8 +130,13 @@ def _move(staging: Path, directory: Path) -> None:
 
 
 @contextmanager
-def writing(field: str, path: str | os.PathLike) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into a `MoonshotError` that names the argument it came with."""
+def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn a full disk or a forbidden folder into a `MoonshotError`.
+
+    Args:
+        field: the argument that the path came with, for the message.
+        path: what is written to inside.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:

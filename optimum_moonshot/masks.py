@@ -78,6 +78,7 @@ def find_pruned(
     """The layers of a model that hold zeros to keep.
 
     Args:
+        model: any module.
         targets: regular expressions searched for in module names; the zeros of those layers are kept, however few.
             None is every Linear, Conv1D and Conv2d with 5% zeros or more that has something else too. PEFT's adapters
             are no layers of the model.
@@ -92,9 +93,8 @@ def find_pruned(
     flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
     require(PackedLinear not in kinds, 'model: runtime="packed" cannot be trained; load it with load_pruned(folder)')
-    least, most = (LEAST_SPARSITY, 1.0) if targets is None else (0.0, 2.0)
     layers = _chosen_layers(model, targets, ignore)
-    pruned = [layer for layer in layers if least <= sparsity_of(layer.parameter) < most]
+    pruned = [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
     require(
         bool(pruned),
         "no layer of the model is pruned: prune it first, or name layers with targets= (a compacted model has no zeros "
@@ -222,22 +222,41 @@ def clear(tensor: Tensor, keep: Tensor) -> None:
 
     As whole numbers: NaN, infinity and -0 become +0 too, and on a CPU torch takes a quarter of the work, since it turns
     bool into int quickly, and into float slowly.
+
+    Args:
+        tensor: of any shape, or sharded.
+        keep: bool, like this process's part of the tensor.
     """
     local = _local(tensor)
     local.view(INTEGERS[local.itemsize]).mul_(keep)
 
 
 def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
-    """`follows` for a layer, which may be sharded."""
+    """As `follows`, for a layer, which may be sharded.
+
+    Args:
+        layer: the layer.
+        pattern: as for `follows`.
+    """
     return follows(layer.as_matrix(_whole(layer.parameter)), pattern)
 
 
 def follows(matrix: Tensor, pattern: NM) -> bool:
-    """Whether at most n of every m consecutive inputs of a weight [d_out, d_in] are there."""
+    """Whether at most n of every m consecutive inputs are there; never where m does not divide d_in.
+
+    Args:
+        matrix: a weight, [d_out, d_in].
+        pattern: n:m.
+    """
     d_out, d_in = matrix.shape
     if not pattern.fits((d_out, d_in)):
         return False
     return bool(((matrix != 0).reshape(-1, pattern.m).sum(1) <= pattern.n).all())
+
+
+def is_pruned(weight: Tensor) -> bool:
+    """Whether a weight holds zeros to keep, and something else too."""
+    return weight.is_floating_point() and LEAST_SPARSITY <= sparsity_of(weight) < 1
 
 
 @torch.no_grad()

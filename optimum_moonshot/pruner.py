@@ -55,6 +55,9 @@ class MoonshotPruner:
         tokenizer: for calibration on text; saved with the model.
         processor: the image processor, for calibration on images; saved with the model. For a plain module, a function
             from an image to its tensor [C, H, W] will do.
+
+    Raises:
+        MoonshotError: another type of model or configuration.
     """
 
     def __init__(self, model: nn.Module, config: MoonshotConfig, tokenizer: Any = None, processor: Any = None):
@@ -209,8 +212,9 @@ class MoonshotPruner:
         and CAP); others solve every sparsity on its own, in a `sweep`.
 
         Args:
-            calibration, loss, forward, progress: as for `prune`.
+            calibration: as for `prune`.
             sparsities: shares of the weights to remove.
+            loss, forward, progress: as for `prune`.
             work_dir: a folder for the results, each of which takes the place of one model in memory otherwise. The same
                 call after a kill goes on from there.
 
@@ -261,7 +265,7 @@ class MoonshotPruner:
             directory: a folder, made if need be.
             format: "dense" loads in plain `from_pretrained` anywhere. "packed" stores the values that survive and one
                 bit per weight (2:4 in 16 bits: 9/16 of the bytes); `from_pretrained` reads it after
-                ``import optimum_moonshot``.
+                ``import optimum_moonshot``, and stops with an error without.
             options: of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert, load_pruned
-from optimum_moonshot.checkpoint.card import find_base
+from optimum_moonshot.checkpoint.base_card import find_base
 from optimum_moonshot.reports.layer_plot import PLOT_NAME, by_kind, plot_report, split_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +38,10 @@ def test_every_saved_model_has_a_card_and_a_picture(tmp_path):
     pruner.save_pretrained(tmp_path / "small")
     data, text = card(tmp_path / "small")
     assert data["moonshot"]["format"] == "dense" and "base_model" not in data and "license" not in data
+    whole = pruner.report.model_sparsity
+    assert data["moonshot"]["model_sparsity"] == round(whole, 6)
+    assert f"pruned layers are zero, {100 * whole:.1f}% of all its weights." in text
+    assert f"| **the whole model** |  |  | {100 * whole:.2f}% |" in text and "stayed dense" not in text
     assert "# small" in text and "Card of the dense model" not in text and "Evaluation" not in text
     picture = imread(tmp_path / "small" / PLOT_NAME)
     assert 800 <= picture.shape[1] <= 1200 and picture.std() > 0.05
@@ -169,6 +173,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     }.get(name, ("text-generation", "AutoModelForCausalLM"))
     assert data["pipeline_tag"] == task == data["model-index"][0]["results"][0]["task"]["type"]
     assert f"from transformers import {cls}\n" in text and f"model = {cls}.from_pretrained" in text
+    assert ("\nMost of the model stayed dense: " in text) == (pruner.report.chosen < 0.5)
     assert ("Left dense although chosen" in text) == bool(pruner.report.skipped)
     if "allocation" in settings:
         assert "| allocation of the sparsity | alpha |" in text and "% to " in text

@@ -265,7 +265,8 @@ def test_prune_and_eval_end_to_end(capsys, tmp_path):
     data = ["--calibration", DEMO / "calibration.txt", "--eval", heldout, "--device", "cpu"]
     main([str(part) for part in ("prune", DEMO, "--output", output, *options, *data)])
     printed = capsys.readouterr().out
-    assert "sparsity    0.5000" in printed
+    report = json.loads((output / "moonshot_report.json").read_text(encoding="utf-8"))
+    assert f"sparsity    0.5000 over 28 layers, {report['model_sparsity']:.4f} of the whole model\n" in printed
     assert f"saved       {output}" in printed
     assert not output.with_name("pruned.partial").exists()
 

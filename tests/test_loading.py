@@ -166,7 +166,7 @@ def test_damaged_json_is_named(packed_copy, content, tmp_path):
 
 
 def test_options_that_would_load_what_was_not_checked_are_refused(packed):
-    for name in ("config", "output_loading_info", "subfolder", "variant", "state_dict"):
+    for name in ("config", "output_loading_info", "subfolder", "variant", "state_dict", "adapter_kwargs"):
         with pytest.raises(MoonshotError, match=f"{name}: load_pruned takes none"):
             load_pruned(packed[0], **{name: "x"})
     with pytest.raises(MoonshotError, match="quantization_config: .* is pruned already"):

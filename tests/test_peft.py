@@ -1,9 +1,15 @@
 """LoRA on pruned models: the merge keeps the zeros and the function."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from models import make, token_batches
 from test_masks import loss_of, pruned, zeros
 
@@ -12,7 +18,14 @@ from optimum_moonshot.masks import find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
 
 peft = pytest.importorskip("peft")
-from optimum_moonshot.integrations.peft import SparseLinear, sparse_lora  # noqa: E402
+from optimum_moonshot.integrations.peft import (  # noqa: E402
+    MARK,
+    SparseLinear,
+    SparseLoraConfig,
+    sparse_lora,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def lora(model, **changes):
@@ -97,6 +110,134 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     loaded = sparse_lora(peft.PeftModel.from_pretrained(dense, tmp_path))
     assert torch.equal(logits(loaded), logits(adapted))
     assert not any("keep" in name for name in peft.get_peft_model_state_dict(adapted))
+
+
+RELOAD = """
+import sys, torch, transformers
+{imports}
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+folder = sys.argv[1]
+adapter = folder + "/adapter"
+for load in {loads}:
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder + "/base")
+    try:
+        model = eval(load).eval()
+        print(torch.equal(model(input_ids=torch.load(folder + "/ids")).logits, torch.load(folder + "/logits")))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+LOADS = (
+    "PeftModel.from_pretrained(base, adapter)",
+    "AutoPeftModelForCausalLM.from_pretrained(adapter)",
+    "(base.load_adapter(adapter), base)[1]",
+    "PeftModel.from_pretrained(base, adapter, config=PeftConfig.from_pretrained(adapter))",
+    "transformers.AutoModelForCausalLM.from_pretrained(adapter)",
+)
+
+
+def reload(folder, imports):
+    """What another process says of every way to load an adapter."""
+    command = [sys.executable, "-c", RELOAD.format(imports=imports, loads=LOADS), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A pruned model and its masked adapter in files, with what they give."""
+    folder = tmp_path_factory.mktemp("adapter")
+    pruned().save_pretrained(folder / "base")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "base")
+    adapted = train(sparse_lora(lora(model, task_type="CAUSAL_LM")))
+    adapted.save_pretrained(folder / "adapter")
+    torch.save(logits(adapted).detach(), folder / "logits")
+    torch.save(token_batches()[0]["input_ids"], folder / "ids")
+    return folder
+
+
+def test_a_masked_adapter_is_no_other_model_without_this_package(saved):
+    said = reload(saved, "")
+    assert len(said) == len(LOADS)
+    assert all(line.startswith("KeyError") and "import optimum_moonshot before loading it" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import importlib.util, optimum_moonshot; importlib.util.find_spec('peft')", "import peft, optimum_moonshot"],
+)
+def test_with_this_package_it_is_masked_again(saved, imports):
+    assert reload(saved, imports) == ["True"] * len(LOADS)
+
+
+def test_what_is_loaded_again_trains_merges_and_is_saved_again(saved, tmp_path):
+    base = hf.AutoModelForCausalLM.from_pretrained(saved / "base")
+    before = zeros(base)
+    loaded = peft.PeftModel.from_pretrained(base, saved / "adapter", is_trainable=True)
+    assert torch.equal(logits(loaded), torch.load(saved / "logits"))
+    assert sparse_lora(loaded) is loaded and torch.equal(logits(loaded), torch.load(saved / "logits"))
+    expected = logits(train(loaded))
+    loaded.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == MARK
+    assert loaded.peft_config["default"].peft_type == "LORA"
+    loaded.load_adapter(saved / "adapter", "first")
+    loaded.set_adapter("first")
+    assert torch.equal(logits(loaded), torch.load(saved / "logits"))
+    loaded.set_adapter("default")
+    merged = loaded.merge_and_unload()
+    assert (logits(merged) - expected).abs().max() <= 1e-5
+    assert_sparse(merged, before)
+
+
+def test_every_adapter_on_a_masked_layer_is_marked(tmp_path):
+    adapted = sparse_lora(lora(pruned()))
+    adapted.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj"]))
+    adapted.add_weighted_adapter(["default", "second"], [0.7, 0.3], adapter_name="both", combination_type="cat")
+    adapted.save_pretrained(tmp_path)
+    found = [json.loads(path.read_text())["peft_type"] for path in tmp_path.rglob("adapter_config.json")]
+    assert found == [MARK] * 3
+
+
+def test_adapters_on_dense_layers_are_not_marked(tmp_path):
+    model = pruned(targets=["up_proj"])
+    adapted = lora(model, target_modules=["q_proj"])
+    adapted.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj"]))
+    sparse_lora(adapted).save_pretrained(tmp_path)
+    paths = {name: tmp_path / name / "adapter_config.json" for name in ("second",)} | {
+        "default": tmp_path / "adapter_config.json"
+    }
+    found = {name: json.loads(path.read_text())["peft_type"] for name, path in paths.items()}
+    assert found == {"default": "LORA", "second": MARK}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_configuration_that_masks_from_the_start(name):
+    settings = dict(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(pruned(name, targets=["mlp"]), SparseLoraConfig(**settings))
+    adapters = {name: type(module) for name, module in adapted.named_modules() if hasattr(module, "lora_A")}
+    assert {kind for name, kind in adapters.items() if "mlp" in name} == {SparseLinear}
+    assert {kind for name, kind in adapters.items() if "mlp" not in name} == {peft.tuners.lora.Linear}
+    torch.manual_seed(1)
+    expected = logits(adapted)
+    assert torch.equal(logits(sparse_lora(adapted)), expected)
+    for options, words in ((dict(use_dora=True), "DoraLinearVariant"), (dict(init_lora_weights="pissa"), "pissa")):
+        with pytest.raises(MoonshotError, match=words):
+            peft.get_peft_model(pruned(name), SparseLoraConfig(**{**settings, **options}))
+
+
+def test_a_training_with_adapters_that_lack_a_mask_is_warned_of(tmp_path, caplog):
+    from test_trainer import trainer
+
+    trainer(tmp_path, lora(pruned()), MoonshotCallback()).train()
+    (message,) = [record.getMessage() for record in caplog.records if "without a mask" in record.getMessage()]
+    assert "lie on 21 pruned layers (base_model.model.model.layers.0.self_attn.q_proj, " in message
+    assert "call sparse_lora(trainer.model)" in message
+    caplog.clear()
+    trainer(tmp_path, sparse_lora(lora(pruned())), MoonshotCallback()).train()
+    only_dense = lora(pruned(targets=["up_proj"]), target_modules=["q_proj"])
+    trainer(tmp_path, only_dense, MoonshotCallback()).train()
+    assert "without a mask" not in caplog.text
 
 
 def test_several_adapters():

@@ -1,4 +1,4 @@
-"""Blocks whose weights are there for the time of a visit alone give what resident ones give."""
+"""Blocks whose weights are there for the time of a step alone give what resident ones give."""
 
 import dataclasses
 from contextlib import contextmanager

@@ -138,7 +138,7 @@ def test_targets_and_ignore():
         prune(make("llama"), ignore=["layers"])
 
 
-def test_only_the_middle_block_is_visited_when_only_it_is_pruned():
+def test_only_the_middle_block_has_a_step_when_only_it_is_pruned():
     everything, one = make("llama"), make("llama")
     full = prune(everything, targets=["layers.1"]).report
     assert len(full.layers) == 7
@@ -230,7 +230,7 @@ def test_one_blocks_statistics_live_at_a_time(monkeypatch):
     assert max(peaks) <= shallow + caches
 
 
-def test_small_memory_gives_the_same_weights_in_more_visits(tmp_path):
+def test_small_memory_gives_the_same_weights_in_more_passes(tmp_path):
     plenty, tight, spilled = make("llama"), make("llama"), make("llama")
     prune(plenty, lam=0.5)
     largest = SAMPLES * 24 * 16 * 4

@@ -34,7 +34,7 @@ def masked(layer):
 
 
 def gather(model, batches, gradients=True, targets=None):
-    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its visit is over."""
+    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its step is over."""
     structure, storage = find_structure(model, targets), Storage(torch.device("cpu"))
     pruned = {layer.name: masked(layer) for layer in structure.layers()}
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
@@ -166,7 +166,7 @@ def test_half_precision_models(dtype):
     assert prune(model, recompute=True).report.sparsity == 0.5 and model.dtype == dtype
 
 
-def test_small_memory_gives_the_same_statistics_in_more_visits():
+def test_small_memory_gives_the_same_statistics_in_more_passes():
     plenty, little = make("llama"), make("llama")
     reports = [prune(plenty, recompute=True).report, prune(little, recompute=True, max_memory=60_000).report]
     assert_close(little, plenty)

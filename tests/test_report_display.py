@@ -1,12 +1,14 @@
 """How reports, pruners and configurations show themselves: a line, a table of text, a table in a notebook."""
 
 import dataclasses
+import json
 import sys
 import types
 from html.parser import HTMLParser
 
 import pytest
 import rich.console
+import torch
 from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
@@ -65,6 +67,46 @@ def test_a_report_is_one_line():
     dataless.layers = [dataclasses.replace(layer, loss=None) for layer in dataless.layers]
     assert repr(dataless) == "PruneReport(3 layers, sparsity 0.5000, 2.5 s)"
     assert repr(PruneReport({}, [], {}, None, {}, 0, {})) == "PruneReport(0 layers)"
+
+
+def test_the_whole_model_is_told_beside_the_pruned_layers():
+    found = report(parameters=384)  # three layers of 32
+    assert found.chosen == 0.25 and found.model_sparsity == 0.125
+    assert repr(found) == "PruneReport(3 layers, sparsity 0.5000 (0.1250 of the whole model), loss 0.1, 2.5 s)"
+    dense, total = found.table().splitlines()[-2:]
+    assert dense == "most of the model stayed dense: 25% of its weights were chosen"
+    assert total.startswith("sparsity 0.5000 over 3 layers, 0.1250 of the whole model; ")
+    assert dense in Table(found._repr_html_()).below
+    assert "stayed dense" not in report(parameters=192).table() + report().table()
+    assert PruneReport({}, [], {}, None, {}, 0, {}, parameters=3).model_sparsity == 0
+
+
+def test_the_numbers_of_the_whole_model_are_in_the_json(tmp_path):
+    found = report(parameters=384)
+    values = json.loads(found.save(tmp_path).read_text())
+    assert values["parameters"] == 384 and values["chosen"] == 0.25 and values["model_sparsity"] == 0.125
+    assert PruneReport.load(tmp_path) == found
+    for name in ("parameters", "chosen", "model_sparsity"):
+        del values[name]  # as earlier releases wrote it
+    older = PruneReport.from_dict(values)
+    assert older.parameters is older.chosen is older.model_sparsity is None
+    assert repr(older) == repr(report()) and older.table() == report().table()
+
+
+def test_tied_weights_are_counted_once():
+    pruner = MoonshotPruner(make("llama-tied-biased"), MoonshotConfig(solver="magnitude", pattern="2:4"))
+    found = pruner.prune(progress=False)
+    parameters = {id(parameter): parameter for parameter in pruner.model.parameters()}.values()
+    assert found.parameters == sum(map(torch.numel, parameters))
+    head = pruner.model.lm_head.weight
+    assert any(parameter is head for parameter in parameters) and head is pruner.model.get_input_embeddings().weight
+    zeros = sum(int((pruner.model.get_submodule(layer.name).weight == 0).sum()) for layer in found.layers)
+    assert found.model_sparsity == pytest.approx(zeros / found.parameters, abs=1e-12)
+
+
+def test_fused_experts_leave_most_of_the_model_dense():
+    found = MoonshotPruner(make("mixtral"), MoonshotConfig(solver="magnitude", pattern="2:4")).prune(progress=False)
+    assert found.chosen < 0.5 and "most of the model stayed dense" in found.table()
 
 
 def test_the_loss_is_a_mean_over_the_weights():

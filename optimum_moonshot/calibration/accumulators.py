@@ -33,12 +33,25 @@ class Plan:
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
-    """Floats that `Samples` (no column block) or `RowMatrices` hold per row of a layer."""
+    """Floats that `Samples` (no column block) or `RowMatrices` hold per row of a layer.
+
+    Args:
+        d_in: inputs of the row.
+        samples: N, calibration samples in all.
+        column_block: inputs of a column block, as in `Plan`.
+    """
     return d_in * (samples if column_block is None else column_block + min(STAGED, samples))
 
 
 class Samples(GradientStatistic):
-    """A_n [N, rows, d_in]."""
+    """A_n [N, rows, d_in].
+
+    Args:
+        layer: whose gradients they are.
+        samples: N, calibration samples in all.
+        storage: where they live.
+        plan: which rows of the layer.
+    """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
         self.part = Part(layer, plan.rows)
@@ -68,7 +81,7 @@ class Squares(GradientStatistic):
         self.count = count
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        """A_n is the sum of a batch's pieces, so that these wait for its end; a piece that is alone does not."""
+        # A_n is the sum of a batch's pieces, so that these wait for its end; a piece that is alone does not.
         if done and self.sum is None:
             for sample_delta, sample in zip(delta, inputs, strict=True):
                 self.value += (sample_delta.mT @ sample).square_().flatten(0, 1).to(self.value.device)
@@ -87,7 +100,14 @@ class Squares(GradientStatistic):
 
 
 class RowMatrices(GradientStatistic):
-    """Σ_n a_n a_nᵀ of column blocks, [rows · blocks, size, size]; `STAGED` samples are added at once."""
+    """Σ_n a_n a_nᵀ of column blocks, [rows · blocks, size, size]; `STAGED` samples are added at once.
+
+    Args:
+        layer: whose gradients they are.
+        samples: N, calibration samples in all.
+        storage: where they live.
+        plan: which rows of the layer, and the size of a column block.
+    """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
         self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.column_block
@@ -128,7 +148,13 @@ class RowMatrices(GradientStatistic):
 
 
 class LayerTotals(GradientStatistic):
-    """L_F(0) and the mean of Σ_n A_n² of all of a layer's rows, from one batch's gradients at a time."""
+    """L_F(0) and the mean of Σ_n A_n² of all of a layer's rows, from one batch's gradients at a time.
+
+    Args:
+        layer: at its dense weight.
+        samples: N, calibration samples in all.
+        block: inputs of a column block; L_F(0) leaves out what lies between two of them.
+    """
 
     def __init__(self, layer: PrunableLayer, samples: int, block: int):
         self.part, self.samples = Part(layer, None), samples
@@ -156,7 +182,12 @@ class LayerTotals(GradientStatistic):
 
 
 class Part:
-    """Some rows of a layer: a whole number of its groups, or some inside of one."""
+    """Some rows of a layer: a whole number of its groups, or some inside of one.
+
+    Args:
+        layer: the layer.
+        rows: which; None is all.
+    """
 
     def __init__(self, layer: PrunableLayer, rows: slice | None):
         self.rows = slice(0, layer.shape[0]) if rows is None else rows

@@ -4,7 +4,7 @@ A model may have several: an encoder and a decoder, a vision tower and a text mo
 the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
-from ..model.calls import Call, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
+from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block
-from ..model.losses import loss_gradient
+from ..model.losses import Loss, loss_gradient
 
 
 class Chains(NamedTuple):
@@ -26,7 +26,7 @@ class Chains(NamedTuple):
 
 
 def find_chains(
-    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Callable | None
+    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
 ) -> Chains:
     """The longest chains: of all blocks, else of the blocks of one list.
 
@@ -76,21 +76,26 @@ def _stacks(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
     yield from map(tuple, lists.values())
 
 
-def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss) -> bool:
+def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None) -> bool:
     """Whether block-by-block passes see what the whole model sees, tried on one small sample.
 
     Each block must be called once, read the output of the one before, and give the same output and the same input
     gradient when run again alone on its cached arguments.
-    """
-    calls, outputs, order = {}, {}, []
 
-    def enter(i: int, args: tuple, kwargs: dict[str, Any]):
+    Args:
+        model, blocks, batch, gradients, loss: as for `find_chains`.
+    """
+    calls: dict[int, BlockCall] = {}
+    outputs: dict[int, Tensor] = {}
+    order: list[int] = []
+
+    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, rest, named = split_hidden(args, kwargs)
         order.append(i)
         if gradients and len(order) == 1:
             hidden = hidden.detach().requires_grad_(True)
-        calls[i] = Call(rest, without_caches(named), hidden)
-        return join_hidden(hidden, Call(rest, named, hidden))
+        calls[i] = BlockCall(rest, without_caches(named), hidden)
+        return join_hidden(hidden, BlockCall(rest, named, hidden))
 
     def leave(i: int, output: Any) -> None:
         outputs[i] = first_tensor(output)
@@ -122,12 +127,12 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
 
 
-def _runs_alone(block: Block, call: Call, expected: Tensor, deltas, i: int) -> bool:
+def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequence[Tensor] | None, i: int) -> bool:
     if expected.shape != call.hidden.shape:
         return False
     hidden = call.hidden.detach().requires_grad_(deltas is not None)
     args, kwargs = tree_map_only(Tensor, Tensor.detach, join_hidden(hidden, call))
-    args, kwargs = join_hidden(hidden, Call(args, kwargs, hidden))
+    args, kwargs = join_hidden(hidden, BlockCall(args, kwargs, hidden))
     with torch.set_grad_enabled(deltas is not None):
         output = first_tensor(block.module(*args, **kwargs))
     if not close(output, expected):

@@ -41,6 +41,10 @@ class LayerStatistics:
         return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
 
     def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
-        """As `objective`, without gradients: by the totals that were gathered with some rows."""
+        """As `objective`, without gradients: by the totals that were gathered with some rows.
+
+        Args:
+            weight, lam, column_block: as for `objective`.
+        """
         totals = self.totals.result(reconstruction(weight, self.inputs, column_block))
         return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)

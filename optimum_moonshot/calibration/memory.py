@@ -46,7 +46,12 @@ class Storage:
         return self.limits[self.device] - self.used[self.device]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-        """An uninitialised tensor in the first place that has room; `what` names it in errors.
+        """An uninitialised tensor in the first place that has room.
+
+        Args:
+            shape: any shape.
+            dtype: any.
+            what: it is for, in errors.
 
         Raises:
             MoonshotError: no room anywhere, or the disk is full.
@@ -67,10 +72,26 @@ class Storage:
         return self._on_disk(shape, dtype, size, what)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
+        """As `empty`, filled with zeros.
+
+        Args:
+            shape, dtype, what: as for `empty`.
+
+        Raises:
+            MoonshotError: no room anywhere, or the disk is full.
+        """
         return self.empty(shape, dtype, what).zero_()
 
     def put(self, tensor: Tensor, what: str) -> Tensor:
-        """A stored copy of `tensor`."""
+        """A stored copy of a tensor.
+
+        Args:
+            tensor: of any shape, on any device.
+            what: it is, in errors.
+
+        Raises:
+            MoonshotError: no room anywhere, or the disk is full.
+        """
         return self.empty(tensor.shape, tensor.dtype, what).copy_(tensor)
 
     def _release(self, device: torch.device, size: int) -> None:

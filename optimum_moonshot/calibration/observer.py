@@ -7,6 +7,7 @@ statistic of another kind. Padding tokens count in none.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .statistic import GradientStatistic, InputStatistic
 from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall
 
 
-class Observer(AbstractContextManager):
+class Observer(AbstractContextManager["Observer"]):
     """Hooks on layers, removed on exit, whatever happens.
 
     The caller announces every batch by `begin`, runs the model (and a backward pass, where `gradients` is not empty)
@@ -72,12 +73,18 @@ class Observer(AbstractContextManager):
                 self._hooks.callback(form.watch(partial(self._observe, layer, form)).remove)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._hooks.close()
         self.inputs.forget()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Announce a batch: samples `first` to `first + count`, and the mask [B, T] of its tokens, None for all."""
+        """Announce a batch.
+
+        Args:
+            first: the number of its first sample among all.
+            count: B, its samples.
+            mask: bool [B, T], True where a token counts; None where all do.
+        """
         self.count, self.mask = count, mask
         for sums in self.gradients.values():
             sums.begin(first, count)

@@ -2,12 +2,13 @@
 
 `BlockwisePasses` caches what enters every block during one forward pass of the model. Then
 
-* λ < 1: the head's backward pass gives the gradient of the last block's output, and the blocks are visited last to
-  first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
+* λ < 1: the head's backward pass gives the gradient of the last block's output, and the steps go from the last block to
+  the first. Running a block again, forwards and backwards, shows its layers' activations and gradients, and gives the
   gradient that the block before needs. In all two forward passes and one backward pass, and no graph but one block's.
-* λ = 1: the blocks are visited first to last without any graph; each block's outputs replace its inputs in the cache.
+* λ = 1: the steps go from the first block to the last without any graph; each block's outputs replace its inputs in
+  the cache.
 
-The model stays dense until all of it was visited ("one-shot"), so the order does not change what is seen.
+The model stays dense until the last step is over ("one-shot"), so the order does not change what is seen.
 `FullModelPasses` runs the entire model for every step; it serves what is not a chain of blocks.
 """
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
 from ..model.calls import (
-    Call,
+    BlockCall,
     batch_size,
     first_tensor,
     join_hidden,
@@ -32,7 +33,7 @@ from ..model.calls import (
     without_caches,
 )
 from ..model.layers import Block, PrunableLayer
-from ..model.losses import loss_gradient, token_mask
+from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from .memory import Storage
 from .observer import Observer
@@ -45,10 +46,17 @@ class Step(Protocol):
     call has ``last=True``, or `skip` ends the step.
     """
 
-    layers: tuple[PrunableLayer, ...]
+    @property
+    def layers(self) -> tuple[PrunableLayer, ...]:
+        """Those that are seen."""
 
     def observe(self, observer: Observer, last: bool) -> None:
-        """Pass all data under the observer's hooks; with `last` the passes also move on."""
+        """Pass all data under the observer's hooks.
+
+        Args:
+            observer: entered; it is told every batch.
+            last: no other look follows here, so that the passes also move on to the next step.
+        """
 
     def skip(self) -> None:
         """Move on without another look."""
@@ -89,7 +97,7 @@ class FullModelPasses:
         blocks: Sequence[Block],
         batches: list[Batch],
         gradients: bool,
-        loss: Callable | None,
+        loss: Loss | None,
     ):
         self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
@@ -153,13 +161,13 @@ class BlockwisePasses:
         blocks: tuple[Block, ...],
         batches: list[Batch],
         gradients: bool,
-        loss: Callable | None,
+        loss: Loss | None,
         storage: Storage,
         around: Sequence[Block] = (),
     ):
         self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
         self.gradients, self.loss, self.storage = gradients, loss, storage
-        self.calls: list[list[Call | None]] = [[None] * len(batches) for _ in blocks]
+        self.calls: list[list[BlockCall | None]] = [[None] * len(batches) for _ in blocks]
         self.deltas: list[Tensor | None] = [None] * len(batches)
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
         wanted = [i for i, block in enumerate(blocks) if block.layers]
@@ -192,15 +200,15 @@ class BlockwisePasses:
         batch = to_device(batch, model_device(self.model))
         tail: list[Tensor] = []
 
-        def keep(i: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        def keep(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             first = not self.gradients and i > self.lowest  # at λ = 1 the block before will give it
             cached = None if first else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
-            self.calls[i][index] = Call(*self._share(i, index, (args, kwargs)), cached)
+            self.calls[i][index] = BlockCall(*self._share(i, index, (args, kwargs)), cached)
             if not self.gradients and i == self.highest:
                 raise _Stop
 
-        def cut(_: nn.Module, args: tuple, output: Any) -> Any:
+        def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             hidden = first_tensor(output).detach().requires_grad_(True)
             tail.append(hidden)
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
@@ -225,7 +233,7 @@ class BlockwisePasses:
             for handle in handles:
                 handle.remove()
 
-    def _share(self, i: int, index: int, arguments: tuple) -> tuple:
+    def _share(self, i: int, index: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
         if index == 0:
             return arguments
@@ -234,7 +242,13 @@ class BlockwisePasses:
         return tree_map_only(Tensor, lambda t: next((k for k in known if k is t or _same(k, t)), t), arguments)
 
     def run(self, i: int, observer: Observer, last: bool) -> None:
-        """Pass all data through block `i` under the observer's hooks; with `last`, on to the next block as well."""
+        """Pass all data through one block under the observer's hooks.
+
+        Args:
+            i: its number in the chain.
+            observer: entered; it is told every batch.
+            last: on to the next block as well: its inputs, or the gradients of the one before, replace this one's.
+        """
         block, first = self.blocks[i].module, 0
         for index, batch in enumerate(self.batches):
             count, mask = batch_size(batch), token_mask(batch)

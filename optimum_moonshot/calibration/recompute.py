@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ..data.batches import Batch
 from ..model.calls import (
-    Call,
+    BlockCall,
     batch_size,
     close,
     first_tensor,
@@ -36,7 +37,7 @@ from ..model.calls import (
     to_device,
 )
 from ..model.layers import Block, PrunableLayer, Structure
-from ..model.losses import loss_gradient, token_mask
+from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
 from ..progress import progress_bar
 from .chains import is_chain
@@ -53,7 +54,12 @@ class _Stop(Exception):
 
 @contextmanager
 def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[None]:
-    """The layers have the weights [d_out, d_in] that `weight` gives; on exit they have their own tensors back."""
+    """Meanwhile some layers have other weights; on exit they have their own tensors back.
+
+    Args:
+        layers: all different.
+        weight: from a layer to the matrix that it has meanwhile, [d_out, d_in].
+    """
     own = []
     try:
         for layer in layers:
@@ -68,7 +74,7 @@ def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[
 
 
 @contextmanager
-def calling(module: nn.Module, forward: Callable) -> Iterator[None]:
+def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """The module's `forward` is another one; hooks around it still run."""
     own = module.__dict__.get("forward")  # device placement puts one there
     module.forward = forward
@@ -94,11 +100,16 @@ class Entrance:
 
     @contextmanager
     def at(self, i: int, hidden: Tensor) -> Iterator[None]:
-        """Block `i` reads `hidden`."""
+        """Meanwhile a pass of the model starts at a block.
 
-        def give(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        Args:
+            i: its number in the chain.
+            hidden: what it reads, [B, T, d] or of any shape that it takes, on its device.
+        """
+
+        def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             _, args, kwargs = split_hidden(args, kwargs)
-            return join_hidden(hidden, Call(args, kwargs, hidden))
+            return join_hidden(hidden, BlockCall(args, kwargs, hidden))
 
         with ExitStack() as stack:
             for block, extra in zip(self.blocks[:i], self.extras, strict=False):
@@ -116,7 +127,10 @@ def _pass_on(extra: int | None, *args: Any, **kwargs: Any) -> Any:
 def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> Entrance | None:
     """How to start the model at any of its blocks; None where the last block's output is not the same then.
 
-    `batch` is a small sample. The blocks are known to be a chain.
+    Args:
+        model: in evaluation mode, its weights present.
+        blocks: known to be a chain.
+        batch: a small sample on the model's device, to try it.
     """
     inputs: list[Tensor] = []
     outputs: list[Any] = []
@@ -144,7 +158,12 @@ def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> 
 
 
 def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """The hidden state that `module` reads within `run`, which ends there. No graph is built."""
+    """The hidden state that a module reads. No graph is built.
+
+    Args:
+        module: a part of a model.
+        run: a forward pass of the model, which ends there.
+    """
     return _until(
         run,
         lambda keep: module.register_forward_pre_hook(
@@ -154,11 +173,15 @@ def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
 
 
 def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """The hidden state that `module` returns within `run`, which ends there. No graph is built."""
+    """The hidden state that a module returns. No graph is built.
+
+    Args:
+        module, run: as for `input_of`.
+    """
     return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
 
 
-def _until(run: Callable[[], Any], register: Callable) -> Tensor:
+def _until(run: Callable[[], Any], register: Callable[[Callable[[Tensor], None]], RemovableHandle]) -> Tensor:
     found: list[Tensor] = []
 
     def keep(hidden: Tensor) -> None:
@@ -192,7 +215,11 @@ class RecomputedPasses:
     """Steps in the order of pruning; see the module's text.
 
     Args:
+        model: frozen.
         structure: what is pruned.
+        batches: the calibration data.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+        storage: where the caches live.
         weight: a layer's pruned weight [d_out, d_in], asked for once its step is over.
         progress: show a bar for every step.
     """
@@ -202,7 +229,7 @@ class RecomputedPasses:
         model: nn.Module,
         structure: Structure,
         batches: list[Batch],
-        loss: Callable | None,
+        loss: Loss | None,
         storage: Storage,
         weight: Callable[[PrunableLayer], Tensor],
         progress: bool = False,
@@ -223,7 +250,9 @@ class RecomputedPasses:
     def steps(self, probe: Batch, gradients: bool) -> Iterator[Step]:
         """One step per block with layers to see (and those between), then one per layer outside of blocks.
 
-        `probe` is a small sample to try on it whether the blocks are a chain, with gradients or without.
+        Args:
+            probe: a small sample on the model's device, to try on it whether the blocks are a chain.
+            gradients: whether any layer needs them.
         """
         inside = [block.layers for block in self.blocks if block.layers]
         shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)

@@ -55,7 +55,12 @@ class GradientStatistic(ABC):
         self.layer, self.samples, self.storage = layer, samples, storage
 
     def begin(self, first: int, count: int) -> None:  # noqa: B027 not all need to know
-        """A batch follows: samples `first` to `first + count`."""
+        """A batch follows.
+
+        Args:
+            first: the number of its first sample among all.
+            count: its samples.
+        """
 
     @abstractmethod
     def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:

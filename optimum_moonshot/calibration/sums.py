@@ -228,7 +228,12 @@ class GradientSums:
         self.open = 0  # calls of this batch whose gradient is to come
 
     def begin(self, first: int, count: int) -> None:
-        """A batch follows: samples `first` to `first + count`."""
+        """A batch follows.
+
+        Args:
+            first: the number of its first sample among all.
+            count: its samples.
+        """
         self.open = 0
         for statistic in self.statistics:
             statistic.begin(first, count)
@@ -238,7 +243,15 @@ class GradientSums:
         self.open += 1
 
     def add(self, call: LayerCall, delta: Tensor) -> None:
-        """Add the gradients of a call, from that of its output."""
+        """Add the gradients of a call.
+
+        Args:
+            call: which was expected.
+            delta: ∂ℓ/∂y, of the output's shape: [B, T, d_out], or what the layer's kind gives.
+
+        Raises:
+            MoonshotError: the inputs have changed, or do not show which sample a token belongs to.
+        """
         self.open -= 1
         for inputs, part, last in call.pairs(delta):
             for statistic in self.statistics:

@@ -1,33 +1,31 @@
 """The model card of a pruned model: what was done to it, as YAML and as text, above the card of the model it was."""
 
-import logging
+import json
 import math
-import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.repocard_data import CardData
 from jinja2 import Environment, StrictUndefined
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
-from yaml import YAMLError
 
+from ..errors import check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
+from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, Base, find_base, parted, split
+from .markdown import code, escaped, printable, unescaped
 from .packed_files import pruned_layers, stored_bytes
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
-_MARKER = "<!-- the dense model's own card follows -->"
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _AFTER_EVALUATION = "## Size and cost"
-_TAKEN_OVER = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _SOLVERS = {
     "sparsegpt": "SparseGPT", "wanda": "Wanda", "obc": "OBC", "cap": "CAP", "osscar": "OSSCAR",
     "magnitude": "magnitude pruning",
@@ -42,55 +40,6 @@ _TASKS = {
         "text-classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }  # fmt: skip
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Base:
-    """The dense model: its name on the Hub, and what its card says."""
-
-    name: str | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
-
-
-def find_base(name_or_path: str) -> Base:
-    """The model that was pruned, by where it was loaded from.
-
-    A folder has no name on the Hub, unless its card is one of ours that tells it. A card that cannot be read is
-    missing, with a warning: saving a model does not depend on the network.
-    """
-    folder = os.path.isdir(name_or_path)
-    name = name_or_path if not folder and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name_or_path) else None
-    path = Path(name_or_path) / "README.md"
-    if not (name or (folder and path.is_file())):
-        return Base()
-    try:
-        card = ModelCard.load(path if folder else name, ignore_metadata_errors=True)
-    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError, YAMLError) as error:
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return Base(name)  # the Hub has none
-        _log.warning("the card of %s cannot be read, so its licence is not taken over: %s", name_or_path, error)
-        return Base(name)
-    return _split(name, card)
-
-
-def _split(name: str | None, card: ModelCard) -> Base:
-    """What of a card is the dense model's: all of it, or what is below the mark in one of ours."""
-    data, text = card.data.to_dict(), card.text.strip()
-    if "moonshot" not in data:
-        return Base(name, data, f"{text}\n{_leftover(data)}".strip())
-    ours = data["moonshot"]
-    data["tags"] = [tag for tag in data.get("tags", ()) if tag not in (ours["solver"], ours["pattern"])]
-    _, _, below = text.partition(_MARKER)
-    below = below.strip().removeprefix("# Card of the dense model").strip()
-    return Base(name or data.get("base_model"), data, below)
-
-
-def _leftover(data: dict[str, Any]) -> str:
-    """What a card's YAML says of the dense model alone: where it was measured, on what it was trained, its terms."""
-    rest = {name: value for name, value in data.items() if name not in (*_TAKEN_OVER, "tags", "library_name")}
-    return f"\n````yaml\n{CardData(**rest).to_yaml()}\n````" if rest else ""
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int]:
@@ -120,9 +69,25 @@ class Facts:
     packed_bytes: int
     architecture: str  # the model's class
 
+    def __post_init__(self):
+        object.__setattr__(self, "name", printable(self.name))
+        check_number("lambda", self.lam, optional=True)
+        check_whole("packed", self.packed_bytes, least=0)
+        check_whole("dense", self.dense_bytes, least=1)
+        require(isinstance(self.architecture, str), f"architectures={self.architecture!r}: it names a class")
+
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
-        """From a pruned transformers model."""
+        """From a pruned transformers model.
+
+        Args:
+            model: with its record.
+            name: of the repository, or of the folder.
+            format: "dense" or "packed".
+
+        Raises:
+            MoonshotError: the model is not pruned, or its record is damaged.
+        """
         base = find_base(getattr(model, "name_or_path", ""))
         lam = PruningRecord.require_of(model).lam
         return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
@@ -131,65 +96,100 @@ class Facts:
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
         """From the card in the folder of a pruned model; None where there is none of ours, or it was changed too much.
 
-        Without a name, the model has the one that the card's first heading says.
+        Args:
+            folder: of the model.
+            name: that the model has now; None is the one that the card's first heading says.
+            format: "dense" or "packed", that the model has now.
         """
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
-            told = card.data.to_dict()["moonshot"]
+            told = claims(card)
             size = told["weight_bytes"]["dense"], told["weight_bytes"]["packed"]
             (architecture,) = read_json(folder / "config.json")["architectures"]
             heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
-            name = name or (heading[1].strip() if heading else folder.resolve().name)
-            return cls(name, format, _split(None, card), told["lambda"], *size, architecture)
-        except (OSError, ValueError, KeyError, TypeError, YAMLError):
+            name = name or (unescaped(heading[1].strip()) if heading else folder.resolve().name)
+            return cls(name, format, split(None, card), told["lambda"], *size, architecture)
+        except Exception:  # somebody has written something else: it is no card of ours
             return None
 
 
+def claims(card: ModelCard) -> Mapping[str, Any]:
+    """What a card of ours says in its entry `moonshot`.
+
+    Raises:
+        MoonshotError: it has none, or it is none of ours.
+    """
+    told = card.data.to_dict().get("moonshot")
+    require(isinstance(told, Mapping) and isinstance(told.get("pattern"), str), f"moonshot={told!r:.60}: none of ours")
+    return told
+
+
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """README.md and the picture it shows, in a folder."""
+    """README.md and the picture it shows, in a folder.
+
+    Args:
+        folder: that exists.
+        report: of the run.
+        facts: of the model.
+    """
     save_plot(report, folder)
-    render(report, facts).save(folder / "README.md")
+    replace_file(folder / "README.md", str(render(report, facts)))
 
 
 def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """The measurements anew in a folder's card; all else in it, which may have been written since, stays."""
+    """The measurements anew in a folder's card; all else in it, which may have been written since, stays.
+
+    Args:
+        folder: with a card of this package.
+        report: with the measurements.
+        facts: of the model.
+    """
     card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
     card.data.eval_results, card.data.model_name = fresh.data.eval_results, facts.name
     section = _EVALUATION.search(fresh.text)[0]
-    ours, marker, below = card.text.partition(_MARKER)
+    ours, below = parted(card.text)
     if not _EVALUATION.search(ours):
         place = ours.find(_AFTER_EVALUATION)
         place = len(ours) if place < 0 else place
         ours = f"{ours[:place].rstrip()}\n\n## Evaluation\n\n{ours[place:]}"
-    card.text = _EVALUATION.sub(lambda _: section, ours, count=1) + marker + below
+    card.text = _EVALUATION.sub(lambda _: section, ours, count=1) + below
     replace_file(folder / "README.md", str(card))
 
 
 def render(report: PruneReport, facts: Facts) -> ModelCard:
-    """The card, with valid YAML on top."""
-    config, base = report.config, facts.base
+    """The card, with valid YAML on top.
+
+    Args:
+        report: of the run.
+        facts: of the model.
+    """
+    config, base, literal = report.config, facts.base, json.dumps(facts.name, ensure_ascii=False)
     skipped = list(report.skipped.items())
-    more = [(f"{len(skipped) - 20} more", "see the report")] if len(skipped) > 20 else []
+    more = [(code(f"{len(skipped) - 20} more"), "see the report")] if len(skipped) > 20 else []
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     content = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         card_data=_data(report, facts).to_yaml(),
-        name=facts.name,
+        title=escaped(facts.name),
+        literal=literal,
+        load=code(f"optimum_moonshot.load_pruned({literal})"),
         base=base.name,
         base_text=base.text,
-        marker=_MARKER,
-        solver=_SOLVERS.get(config["solver"], config["solver"]),
+        marker=MARKER,
+        solver=_SOLVERS.get(config["solver"]) or escaped(config["solver"]),
         sparsity=f"{100 * report.sparsity:.1f}%",
+        whole=None if report.chosen is None else f"{100 * report.model_sparsity:.1f}%",
+        mostly_dense=report.mostly_dense,
         layers=len(report.layers),
-        compaction=report.compacted,
+        compaction=escaped(report.compacted),
         format=facts.format,
         auto_class=find_auto_class(facts.architecture)[0],
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
-        skipped=[(name, _cell(reason)) for name, reason in skipped[:20]] + more,
+        skipped=[(code(name), escaped(reason)) for name, reason in skipped[:20]] + more,
         evaluations=[
             (
-                _cell(f"{values.get('metric', 'perplexity')} on {name}"),
+                escaped(f"{values.get('metric', 'perplexity')} on {name}"),
                 "" if values["dense"] is None else _short(values["dense"]),
                 _short(values["pruned"]),
             )
@@ -202,7 +202,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
 
 def _data(report: PruneReport, facts: Facts) -> ModelCardData:
     config, base = report.config, facts.base
-    taken = {name: base.data[name] for name in _TAKEN_OVER if base.data.get(name) is not None}
+    taken = {name: base.data[name] for name in (*TEXTS, *TEXTS_OR_LISTS) if name in base.data}
     taken.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
     source = (report.calibration or {}).get("source")
     return ModelCardData(
@@ -219,6 +219,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "lambda": facts.lam,
             "sparsity_asked": _asked(report),
             "sparsity": round(report.sparsity, 6),
+            "model_sparsity": None if report.chosen is None else round(report.model_sparsity, 6),
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
@@ -260,7 +261,7 @@ def _sparsity(layers: list[LayerReport]) -> float:
     return mean_over_weights(layers, "sparsity")
 
 
-def _by_kind(report: PruneReport):
+def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
     return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
 
 
@@ -286,16 +287,19 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     else:
         length = "" if data["sequence_length"] is None else f" of {data['sequence_length']} tokens"
         samples = f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}"
-        rows += [("calibration", samples), ("SHA-256 of the calibration data", f"`{data['digest']}`")]
-    return [(key, _cell(value)) for key, value in rows]
+        rows += [("calibration", samples), ("SHA-256 of the calibration data", data["digest"])]
+    return [(escaped(key), escaped(value)) for key, value in rows]
 
 
 def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
     rows = []
-    for kind, layers in [*_by_kind(report).items(), ("**all**", report.layers)]:
+    named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
+    for kind, layers in [*named, ("**all**", report.layers)]:
         asked = sorted({layer.asked for layer in layers if layer.asked is not None})
         wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
         rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
+    if report.chosen is not None:
+        rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
 
 
@@ -305,16 +309,11 @@ def _cost(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     return [
         ("weights on disk, dense", f"{facts.dense_bytes / 2**20:,.1f} MiB"),
         ("weights on disk, packed", f"{facts.packed_bytes / 2**20:,.1f} MiB, {share}"),
-        ("time", seconds),
+        ("time", escaped(seconds)),
         ("peak memory", f"{report.peak_memory / 2**30:.2f} GiB"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
+        ("versions", escaped(", ".join(f"{name} {version}" for name, version in report.versions.items()))),
     ]
 
 
 def _short(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
-
-
-def _cell(value: Any) -> str:
-    """Text that fits in one cell of a table."""
-    return " ".join(str(value).replace("|", "\\|").split())

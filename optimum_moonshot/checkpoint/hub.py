@@ -19,6 +19,7 @@ def open_repository(
     Args:
         repo_id: "user/name", or a name of your own.
         private: whether a new repository is; None is the account's default.
+        token: of the Hub; None is the one that is logged in.
         exist_ok: add a commit to a repository that holds files already.
 
     Returns:
@@ -48,9 +49,15 @@ def open_repository(
 
 
 def upload(
-    folder: str | os.PathLike, repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
+    folder: str | os.PathLike[str], repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
 ) -> str:
     """Upload a folder to a repository in one commit, which also removes weights that the folder does not hold.
+
+    Args:
+        folder: of a saved model.
+        repo_id: of `open_repository`.
+        token: of the Hub; None is the one that is logged in.
+        commit_message: None says what package has pruned the model.
 
     Returns:
         The address of the commit.

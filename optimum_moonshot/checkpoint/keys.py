@@ -19,6 +19,9 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     Args:
         model: a `PreTrainedModel`, possibly on the meta device.
         stored: names in the files of a dense checkpoint.
+
+    Returns:
+        The stored names that were found, each with the one in `model.state_dict()`.
     """
     # Both are imported after transformers' quantizers, from which this package is imported.
     from transformers.conversion_mapping import get_model_conversion_mapping

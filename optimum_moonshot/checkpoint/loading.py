@@ -24,12 +24,15 @@ from .weight_files import packed_version, weight_files
 RUNTIMES = ("dense", "packed", "semi_structured")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 # They load what was not verified, or something else than a model.
-_REFUSED = ("config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors", "variant")
+_REFUSED = (
+    "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
+    "variant",
+)  # fmt: skip
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def load_pruned(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     runtime: str = "dense",
     *,
     batch_shape: tuple[int, int] = (1, 1),
@@ -88,15 +91,19 @@ def _load(cls: type, folder: Path, **options: Any) -> tuple[nn.Module, dict[str,
         raise MoonshotError(f"{folder}: transformers cannot load it: {what}") from error
 
 
-def _check_options(name_or_path: str | os.PathLike, options: dict[str, Any]) -> None:
+def _check_options(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
     for name in _REFUSED:
         require(name not in options, f"{name}: load_pruned takes none; call the model's from_pretrained with it")
     again = isinstance(options.get("quantization_config"), MoonshotConfig)
     require(not again, f"quantization_config: {name_or_path} is pruned already; load it without one")
 
 
-def local_folder(name_or_path: str | os.PathLike, **hub: Any) -> Path:
+def local_folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path:
     """The folder of a checkpoint; a Hub repository is downloaded.
+
+    Args:
+        name_or_path: a local folder or a Hub repository.
+        hub: options of the download: `revision`, `token`, `cache_dir`, `local_files_only`.
 
     Raises:
         MoonshotError: neither a folder nor a repository that can be read.

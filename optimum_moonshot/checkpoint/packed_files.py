@@ -38,7 +38,7 @@ def check_format(format: str) -> None:
     require(format in FORMATS, f'format={format!r}: use "dense" or "packed"')
 
 
-def model_class(config: Any) -> type:
+def model_class(config: Any) -> type[Any]:
     """The transformers class that a configuration names; the causal language models' where it names none."""
     from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
 
@@ -140,7 +140,12 @@ def unpack_files(source: Path, target: Path) -> None:
 
 
 def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
-    """What a pruned weight takes in a packed checkpoint, where it stays dense if that is smaller."""
+    """Bytes of a pruned weight in a packed checkpoint, where it stays dense if that is smaller.
+
+    Args:
+        tensor: the dense weight, of the layer's `shape`.
+        layer: what is known of it.
+    """
     return layer.stored_bytes(tensor)
 
 

@@ -72,7 +72,7 @@ class Description:
         """Of the tensors of a file, `layers` the packed among them.
 
         Args:
-            tensors: in host memory, by their names.
+            tensors: of any shape, in host memory, by their names.
             layers: by the names of the weights.
             files: how many the checkpoint has.
         """

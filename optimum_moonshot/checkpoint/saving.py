@@ -26,7 +26,7 @@ def save_model(
     model: nn.Module,
     processors: Iterable[Any],
     report: PruneReport,
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     format: str = "dense",
     name: str | None = None,
     **options: Any,
@@ -36,6 +36,10 @@ def save_model(
     Of a plain module, the weights go to model.safetensors, and there is no card.
 
     Args:
+        model: pruned, with its record.
+        processors: tokenizer and image processor; None among them is left out.
+        report: of the run.
+        directory: the folder, made if need be.
         format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
         name: of the model in its card; None is the folder's.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
@@ -71,7 +75,13 @@ def _save_processor(processor: Any, folder: Path) -> None:
 
 
 def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:
-    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any."""
+    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any.
+
+    Args:
+        model: to be saved.
+        format: "dense" or "packed".
+        options: for its `save_pretrained`.
+    """
     check_format(format)
     plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
     require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
@@ -83,7 +93,7 @@ def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None
         require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
 
 
-def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, **loading: Any) -> None:
+def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
     """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
 
     The weights are verified first, as by `load_pruned`. Their files get new names, in the folder itself.
@@ -122,7 +132,7 @@ def convert(source: str | os.PathLike, output: str | os.PathLike, format: str, *
             write_card(staging, PruneReport.load(staging), facts)
 
 
-def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None = None) -> bool:
+def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
     """Note measurements in the report and in the model card of a saved model.
 
     Args:
@@ -148,7 +158,11 @@ def record(folder: str | os.PathLike, pruned: Measured, dense: Measured | None =
 
 
 def saved_report(folder: Path) -> PruneReport:
-    """The report that lies beside a saved model."""
+    """The report that lies beside a saved model.
+
+    Raises:
+        MoonshotError: there is none, or it is damaged.
+    """
     found = (folder / REPORT_NAME).is_file()
     require(found, f"{folder} holds no {REPORT_NAME}: give the folder of a model that this package pruned and saved")
     return PruneReport.load(folder)

@@ -57,7 +57,12 @@ def checkpoint_format(folder: Path) -> str:
 
 
 def index_path(folder: Path, version: int | None) -> Path:
-    """Where the index of a checkpoint lies, if it has one; `version` is that of a packed one."""
+    """Where the index of a checkpoint lies, if it has one.
+
+    Args:
+        folder: of the checkpoint.
+        version: of a packed one; None for a dense one.
+    """
     return folder / (_INDEX if version in (None, 1) else PACKED_INDEX)
 
 
@@ -92,6 +97,10 @@ def weight_files(folder: Path, version: int | None) -> list[Path]:
 def index_places(folder: Path, version: int | None) -> dict[str, str]:
     """The file of every tensor, by the index; empty where a dense checkpoint is one file only.
 
+    Args:
+        folder: of the checkpoint.
+        version: of a packed one; None for a dense one.
+
     Raises:
         MoonshotError: the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
     """
@@ -119,7 +128,12 @@ def _inside(folder: Path, file: str) -> bool:
 
 
 def new_names(count: int, packed: bool) -> list[str]:
-    """What the weight files of a checkpoint are called."""
+    """What the weight files of a checkpoint are called.
+
+    Args:
+        count: how many there are.
+        packed: whether it is a packed one.
+    """
     stem = METHOD if packed else "model"
     if count == 1:
         return [f"{stem}.safetensors"]

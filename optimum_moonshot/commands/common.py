@@ -9,9 +9,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MoonshotError, reason
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import MoonshotConfig
 
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
@@ -147,7 +152,11 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``."""
+    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``.
+
+    Raises:
+        UsageError: one that cannot be imported.
+    """
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -181,14 +190,14 @@ def make_meter(
     from .. import accuracy, perplexity
     from ..model.facts import takes_images
 
-    options = {"batch_size": batch_size, "progress": True}
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
     if takes_images(model):
         return Meter("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
     options |= {"sequence_length": sequence_length, "max_windows": limit}
     return Meter("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
 
 
-def make_config(args: argparse.Namespace):
+def make_config(args: argparse.Namespace) -> "MoonshotConfig":
     """The configuration that the options of a command are.
 
     Raises:
@@ -207,8 +216,12 @@ def make_config(args: argparse.Namespace):
         raise UsageError(str(error)) from None
 
 
-def read_allocation(given: str) -> str | dict:
-    """One of the methods, or what a JSON file says."""
+def read_allocation(given: str) -> str | dict[str, Any]:
+    """One of the methods, or what a JSON file says.
+
+    Raises:
+        UsageError: neither of both.
+    """
     from ..objective.allocation_rules import METHODS
 
     if given in METHODS:
@@ -248,7 +261,7 @@ def read_options(solver: str, given: list[str]) -> dict[str, Any]:
     return found
 
 
-def find_device(name: str | None):
+def find_device(name: str | None) -> "torch.device":
     """The device of this name; a GPU where there is one, else the CPU, without a name.
 
     Raises:
@@ -266,7 +279,7 @@ def find_device(name: str | None):
     return device
 
 
-def calibration_source(args: argparse.Namespace, config) -> str | None:
+def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> str | None:
     """What `--calibration` says, or C4 where the method needs data.
 
     Args:
@@ -298,7 +311,7 @@ def check_data(flag: str, sources: list[str]) -> None:
         expect(known, f"{flag} {source[:200]}: none of {', '.join(CORPORA)}, no file, no folder and no owner/name")
 
 
-def load(loader: Callable, args: argparse.Namespace):
+def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
     """What `loader` loads, a model or a part of it.
 
     Args:
@@ -340,7 +353,7 @@ def as_options(message: str, plurals: Mapping[str, str], output: str | None) -> 
         output: what was given as `--output`, if the command has one; its folders have several names in the package.
     """
 
-    def option(match: re.Match) -> str:
+    def option(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
         heads = match.start() == 0 and message[match.end() :][:1] in (":", "[")
         if value is None and "_" not in name and not heads:
@@ -365,6 +378,9 @@ def guard(
         work: what a command does.
         args: for it.
         plurals: as for `as_options`.
+
+    Raises:
+        SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
     """
     try:
         work(args)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: measure, print, and write each result as soon as it is known."""
+    """`moonshot eval`: measure, print, and write each result as soon as it is known.
+
+    Raises:
+        UsageError: options that make no sense, before anything is loaded.
+        MoonshotError: a model or data that cannot be loaded or measured.
+    """
     device = find_device(args.device)
     _check_options(args)
     from ..evaluation.report import EvalReport
@@ -173,7 +179,7 @@ def _check_record(args: argparse.Namespace) -> None:
     expect(twice is None, f"--record: two data sets are called {twice}, and a report knows them by their names")
 
 
-def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any):
+def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any) -> Iterator[Any]:
     """One result after another."""
     from ..evaluation.zeroshot import zero_shot
 
@@ -222,8 +228,8 @@ def _load_for_evaluation(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """A model, and its tokenizer or its image processor."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from ..checkpoint.packed_files import model_class
     from ..model.facts import load_processor
-    from ..pruner import model_class
 
     config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
     cls = model_class(config)
@@ -238,5 +244,5 @@ class EvalCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="eval", help="Measure a model's perplexity, zero-shot accuracy, or accuracy on images.")
     parse_args = staticmethod(add_eval_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(evaluate, self.args)

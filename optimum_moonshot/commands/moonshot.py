@@ -72,7 +72,12 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prune(args: argparse.Namespace) -> None:
-    """`moonshot prune`: load, measure, prune, measure, save, report."""
+    """`moonshot prune`: load, measure, prune, measure, save, report.
+
+    Raises:
+        UsageError: options that make no sense, before the model is loaded.
+        MoonshotError: a model or data that cannot be loaded, pruned or saved.
+    """
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
@@ -100,7 +105,8 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str 
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
     dense = {dataset: meter.measure(dataset) for dataset in args.eval}
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
-    lines = [f"sparsity    {report.sparsity:.4f}"]
+    lines = [f"sparsity    {report.headline}"]
+    lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact:
         lines.append(_compact(pruner))
     for dataset, before in dense.items():
@@ -114,7 +120,7 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str 
     return [report.table(), "", *lines, f"saved       {args.output}"]
 
 
-def _compact(pruner) -> str:
+def _compact(pruner: Any) -> str:
     """Make the pruned model smaller; where that fails, it is saved as it is."""
     try:
         before, after = pruner.compact().parameters
@@ -125,7 +131,12 @@ def _compact(pruner) -> str:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: the same weights in the other format."""
+    """`moonshot convert`: the same weights in the other format.
+
+    Raises:
+        UsageError: a model that is no folder, or an output that cannot be.
+        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+    """
     expect(Path(args.model).is_dir(), f"{args.model}: not a folder")
     args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
     from .. import convert as convert_checkpoint
@@ -147,7 +158,7 @@ class PruneCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="prune", help="Prune a language or image model in one shot and save it.")
     parse_args = staticmethod(add_prune_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(prune, self.args)
 
 
@@ -155,7 +166,7 @@ class ConvertCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="convert", help="Pack the checkpoint of a pruned model, or unpack it.")
     parse_args = staticmethod(add_convert_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(convert, self.args)
 
 

@@ -106,7 +106,11 @@ class Output:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Sole use of the folder; what was nothing to go on from leaves no trace."""
+        """Sole use of the folder; what was nothing to go on from leaves no trace.
+
+        Raises:
+            UsageError: another command writes there, or it holds files that are not of this command.
+        """
         shown = f"--output {self.args.output}"
         with contextlib.ExitStack() as lock:
             self._take(lock)

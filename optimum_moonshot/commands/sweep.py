@@ -65,7 +65,12 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
+    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots.
+
+    Raises:
+        UsageError: options that make no sense, before the model is loaded.
+        MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
+    """
     started = time.perf_counter()
     import_modules(args.imports)
     needed = any(":" not in pattern for pattern in args.patterns)
@@ -95,7 +100,8 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
         pruner.config = config
         return pruner.sweep(calibration, work_dir=output.work(config.seed), **what, **_metric(args, pruner, config))
 
-    reports, swept = [], None
+    reports: list[SweepReport] = []
+    swept = None
     output.begin()
     for config in configs:
         kept = output.report(config.seed)
@@ -159,5 +165,5 @@ class SweepCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="sweep", help="Find the best λ, at several sparsities, on one calibration.")
     parse_args = staticmethod(add_sweep_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(sweep, self.args, SWEPT)

@@ -84,7 +84,12 @@ def shorten(batch: Batch) -> Batch:
 
 
 def split_batches(batches: list[Batch], size: int) -> list[Batch]:
-    """The same samples in batches of at most `size`."""
+    """The same samples in smaller batches, in the same order.
+
+    Args:
+        batches: any.
+        size: samples of a batch, at most.
+    """
     return [
         {name: tensor[start : start + size] for name, tensor in batch.items()}
         for batch in batches

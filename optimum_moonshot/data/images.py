@@ -50,7 +50,11 @@ class ImageSource:
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """A source of images; None where `source` holds model inputs instead.
+    """A source of images; None where it holds model inputs instead.
+
+    Args:
+        source: a folder, a .parquet file, the name of a data set on the Hub, a `datasets` object, or model inputs.
+        splits: of a data set with several, in order of preference.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
@@ -68,7 +72,8 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
     features = source.features or {}
     found = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     image = next(iter(found or [column for column in IMAGE_COLUMNS if column in row]), None)
-    require(image is not None, f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
+    if image is None:
+        raise MoonshotError(f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
     label = next((column for column in LABEL_COLUMNS if column in row), None)
     classes = getattr(features.get(label), "names", None)
     return ImageSource(source, image, label, classes, name)
@@ -84,7 +89,16 @@ def load_images(
     seed: int,
     labels: bool,
 ) -> CalibrationData:
-    """Exactly `num_samples` random images, in batches of `pixel_values` and, if wanted, `labels`.
+    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and, if wanted, `labels` [B].
+
+    Args:
+        source: of `open_images`.
+        model: whose classes and channels decide.
+        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
+        num_samples: images to draw, each once.
+        batch_size: images of a batch, at most.
+        seed: of the draw.
+        labels: whether each image's class is wanted too.
 
     Raises:
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
@@ -116,7 +130,14 @@ def image_batches(
     """All images of a source in order, in batches of what the processor makes of them.
 
     Args:
+        source: of `open_images`.
+        model: whose number of channels decides.
+        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
         numbers: from a row's label to the model's class; None leaves labels out.
+        batch_size: images of a batch, at most.
+
+    Raises:
+        MoonshotError: no processor, an image that cannot be processed, or a label that is no class.
     """
     require(
         processor is not None,
@@ -132,6 +153,7 @@ def image_batches(
             where = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
             raise MoonshotError(f"{where} of {source.name} cannot be processed ({reason(error)})") from error
         if numbers is not None:
+            assert source.label is not None  # or there were no numbers
             batch["labels"] = torch.tensor([numbers(row[source.label]) for _, row in chunk])
         yield batch
 
@@ -139,7 +161,12 @@ def image_batches(
 def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any], int], str | None]:
     """A function from a row's label to the model's class, and a note where their names do not agree.
 
-    Names that are numbers stand for themselves: sorted as text, "10" would come before "2".
+    Names that are numbers stand for themselves: sorted as text, "10" would come before "2". The function raises
+    `MoonshotError` for a label that is no class.
+
+    Args:
+        source: of `open_images`, with labels.
+        model: whose `label2id` and `num_labels` decide.
 
     Raises:
         MoonshotError: no labels, or more classes than the model has.
@@ -152,14 +179,15 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     config = getattr(model, "config", None)
     names = source.classes
     known = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    table: list[int] = []  # of the data's class numbers, where it names its classes
     note = None
     if names and all(name in known for name in names):
         table = [known[name] for name in names]
     elif names and all(re.fullmatch(r"\d+", name) for name in names):
         table = [int(name) for name in names]
-    else:
-        table = list(range(len(names))) if names else None
-        if table and not all(name.startswith("LABEL_") for name in known):
+    elif names:
+        table = list(range(len(names)))
+        if not all(name.startswith("LABEL_") for name in known):
             note = f"the classes {', '.join(names[:3])}, … are not the model's by name: taken by position"
     limit = getattr(config, "num_labels", None)
     largest = max(table) if table else 0
@@ -183,7 +211,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     return number, note
 
 
-def _load(source: str | os.PathLike) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
+def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
     path, name = Path(os.path.expanduser(source)), os.fspath(source)
     require(name not in CORPORA, f'"{name}" is text: {ACCEPTED}')
     try:
@@ -200,7 +228,7 @@ def _load(source: str | os.PathLike) -> Dataset | IterableDataset | DatasetDict 
         raise MoonshotError(f'"{name}" cannot be read ({reason(error)}): {ACCEPTED}') from error
 
 
-def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str):
+def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str) -> Any:
     chosen = next((split for split in splits if split in found), None)
     if chosen is None and len(found) == 1:
         chosen = next(iter(found))
@@ -217,7 +245,8 @@ def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str,
 
 def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
     row = next(_rows(rows, name), None)
-    require(row is not None, f"{name} has no rows: {ACCEPTED}")
+    if row is None:
+        raise MoonshotError(f"{name} has no rows: {ACCEPTED}")
     return row
 
 

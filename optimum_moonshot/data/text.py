@@ -110,6 +110,7 @@ def load_calibration(
             list of strings; a `datasets.Dataset` or `IterableDataset`; or an iterable of model inputs, dictionaries of
             tensors with a batch dimension, or pairs of inputs and labels.
         tokenizer: a Hugging Face tokenizer; may be None for model inputs.
+        num_samples: how many.
         sequence_length: tokens of a window; None is the model's longest, at most 2048. Model inputs keep their length.
         batch_size: samples of a batch, at most. Batches of model inputs are split but never joined.
         seed: of every random choice.
@@ -123,7 +124,7 @@ def load_calibration(
     length = window_length(sequence_length, max_positions)
     described, opened = describe(source), open_source(source)
     if isinstance(opened, _Inputs):
-        batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), opened.notes
+        batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), [*opened.notes]
     else:
         require(tokenizer is not None, "tokenizer=None: text calibration needs one, give the model's tokenizer")
         generator = torch.Generator().manual_seed(seed)
@@ -151,10 +152,12 @@ def evaluation_text(source: Any) -> tuple[str, int | None]:
         texts = _texts(partial(corpus.load, corpus.test), source)
     else:
         opened = open_source(source)
-        require(isinstance(opened, _Texts), f"{describe(source)}: model inputs, where text is needed")
-        corpus, texts = opened.corpus, opened.read(None)
-        if corpus is None:
+        if not isinstance(opened, _Texts):
+            raise MoonshotError(f"{describe(source)}: model inputs, where text is needed")
+        texts = opened.read(None)
+        if opened.corpus is None:
             return ("\n\n" if opened.joiner is None else opened.joiner).join(texts), None
+        corpus = opened.corpus
     return corpus.joiner.join(islice(texts, corpus.documents)), corpus.windows
 
 
@@ -181,7 +184,11 @@ def short_name(source: str) -> str:
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
-    """Tokens of a window: `sequence_length`, or else the model's longest sequence, at most 2048.
+    """Tokens of a window.
+
+    Args:
+        sequence_length: what was asked for; None is the model's longest, at most 2048.
+        max_positions: the model's longest sequence in tokens; None where it has no limit.
 
     Raises:
         MoonshotError: a length below 2, or one that the model has no positions for.
@@ -195,7 +202,12 @@ def window_length(sequence_length: int | None, max_positions: int | None) -> int
 
 
 def tokenize(tokenizer: Any, text: str | list[str]) -> Any:
-    """Token ids of a text, or of each of a list; without the tokenizer's warning that a text is long."""
+    """Token ids of a text, or of each of a list; without the tokenizer's warning that a text is long.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        text: one, or a list of them.
+    """
     return tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"]
 
 
@@ -243,7 +255,11 @@ class _Inputs:
 
 
 def open_source(source: Any) -> _Texts | _Inputs:
-    """Which kind of source this is; nothing is downloaded yet, nor read beyond a first row."""
+    """Which kind of source this is; nothing is downloaded yet, nor read beyond a first row.
+
+    Raises:
+        MoonshotError: data that does not exist, cannot be read, or is of no known kind.
+    """
     if isinstance(source, str) and source in CORPORA:
         corpus = CORPORA[source]
         joiner = corpus.joiner if corpus.running else None
@@ -267,7 +283,7 @@ def open_source(source: Any) -> _Texts | _Inputs:
     return _Inputs([source] if isinstance(source, Mapping) else source)
 
 
-def _open_file(source: str | os.PathLike) -> _Texts | _Inputs:
+def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
     path = Path(os.path.expanduser(source))
     require(os.path.isfile(path), f"{_quoted(source)} is neither the name of a data set nor a file: {ACCEPTED}")
     suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
@@ -281,7 +297,7 @@ def _open_file(source: str | os.PathLike) -> _Texts | _Inputs:
     return _open_dataset(partial(load_dataset, builder, **where), str(source), counted=True)
 
 
-def _quoted(source: str | os.PathLike) -> str:
+def _quoted(source: str | os.PathLike[str]) -> str:
     """A name in a message; a text that was given in its place is cut short."""
     name = os.fspath(source)
     return f'"{name}"' if len(name) <= 200 else f'"{name[:50]}…"'
@@ -290,7 +306,8 @@ def _quoted(source: str | os.PathLike) -> str:
 def _open_dataset(load: Load, what: str, counted: bool = False) -> _Texts | _Inputs:
     """Text or model inputs, by the first row; `counted` where reading rows again costs little."""
     row = next(_rows(load, what), None)
-    require(row is not None, f"{what} has no rows: give data that holds text or model inputs")
+    if row is None:
+        raise MoonshotError(f"{what} has no rows: give data that holds text or model inputs")
     if not any(name in row for name in INPUT_RANKS):
         _text_column(row)
         corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
@@ -301,7 +318,7 @@ def _open_dataset(load: Load, what: str, counted: bool = False) -> _Texts | _Inp
     return _Inputs(items, single=True, notes=(f"columns left out: {', '.join(extra)}",) if extra else ())
 
 
-def _rows(load: Load, what: str, generator=None) -> Iterator[dict[str, Any]]:
+def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[dict[str, Any]]:
     """The rows in order, or shuffled where a generator is given; errors of reading them name the source."""
     try:
         rows = dataset = load()
@@ -325,7 +342,7 @@ def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:
     return range(count) if generator is None else torch.randperm(count, generator=generator).tolist()
 
 
-def _texts(load: Load, what: str, generator=None) -> Iterator[str]:
+def _texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[str]:
     """The text of every row; a missing one is empty."""
     column = None
     for row in _rows(load, what, generator):
@@ -353,6 +370,7 @@ def _window(ids: list[int], length: int, generator: torch.Generator) -> Tensor:
 
 def _windows(texts: _Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
     """Random windows of running text, and notes."""
+    assert texts.joiner is not None  # it is running text
     ids = tokenize(tokenizer, texts.joiner.join(texts.read(None)))
     mend = "give more text or a shorter sequence"
     require(len(ids) >= length, f"the text has {len(ids)} tokens, fewer than sequence_length={length}: {mend}")
@@ -441,7 +459,12 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
 
 
 def input_batches(source: Any) -> Iterator[Batch]:
-    """All batches of model inputs of a source, as they come; text is an error."""
+    """All batches of model inputs of a source, as they come.
+
+    Raises:
+        MoonshotError: text, or data that cannot be read.
+    """
     opened = open_source(source)
-    require(isinstance(opened, _Inputs), f"{describe(source)}: text, where model inputs are needed")
+    if not isinstance(opened, _Inputs):
+        raise MoonshotError(f"{describe(source)}: text, where model inputs are needed")
     return opened.batches()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..data.batches import Batch
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
 from ..data.text import describe, input_batches, short_name
-from ..errors import check_whole, require
+from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.losses import checked_labels
 from ..progress import progress_bar
@@ -49,6 +49,7 @@ def accuracy(
         batch_size: images that pass through the model at a time; model inputs come as they are.
         max_images: the first so many images at most; None is all.
         forward: (model, inputs) → output, in place of a plain call.
+        progress: show a bar of the images.
 
     Raises:
         MoonshotError: data that cannot be read or has no labels, or a model that gives no class logits, or NaN.
@@ -82,7 +83,7 @@ def _hits(model: nn.Module, batch: Batch) -> Tensor:
     output = run_model(model, batch)
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     name = type(model).__name__
-    fits = isinstance(logits, Tensor) and logits.ndim == 2
-    require(fits, f"{name} gives no logits [images, classes]: load it with its classifier")
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        raise MoonshotError(f"{name} gives no logits [images, classes]: load it with its classifier")
     require(not bool(logits.isnan().any()), f"{name} gives NaN logits: check its weights and its dtype")
     return logits.argmax(-1) == checked_labels(batch["labels"].to(logits.device), logits)

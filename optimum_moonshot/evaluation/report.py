@@ -14,7 +14,7 @@ from ..errors import require
 from ..files import replace_file, writing
 from ..reports.conform import check_fields
 from ..reports.environment import versions
-from ..reports.measurement import Measurement
+from ..reports.measurement import Measured, Measurement
 from .images import Accuracy
 from .text import Perplexity
 from .zeroshot import ZeroShot
@@ -41,17 +41,20 @@ class EvalReport:
 
     def measurements(self) -> dict[str, Measurement]:
         """All figures, by the short name of the data set, or by the task."""
-        results = [*self.perplexity.values(), *self.accuracy.values(), *([self.zero_shot] if self.zero_shot else [])]
+        results: list[Measured] = [*self.perplexity.values(), *self.accuracy.values()]
+        results += [self.zero_shot] if self.zero_shot else []
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
     def of(self, dataset: str) -> Perplexity | Accuracy | None:
         """What was measured on a data set, wherever its file lay."""
-        results = {short_name(name): result for name, result in {**self.perplexity, **self.accuracy}.items()}
-        return results.get(short_name(dataset))
+        return {short_name(name): result for name, result in self._by_dataset().items()}.get(short_name(dataset))
+
+    def _by_dataset(self) -> dict[str, Perplexity | Accuracy]:
+        return {**self.perplexity, **self.accuracy}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types: values by data set, and what each was measured on; a perplexity without end is None."""
-        results = {**self.perplexity, **self.accuracy}
+        results = self._by_dataset()
         return {
             "model": self.model,
             "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
@@ -77,13 +80,18 @@ class EvalReport:
             versions=values.get("versions", {}),
         )
 
-    def save(self, path: str | os.PathLike, **more: Any) -> None:
-        """Write JSON, with `more` entries."""
+    def save(self, path: str | os.PathLike[str], **more: Any) -> None:
+        """Write JSON.
+
+        Args:
+            path: of the file.
+            more: further entries, as JSON types.
+        """
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> EvalReport:
+    def load(cls, path: str | os.PathLike[str]) -> EvalReport:
         """Read what `save` wrote, or a file with `ZeroShot.to_dict` in it.
 
         Raises:

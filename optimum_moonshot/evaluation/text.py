@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
-from ..errors import check_whole, require
+from ..errors import MoonshotError, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.facts import check_tokens, max_positions
 from ..progress import progress_bar
@@ -58,6 +58,7 @@ def perplexity(
         sequence_length: tokens of a window; None is the model's longest, at most 2048.
         batch_size: windows that pass through the model at a time.
         max_windows: the first so many windows at most; None is all, and 256 for "c4".
+        progress: show a bar of the windows.
 
     Raises:
         MoonshotError: data that cannot be read or is shorter than a window, or a model that gives no logits, or NaN.
@@ -107,11 +108,9 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     ids = ids.to(model_device(model))
     output = run_model(model, {"input_ids": ids})
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    fits = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == ids.shape
-    require(
-        fits,
-        f"{type(model).__name__} gives no logits for every token: load it with AutoModelForCausalLM, with its head",
-    )
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
+        name = type(model).__name__
+        raise MoonshotError(f"{name} gives no logits for every token: load it with AutoModelForCausalLM, with its head")
     step = max(1, SLICE_BYTES // (4 * logits.shape[-1]))
     total = torch.zeros((), dtype=torch.float64)
     for window, scores in zip(ids, logits, strict=True):

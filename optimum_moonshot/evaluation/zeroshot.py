@@ -31,7 +31,13 @@ METRIC = "acc,none"
 
 
 def share_won(ours: Mapping[str, float], baseline: Mapping[str, float], tasks: Iterable[str]) -> float:
-    """Share of the tasks where `ours` is above the baseline; a tie counts half."""
+    """Share of the tasks, in [0, 1], where one model is above another; a tie counts half.
+
+    Args:
+        ours: accuracy by task, of the model that may win.
+        baseline: that of the other.
+        tasks: which count; both have been measured on all of them.
+    """
     pairs = [(ours[task], baseline[task]) for task in tasks]
     return statistics.mean(1.0 if mine > other else 0.5 if mine == other else 0.0 for mine, other in pairs)
 
@@ -61,7 +67,13 @@ class ZeroShot:
         return share_won(self.accuracy, baseline.accuracy, self.accuracy)
 
     def check_comparable(self, tasks: Sequence[str], num_fewshot: int, limit: int | None) -> None:
-        """Raise `MoonshotError` unless this is of these tasks, measured in this way."""
+        """Raise `MoonshotError` unless this was measured as another result was.
+
+        Args:
+            tasks: names, in any order.
+            num_fewshot: solved examples before each question.
+            limit: documents per task; None is all.
+        """
         mine, other = sorted(self.accuracy), sorted(tasks)
         require(mine == other, f"baseline: one is of the tasks {', '.join(mine)}, the other of {', '.join(other)}")
         for field, value in (("num_fewshot", num_fewshot), ("limit", limit)):
@@ -83,6 +95,11 @@ class ZeroShot:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ZeroShot:
+        """From what `to_dict` gave.
+
+        Raises:
+            MoonshotError: a field is missing.
+        """
         fields = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(fields - set(values))
         require(not missing, f"baseline: no zero-shot result, it lacks {', '.join(missing)}")
@@ -91,8 +108,12 @@ class ZeroShot:
         return cls(**found)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> ZeroShot:
-        """Read a JSON file that `to_dict` was written to, alone or under "zero_shot"."""
+    def load(cls, path: str | os.PathLike[str]) -> ZeroShot:
+        """Read a JSON file that `to_dict` was written to, alone or under "zero_shot".
+
+        Raises:
+            MoonshotError: a file that cannot be read, or holds something else.
+        """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -108,7 +129,7 @@ class Tasks(NamedTuple):
     manager: Any  # lm-eval's TaskManager
 
 
-def find_tasks(tasks: str | Sequence[str | os.PathLike]) -> Tasks:
+def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
     """Look tasks up, which takes lm-eval some seconds; nothing is downloaded yet.
 
     Args:
@@ -132,7 +153,7 @@ def find_tasks(tasks: str | Sequence[str | os.PathLike]) -> Tasks:
 def zero_shot(
     model: nn.Module,
     tokenizer: Any,
-    tasks: str | Sequence[str | os.PathLike] | Tasks = PAPER_TASKS,
+    tasks: str | Sequence[str | os.PathLike[str]] | Tasks = PAPER_TASKS,
     *,
     batch_size: int = 8,
     num_fewshot: int = 0,
@@ -218,4 +239,4 @@ def _task_name(path: Path) -> str:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("task:"):
             return line.partition(":")[2].strip().strip("'\"")
-    require(False, f"tasks: {path} names no task")
+    raise MoonshotError(f"tasks: {path} names no task")

@@ -1,8 +1,11 @@
 """Logits distillation: a pruned model learns from the dense one beside its labels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import check_number, require
 from ..model.calls import evaluation_mode, model_device, to_device
@@ -24,6 +27,9 @@ class Distillation:
         teacher: a model with the same vocabulary; it runs in evaluation mode, without gradients.
         temperature: T > 0.
         weight: in [0, 1], the teacher's share.
+
+    Raises:
+        MoonshotError: a teacher that is no module, or a number out of range.
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
@@ -33,21 +39,26 @@ class Distillation:
         require(temperature > 0, f"temperature={temperature}: give a number above 0")
         require(0 <= weight <= 1, f"teacher_weight={weight}: it lies between 0 and 1")
         self.teacher, self.temperature, self.weight = teacher, temperature, weight
-        self._handle = None
+        self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student; the teacher moves to its device."""
+        """Hook a student; the teacher moves to its device.
+
+        Raises:
+            MoonshotError: the student is the teacher.
+        """
         require(self.teacher is not student, "teacher: it is the model that trains; give the dense model, a copy")
         self.detach()
         self.teacher.to(model_device(student))
         self._handle = student.register_forward_hook(self._mix, with_kwargs=True)
 
     def detach(self) -> None:
+        """Remove the hook, if there is one."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _mix(self, student: nn.Module, args: tuple, inputs: dict, output):
+    def _mix(self, student: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
         if not student.training:
             return output
         given = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs
@@ -67,7 +78,16 @@ class Distillation:
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """T² · Σ KL over the labelled positions of logits [..., V]."""
+        """T² · Σ KL over the labelled positions.
+
+        Args:
+            student: logits, [..., V].
+            teacher: logits of the same shape, on the same device.
+            labels: [...], -100 where there is none.
+
+        Raises:
+            MoonshotError: logits of different shapes.
+        """
         require(
             student.shape == teacher.shape,
             f"teacher: its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}: "

@@ -5,25 +5,75 @@ something else. Here the adapter is masked from the start: with ``keep`` True wh
 
     y = W x + keep ⊙ (scaling · B A) dropout(x)
 
-in training, in use and in the merge alike. An adapter file is an ordinary one of PEFT's, but means this model only with
-`sparse_lora`: publish merged models.
+in training, in use and in the merge alike. The adapter's weights are ordinary ones of PEFT's, but mean another model
+without the mask. So what is saved has a mark in the place of its type: PEFT alone stops there, and with this package
+imported it masks the adapter again while it loads.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
-from peft.tuners.lora.layer import VARIANT_KWARG_KEYS
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, dispatch_default
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import require
-from ..masks import find_pruned
+from ..masks import find_pruned, is_pruned
 from ..model.forms import find_form
 
 MEND = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Ways to start an adapter that change the weight under it.
 MOVING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# `peft_type` in the files, for good: PEFT's error repeats it where this package is not imported.
+MARK = "MOONSHOT_LORA (masked for a pruned model: import optimum_moonshot before loading it)"
+
+
+@dataclass
+class SparseLoraConfig(LoraConfig):
+    """A `LoraConfig` whose adapters on pruned layers are masked as soon as PEFT makes them.
+
+    `sparse_lora` makes those of a model's adapters such ones. Given to `get_peft_model`, or to a trainer that calls it
+    (TRL's `peft_config=`), nothing else is needed.
+
+    Raises:
+        MoonshotError: (when PEFT uses it) options that fill the zeros of a pruned layer.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._register_custom_module({nn.Linear: masked_adapter, Conv1D: masked_adapter})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As PEFT's, with the mark."""
+        return {**super().to_dict(), "peft_type": MARK}
+
+
+def register() -> None:
+    """Tell PEFT what adapters with the mark are."""
+    PEFT_TYPE_TO_CONFIG_MAPPING[MARK] = SparseLoraConfig
+
+
+def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
+    """The layer that PEFT shall put around another: a masked one on a pruned layer, elsewhere None, which is its own.
+
+    Raises:
+        MoonshotError: options that fill the zeros.
+    """
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if not is_pruned(base.weight):
+        return None
+    _check_start(config)
+    module = dispatch_default(target, adapter_name, config=config, **kwargs)
+    _check(kwargs.get("target_name") or "a pruned layer", module)
+    _mask(module)
+    return module
 
 
 def sparse_lora(model: PeftModel) -> PeftModel:
@@ -35,7 +85,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     model.save_pretrained("adapter")                 # or, 2:4 as before:
     model.merge_and_unload().save_pretrained("merged")
 
-    model = sparse_lora(PeftModel.from_pretrained(pruned, "adapter"))
+    model = PeftModel.from_pretrained(pruned, "adapter")  # masked again; without this package it is an error
     ```
 
     Call it again when adapters were added on further layers. IA3 only scales and keeps zeros as it is. Pruned layers in
@@ -62,10 +112,36 @@ def sparse_lora(model: PeftModel) -> PeftModel:
         _check(name, module)
     for _, module in touched:
         if type(module) is Linear:
-            module.__class__ = SparseLinear
-            weight = module.get_base_layer().weight
-            module.register_buffer("keep", weight.detach() != 0, persistent=False)
+            _mask(module)
+    used = {name for _, module in touched if isinstance(module, SparseLinear) for name in module.lora_A}
+    for name in used & model.peft_config.keys():
+        _mark(model.peft_config[name])
     return model
+
+
+def unmasked_adapters(model: nn.Module, weights: Collection[nn.Parameter]) -> list[str]:
+    """The layers of a model whose adapters, merged, would fill zeros.
+
+    Args:
+        model: with adapters of PEFT's.
+        weights: the pruned ones.
+    """
+    pruned = set(map(id, weights))
+    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    keeping = (IA3Layer, SparseLinear)
+    return [name for name, module in adapters if _weight(module) in pruned and not isinstance(module, keeping)]
+
+
+def _mask(module: Linear) -> None:
+    module.__class__ = SparseLinear
+    module.register_buffer("keep", module.get_base_layer().weight.detach() != 0, persistent=False)
+
+
+def _mark(config: LoraConfig) -> None:
+    """Make a configuration one that is saved with the mark, in place: PEFT and the caller hold the same object."""
+    if type(config) is LoraConfig:
+        config.__class__ = SparseLoraConfig
+        config._register_custom_module({nn.Linear: masked_adapter, Conv1D: masked_adapter})
 
 
 def _weight(module: BaseTunerLayer) -> int:
@@ -109,7 +185,7 @@ class SparseLinear(Linear):
         """The change of the weight by one adapter, laid out as the weight."""
         return super().get_delta_weight(adapter) * self.keep
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
         require(kwargs.pop("adapter_names", None) is None, "adapter_names: masked adapters serve one batch at a time")
@@ -127,7 +203,8 @@ class SparseLinear(Linear):
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs) -> None:
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         _check_variants("a new adapter", self)
+        _mark(config)

@@ -1,42 +1,48 @@
-"""Make transformers know "moonshot" checkpoints and configurations as soon as this package is imported.
+"""Make transformers and PEFT know what is "moonshot" in their files as soon as this package is imported.
 
-transformers takes seconds to import and has no entry points. So where it is not imported yet, nothing is imported
-either: a finder waits for its quantizers and registers ours the moment they are there.
+transformers takes seconds to import and has no entry points, nor has PEFT. So where they are not imported yet, nothing
+is imported either: a finder waits for each and registers ours the moment it is there.
 """
 
+import contextlib
 import sys
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_QUANTIZERS = "transformers.quantizers.auto"
-
 
 class _Waiting(MetaPathFinder):
-    """Finds one module, once, as Python would, and registers after it has run."""
+    """Finds one module as Python would, and registers once it has run; many look for a module without importing it."""
 
-    def find_spec(self, name: str, path, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _QUANTIZERS:
+    def __init__(self, name: str, register: Callable[[], None]):
+        self.name, self.register = name, register
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
-                register()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.register()
 
             spec.loader.exec_module = run_and_register
         return spec
 
 
 def register_soon() -> None:
-    """Register now if transformers is imported, else when it is."""
-    if _QUANTIZERS in sys.modules:
-        register()
-    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())
+    """Register now with what is imported, else when it is."""
+    waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Waiting)}
+    for name, register_there in _REGISTERS.items():
+        if name in sys.modules:
+            register_there()
+        elif name not in waiting:
+            sys.meta_path.insert(0, _Waiting(name, register_there))
 
 
 def register() -> None:
@@ -48,3 +54,14 @@ def register() -> None:
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(MoonshotPrunedCheckpoint)
         auto.register_quantizer(METHOD)(MoonshotQuantizer)
+
+
+def register_adapters() -> None:
+    """Tell PEFT about masked adapters; a release of it that is too old for them stops at their mark all the same."""
+    with contextlib.suppress(ImportError):
+        from . import peft
+
+        peft.register()
+
+
+_REGISTERS = {"transformers.quantizers.auto": register, "peft": register_adapters}

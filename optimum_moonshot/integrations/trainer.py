@@ -1,5 +1,6 @@
 """`MoonshotCallback`: pruned models under `transformers.Trainer`, and its descendants such as TRL's `SFTTrainer`."""
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from ..config import MoonshotConfig
 from ..data.text import open_source
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.facts import takes_images
-from ..model.layers import PrunableLayer
+from ..model.layers import PrunableLayer, adapted_layers
 from ..model.losses import IGNORED
 from ..objective.patterns import NM
 from ..pruner import MoonshotPruner
@@ -32,6 +33,7 @@ from .distillation import Distillation
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
 # What flash attention is told beside the positions, when the samples of a batch lie end to end in one row.
 FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_log = logging.getLogger(__name__)
 
 
 class MoonshotCallback(TrainerCallback):
@@ -101,14 +103,25 @@ class MoonshotCallback(TrainerCallback):
         self.relative_loss: float | None = None
         self._patterns: dict[str, NM] = {}  # of the layers that have one
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self.detach()
         self.masks = self.report = self.relative_loss = None
         with self._detached_on_failure():
             if self.distillation is not None:
                 self.distillation.attach(model)
             if self.config is None:
-                self._keep(find_pruned(model, self.targets, self.ignore), model, optimizer)
+                layers = find_pruned(model, self.targets, self.ignore)
+                warn_of_unmasked(model, layers)
+                self._keep(layers, model, optimizer)
                 return
             self._check(model, max(state.max_steps, 1), train_dataloader)
             layers = prunable(model, self.config)  # tells now what the configuration does not fit
@@ -138,15 +151,15 @@ class MoonshotCallback(TrainerCallback):
 
     def on_step_begin(
         self,
-        args,
-        state,
-        control,
-        model=None,
-        optimizer=None,
-        train_dataloader=None,
-        processing_class=None,
-        **kwargs,
-    ):
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if state.global_step not in self.schedule:
             return
         config = replace(self.config, sparsity=self.schedule[state.global_step])
@@ -162,17 +175,21 @@ class MoonshotCallback(TrainerCallback):
         self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if self.masks is not None and logs is not None:
             values = self._values()
             logs.update(values)
             state.log_history[-1].update(values)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.masks is not None:
             self.masks.refresh()  # a weight that training brought to zero stays there, as for who resumes from here
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self.detach()
         if self.masks is None:
             raise MoonshotError(
@@ -209,13 +226,52 @@ class MoonshotCallback(TrainerCallback):
             self.distillation.detach()
 
 
+def warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
+    """Say, before a training, that adapters lie on pruned layers whose merge would fill the zeros."""
+    if not adapted_layers(model):
+        return
+    from .peft import unmasked_adapters
+
+    found = unmasked_adapters(model, [layer.parameter for layer in layers])
+    if found:
+        _log.warning(
+            "adapters without a mask lie on %d pruned layers (%s%s): merging them fills the zeros; call "
+            "sparse_lora(trainer.model) of optimum_moonshot.integrations.peft before train(), or make them with its "
+            "SparseLoraConfig",
+            len(found),
+            ", ".join(found[:3]),
+            ", …" if len(found) > 3 else "",
+        )
+
+
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
-    """The layers that a pruning by this configuration covers."""
+    """The layers that a pruning by this configuration covers.
+
+    Args:
+        model: any module.
+        config: which layers, and by which patterns.
+
+    Raises:
+        MoonshotError: nothing is chosen, or the pattern fits no layer.
+    """
     return select(model, config).layers
 
 
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
-    """Step → sparsity of every pruning; None is the configuration's own."""
+    """Step → sparsity of every pruning; None is the configuration's own.
+
+    Args:
+        config: with the sparsity s of the last one.
+        begin: the step before which the first one comes, from 0.
+        end: that of the last one; None for one alone.
+        every: steps between prunings; None for one alone.
+
+    Returns:
+        s·(1 - (1 - j/n)³) at the j-th of n (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
+
+    Raises:
+        MoonshotError: steps that are no whole numbers or in no order, or a pattern or allocation that has no schedule.
+    """
     check_whole("begin_step", begin, 0)
     if end is None:
         require(every is None, f"every={every}: it needs end_step, the step of the last pruning")
@@ -238,7 +294,12 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
-    """The n:m patterns that layers of a model were pruned to, short groups first; none where nothing says which."""
+    """The n:m patterns that layers of a model were pruned to, the smallest m first; none where nothing says which.
+
+    Args:
+        config: by which they were, or are, pruned; None is the record of the model.
+        model: any module.
+    """
     told = PruningRecord.of(model) if config is None else config
     return [] if told is None else told.nm_patterns()
 
@@ -254,7 +315,12 @@ def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, 
 
 
 def stated(patterns: dict[str, NM], layers: int) -> str:
-    """How many layers have which pattern, as the end of a sentence."""
+    """How many layers have which pattern, as the end of a sentence.
+
+    Args:
+        patterns: layer → its pattern, as far as it has one.
+        layers: how many there are.
+    """
     counts = Counter(str(pattern) for pattern in patterns.values())
     if list(counts.values()) == [layers]:
         return f"; every layer is {next(iter(counts))}"
@@ -289,7 +355,13 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
 
 
 def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random samples of a data loader's data set through its collator; the loader itself is not touched."""
+    """Random samples of a data loader's data set through its collator; the loader itself is not touched.
+
+    Args:
+        dataloader: of torch; its data set may be a stream, which is then read from its start.
+        size: samples of a batch.
+        seed: of the order.
+    """
     dataset, examples = dataloader.dataset, None
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -303,8 +375,13 @@ def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str,
                 yield batch
 
 
-def collated(collate: Callable[[list], Any], samples: list) -> list[dict[str, Any]]:
-    """Samples as batches: one, or one each where the collator lays them end to end in one row."""
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
+    """Samples as batches: one, or one each where the collator lays them end to end in one row.
+
+    Args:
+        collate: from a list of samples to a batch.
+        samples: of one batch.
+    """
     batch = dict(collate(samples))
     if FLATTENED.isdisjoint(batch):
         return [batch]

@@ -54,7 +54,12 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 
 
 class MoonshotQuantizer(HfQuantizer):
-    """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model."""
+    """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model.
+
+    Args:
+        quantization_config: what config.json has, or what the caller of `from_pretrained` gave.
+        kwargs: of transformers.
+    """
 
     requires_calibration = False
 
@@ -66,6 +71,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
         self.kept: list[str] = []  # modules that stay packed in memory
+        self.shapes: dict[str, torch.Size] = {}  # of everything that is loaded, by config.json
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.pruning:
@@ -87,11 +93,13 @@ class MoonshotQuantizer(HfQuantizer):
             self._prepare_pruning(model)
         else:
             self._verify(checkpoint_files or [])
-            if type(model).__name__ in (model.config.architectures or ()):
+            names = model.config.architectures
+            if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
             found = _packed_layers(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
+            self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
@@ -99,6 +107,8 @@ class MoonshotQuantizer(HfQuantizer):
         from .conversion import Unpacking
 
         model.config.__dict__.pop(EXPLICIT, None)
+        loaded = model.state_dict()  # before 5.23 transformers sets parameters of any shape where there is a quantizer
+        check_complete((), (), [name for name, shape in self.shapes.items() if loaded[name].shape != shape])
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.runtime == "packed":

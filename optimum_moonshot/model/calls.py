@@ -21,10 +21,10 @@ _FORWARDS: dict[nn.Module, Forward] = {}  # of models that are called in a way o
 
 
 @dataclass
-class Call:
+class BlockCall:
     """The arguments of a block's call on one batch, without its hidden state."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hidden: Tensor  # cached input of the block
 
@@ -60,21 +60,37 @@ def first_tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def split_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    """The hidden state of a block's call, and the arguments with None in its place."""
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden state of a block's call, and the arguments with None in its place.
+
+    Args:
+        args: of the call; the hidden state is the first of them, if that is a tensor.
+        kwargs: of the call; otherwise it is there, as `hidden_states`.
+    """
     if args and isinstance(args[0], Tensor):
         return args[0], (None, *args[1:]), kwargs
     return kwargs["hidden_states"], args, {**kwargs, "hidden_states": None}
 
 
-def join_hidden(hidden: Tensor, call: Call) -> tuple[tuple, dict[str, Any]]:
+def join_hidden(hidden: Tensor, call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block's call with a hidden state in its place: the inverse of `split_hidden`.
+
+    Args:
+        hidden: [B, T, d], or of any shape that the block reads.
+        call: whose other arguments are taken.
+    """
     if call.args:
         return (hidden, *call.args[1:]), call.kwargs
     return call.args, {**call.kwargs, "hidden_states": hidden}
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two ways to compute a hidden state agree, up to rounding in its dtype."""
+    """Whether two ways to compute a hidden state agree: ‖found - expected‖ is within rounding of ‖expected‖.
+
+    Args:
+        found: of any shape.
+        expected: of the same shape; its dtype says what rounding explains, 0.1% in float32, 5% in narrower ones.
+    """
     tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     difference = (found.float() - expected.float()).norm()
     return bool(difference <= tolerance * expected.float().norm() + 1e-30)
@@ -82,7 +98,15 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Meanwhile `run_model` calls the model through `forward`, where one is given."""
+    """Meanwhile `run_model` calls the model through `forward`, where one is given.
+
+    Args:
+        model: what is called.
+        forward: (model, inputs) → its output; None is a plain call.
+
+    Raises:
+        MoonshotError: it is no function.
+    """
     if forward is None:
         yield
         return
@@ -98,7 +122,10 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """The model's outputs; labels stay out unless the model makes its decoder's inputs from them.
 
     A plain module whose parameters have other names than the batch's tensors gets these by position, in their order.
-    Images come as float32 whatever the model's dtype.
+    Floating-point inputs go in the model's dtype: images come as float32.
+
+    Raises:
+        MoonshotError: the model cannot be called with it.
     """
     if model in _FORWARDS:
         return _FORWARDS[model](model, batch)
@@ -141,6 +168,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def batch_size(batch: Batch) -> int:
+    """How many samples a batch has."""
     return len(next(iter(batch.values())))
 
 
@@ -150,4 +178,5 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
+    """A tree of lists, tuples and dictionaries with all its tensors on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)

@@ -130,7 +130,7 @@ class _Search:
             self.names.setdefault(id(parameter), []).append(name)
         self.shapes = _shapes(model)
         units, _ = find_units(model, inputs)
-        families: dict[tuple, list] = {}
+        families: dict[tuple[Any, ...], list[Any]] = {}
         for block in structure.blocks:
             for found in (units[layer.name] for layer in block.layers if layer.name in units):
                 name = f"{block.name.rpartition('.')[0]}.*{found.name.removeprefix(block.name)}"
@@ -334,7 +334,7 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> No
     """
     inputs = to_device(inputs, model_device(model))
     name = type(model).__name__
-    calls: dict[str, tuple[tuple, dict]] = {}
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with evaluation_mode(model), evaluation_mode(small), ExitStack() as hooks:
         for block, module in find_blocks(model):
             keep = lambda _, args, kwargs, block=block: calls.setdefault(block, (args, kwargs)) and None  # noqa: E731
@@ -353,7 +353,7 @@ def _result(output: Any) -> Tensor:
     return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-def _block_error(block: nn.Module, other: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
+def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The largest error of a token's change in a decoder layer, relative to that change."""
 
     def precise(tensor: Tensor) -> Tensor:

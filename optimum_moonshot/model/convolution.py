@@ -6,7 +6,7 @@ strips of output rows bound what exists at a time.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +23,7 @@ class Strip(NamedTuple):
     last: bool
 
 
-def geometry(conv: nn.Conv2d) -> tuple:
+def geometry(conv: nn.Conv2d) -> tuple[Any, ...]:
     """What two convolutions share that read the same patches of a tensor."""
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode, conv.groups
 
@@ -54,7 +54,13 @@ def _pad(conv: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def strip_of(delta: Tensor, rows: slice, groups: int) -> Tensor:
-    """The output gradients [B, d_out, H', W'] of a strip, laid out like its patches: [B, groups, T, d_out/groups]."""
+    """The output gradients of a strip, laid out like its patches: [B, groups, T, d_out/groups].
+
+    Args:
+        delta: ∂ℓ/∂y of all output rows, [B, d_out, H', W'].
+        rows: output rows of the strip.
+        groups: of the convolution.
+    """
     return delta[:, :, rows].flatten(2).unflatten(1, (groups, -1)).mT
 
 

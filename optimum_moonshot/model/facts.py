@@ -15,7 +15,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None where its configuration names none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -24,7 +24,7 @@ def max_positions(model: nn.Module) -> int | None:
 
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a language model's logits; 1 where the configuration names none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "vocab_size", None) or 1
 
@@ -67,12 +67,12 @@ def takes_images(model: nn.Module) -> bool:
     return any(form is not None and form.images for form in map(find_form, model.modules()))
 
 
-def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
+def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """A model's tokenizer; None where there is none, as for image models: text calibration then says so.
 
     Args:
-        name_or_path: of the model.
-        options: for `from_pretrained`.
+        name_or_path: of the model, a folder or a Hub repository.
+        options: for `AutoTokenizer`, such as `trust_remote_code`.
 
     Raises:
         MoonshotError: one lies in the model's folder and cannot be loaded.
@@ -91,8 +91,14 @@ def load_tokenizer(name_or_path: str | os.PathLike, **options: Any) -> Any:
         return None
 
 
-def load_processor(model: nn.Module, name_or_path: str | os.PathLike, **options: Any) -> Any:
-    """The image processor that lies beside an image model; None for other models, or where there is none."""
+def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
+    """The image processor that lies beside an image model; None for other models, or where there is none.
+
+    Args:
+        model: which says whether it takes images.
+        name_or_path: where it was loaded from, a folder or a Hub repository.
+        options: for `AutoImageProcessor`, such as `trust_remote_code`.
+    """
     if not takes_images(model):
         return None
     try:

@@ -23,7 +23,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Form(ABC):
             see: given what the module read and what it gave; what it returns, if not None, is given instead.
         """
 
-        def hook(_: nn.Module, args: tuple, named: dict[str, Tensor], output: Tensor) -> Tensor | None:
+        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
             return see(args[0] if args else next(iter(named.values())), output)
 
         return self.module.register_forward_hook(hook, with_kwargs=True)
@@ -114,7 +114,7 @@ class Form(ABC):
         """Which tokens of a call count, laid out as the call's inputs; None where all do.
 
         Args:
-            inputs: what the module read.
+            inputs: what the module read: [samples, tokens, in], or whatever its kind takes.
             mask: bool [samples, tokens] of the batch, None where every token counts.
 
         Raises:
@@ -132,7 +132,9 @@ class Form(ABC):
 
     @abstractmethod
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
-        """The inputs and output gradients of every sample, in pieces; gradients of padding are 0.
+        """The inputs [samples, groups, tokens, in] and output gradients [samples, groups, tokens, out], in pieces.
+
+        Gradients of padding are 0.
 
         Args:
             inputs: what the module read.

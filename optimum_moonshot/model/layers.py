@@ -149,7 +149,7 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
     blocks = find_blocks(model)
     wanted, skipped = _candidates(model, blocks, targets, ignore)
     by_block: dict[str, list[PrunableLayer]] = {name: [] for name, _ in blocks}
-    outside = []
+    outside: list[PrunableLayer] = []
     for layer, block in wanted:
         (by_block[block] if block else outside).append(layer)
     structure = Structure(
@@ -167,7 +167,9 @@ def adapted_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "base_layer" in module._modules]
 
 
-def _candidates(model, blocks, targets, ignore) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
+def _candidates(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], targets: tuple[str, ...] | None, ignore: tuple[str, ...]
+) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
     """Each chosen layer with the name of its block, and the modules that were chosen but cannot be pruned."""
     modules: dict[int, list[nn.Module]] = {}
     places: dict[int, tuple[str, str | None]] = {}

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..errors import require
 
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
 # Float16 holds no gradient below 6e-8. A constant factor on the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
@@ -38,6 +39,10 @@ def is_causal(model: nn.Module) -> bool:
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 where nothing is predicted.
 
+    Args:
+        model: whose own input a causal language model predicts, one position ahead.
+        batch: its inputs, with `labels` ([B] or [B, T]) or, if it is causal, `input_ids` ([B, T]).
+
     Raises:
         MoonshotError: the model is not a causal language model and the data has no labels.
     """
@@ -56,11 +61,12 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loss_gradient(
-    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None
+    model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
     Args:
+        model: which gave the output.
         output: what the model returned, with `logits`.
         batch: the model's inputs, with `labels` where the model does not predict its own input.
         loss: a function (output, batch) → [B] losses to use instead.
@@ -89,7 +95,7 @@ def loss_gradient(
 
 
 @torch.no_grad()
-def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Callable | None = None) -> Tensor:
+def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
     if loss is not None:
         return own_losses(loss, output, batch).float()
@@ -128,6 +134,10 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def logits_of(model: nn.Module, output: Any) -> Tensor:
     """The logits in what a model returned.
 
+    Args:
+        model: named in the error.
+        output: a tensor, or what has some as `logits`.
+
     Raises:
         MoonshotError: there are none.
     """
@@ -140,7 +150,15 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
 
 
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels as whole numbers, one for each row of logits; a clear error where they are none."""
+    """Labels as int64, one for each row of logits.
+
+    Args:
+        labels: [B] or [B, T]; -100 where nothing is predicted.
+        logits: [B, classes] or [B, T, classes].
+
+    Raises:
+        MoonshotError: labels that are no whole numbers, of another shape, or no class of the model.
+    """
     own = "or pass a loss of your own"
     require(not labels.is_floating_point(), f"labels of {labels.dtype}: give whole class numbers, {own}")
     fits = labels.shape == logits.shape[:-1]
@@ -157,12 +175,24 @@ MASKED_SHARE = 0.15
 
 
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the model predicts masked tokens and the data does not say which."""
+    """Whether the model predicts masked tokens and the data does not say which.
+
+    Args:
+        model: by the name of its class.
+        batch: its inputs, [B, T] each.
+    """
     return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
 
 
-def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer, seed: int) -> list[dict[str, Tensor]]:
+def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: int) -> list[dict[str, Tensor]]:
     """Mask 15% of each sample's tokens (at least one), and give those as labels, as in BERT's training.
+
+    (Devlin et al., arXiv 1810.04805, section 3.1, of whose three ways to hide a token the mask is the only one here.)
+
+    Args:
+        batches: with `input_ids`, [B, T] each; they stay as they are.
+        tokenizer: which has a mask token.
+        seed: of the choice of tokens.
 
     Raises:
         MoonshotError: the tokenizer has no mask token.

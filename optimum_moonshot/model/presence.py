@@ -1,4 +1,4 @@
-"""Where a block's weights are: in the model all the time, or there for the time of a visit alone.
+"""Where a block's weights are: in the model all the time, or there for the time of a step alone.
 
 Whoever reads a block's weights, or runs the block, does it under ``with block.present():``. What that brings and takes
 away is a matter of the block's `Weights`. So a model's blocks may lie on disk, in host memory or on another device, and
@@ -7,7 +7,7 @@ those who calibrate, solve, recover and write need not know.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -35,8 +35,13 @@ RESIDENT = Resident()
 class Block(Protocol):
     """What is asked here of a block (`layers.Block`)."""
 
-    module: nn.Module
-    weights: Weights
+    @property
+    def module(self) -> nn.Module:
+        """The module that repeats."""
+
+    @property
+    def weights(self) -> Weights:
+        """Where its weights come from."""
 
 
 @contextmanager
@@ -52,15 +57,19 @@ def present_in_turn(blocks: Sequence[Block]) -> Iterator[None]:
 def _bring_for_calls(block: Block, stack: ExitStack) -> None:
     held: list[ExitStack] = []
 
-    def enter(*_) -> None:
+    def enter(*_: Any) -> None:
         inside = ExitStack()
         inside.enter_context(block.weights.present())
         held.append(inside)
 
-    def leave(*_) -> None:
+    def leave(*_: Any) -> None:
         held.pop().close()
 
-    stack.callback(lambda: [inside.close() for inside in reversed(held)])  # of a call that failed
+    def end() -> None:  # of a call that failed
+        for inside in reversed(held):
+            inside.close()
+
+    stack.callback(end)
     stack.callback(block.module.register_forward_pre_hook(enter, prepend=True).remove)
     stack.callback(block.module.register_forward_hook(leave).remove)
 

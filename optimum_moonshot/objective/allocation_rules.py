@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 from ..errors import MoonshotError, require
 from .patterns import NM, Pattern, Unstructured, parse_pattern
@@ -45,7 +46,10 @@ class PatternRules:
         Raises:
             MoonshotError: a layer without an entry or default, or an entry that decides no layer.
         """
-        return apply_rules(self.rules, names, self.default) if self.rules else dict.fromkeys(names, self.default)
+        if self.rules:
+            return apply_rules(self.rules, names, self.default)
+        assert self.default is not None  # only an allocation by name goes without
+        return dict.fromkeys(names, self.default)
 
     def nm(self) -> list[NM]:
         """The n:m patterns among them, short groups first."""
@@ -63,7 +67,7 @@ def check_allocation(allocation: object) -> None:
     require(not named or bool(allocation), f"allocation={allocation!r}: it has no entry; leave it out")
 
 
-def parse_rules(rules: dict) -> dict[str, Pattern]:
+def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
     """The user's own allocation: layer or expression → sparsity or "n:m", as patterns.
 
     Raises:
@@ -116,4 +120,4 @@ def apply_rules(rules: Mapping[str, Pattern], names: Iterable[str], default: Pat
         found = any(re.search(key, name) for name in names)
         why = "every layer that it is found in has an earlier entry" if found else "it is found in no pruned layer"
         raise MoonshotError(f"allocation: {key!r} decides nothing: {why}, such as {', '.join(names[:3])}")
-    return {name: default if key is None else rules[key] for name, key in chosen.items()}
+    return {name: cast(Pattern, default) if key is None else rules[key] for name, key in chosen.items()}

@@ -12,7 +12,7 @@ work, some rows at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -121,10 +121,10 @@ class SampleGradients(Fisher):
     """The gradients A_n of the samples."""
 
     gradients: Tensor  # A_n, [N, rows, size]
+    samples: int = field(init=False)
 
-    @property
-    def samples(self) -> int:
-        return len(self.gradients)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", len(self.gradients))
 
     @property
     def count(self) -> int:

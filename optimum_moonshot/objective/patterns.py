@@ -184,7 +184,8 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
         f"group_size={group_size}: pattern={pattern!r} has no groups of columns; leave it out",
     )
     if pattern in (Unstructured.kind, Structured.kind):
-        require(sparsity is not None, f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
+        if sparsity is None:
+            raise MoonshotError(f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
         require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
         share = float(sparsity)
         return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)

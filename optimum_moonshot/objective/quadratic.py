@@ -71,7 +71,7 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
         else:
             return Scales(0.0, 0.0, lam, ("no loss at W = 0: weights go by magnitude",))
     a = lam / reconstruction if lam > 0 else 0.0
-    b = (1 - lam) / (samples * fisher) if lam < 1 else 0.0
+    b = (1 - lam) / (samples * fisher) if fisher and lam < 1 else 0.0
     return Scales(a, b, lam, tuple(notes))
 
 
@@ -155,11 +155,17 @@ class Quadratic:
         """ŵ, [rows, size]: a row of the weight is a row here, or its column blocks one after another."""
         return self.weight.reshape(-1, self.size)
 
+    @property
+    def known_fisher(self) -> Fisher:
+        """The Fisher term where it counts: b > 0."""
+        assert self.fisher is not None
+        return self.fisher
+
     def mean_diagonal(self) -> float:
         """The mean of all ``F_k,jj`` of the layer."""
         squares = 0.0
         if self.scales.b:
-            squares = self.totals.squares if self.totals else self.fisher.mean_square()
+            squares = self.totals.squares if self.totals else self.known_fisher.mean_square()
         return self.scales.a * float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) + self.scales.b * squares
 
     def grams_of(self, rows: slice) -> Tensor:
@@ -175,7 +181,7 @@ class Quadratic:
         shared = grams[which].double() if len(grams) > 1 else grams.double().expand(len(which), -1, -1)
         if not self.scales.b:
             return self.scales.a * shared
-        return self.fisher.combined(shared, rows, self.scales.a, self.scales.b)
+        return self.known_fisher.combined(shared, rows, self.scales.a, self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         """The ruler of every report: relative losses of pruned weights [d_out, d_in]."""
@@ -231,7 +237,9 @@ class DiagonalQuadratic:
         if not (self.scales.a or self.scales.b):
             return torch.ones_like(self.weight)
         diagonal = (self.scales.a * self.input_squares).expand_as(self.weight)
-        return diagonal + self.scales.b * self.gradient_squares if self.scales.b else diagonal
+        if self.gradient_squares is None or not self.scales.b:
+            return diagonal
+        return diagonal + self.scales.b * self.gradient_squares
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
         deltas = torch.stack([weight.float() - self.weight for weight in weights])

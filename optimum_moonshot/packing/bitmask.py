@@ -7,8 +7,9 @@ A matrix W [d_out, d_in] becomes
 * ``meta`` (``_meta``): uint8 [d_out, ⌈d_in/8⌉], bit j (least significant first) of byte b is 1 where input 8b+j has a
   value.
 
-A group of n:m with fewer than n nonzeros stores zeros for the rest, so that every row has the same length. −0.0 counts
-as zero and comes back as 0.0; everything else comes back bit for bit. 2:4 in 16 bits takes 1/2 + 1/16 = 9/16.
+Where m consecutive inputs have fewer than n nonzeros, zeros are stored for the rest, so that every row has the same
+length. −0.0 counts as zero and comes back as 0.0; everything else comes back bit for bit. 2:4 in 16 bits takes
+1/2 + 1/16 = 9/16.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,13 @@ _STEP = 1 << 17  # bytes of `meta` unpacked together: the shifts take 12 times t
 
 
 def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
-    """Bytes of a packed matrix with so many stored values."""
+    """Bytes of a packed matrix.
+
+    Args:
+        shape: [d_out, d_in].
+        values: how many are stored.
+        itemsize: bytes of one.
+    """
     return values * itemsize + shape[0] * -(-shape[1] // 8)
 
 
@@ -40,8 +47,11 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
         matrix: [d_out, d_in], floating point, in host memory.
         pattern: the n:m that every row has; None stores exactly the nonzeros.
 
+    Returns:
+        Values, [d_out, d_in·n/m] or flat, in the dtype of the matrix; uint8 [d_out, ⌈d_in/8⌉].
+
     Raises:
-        MoonshotError: a group of m with more than n nonzeros.
+        MoonshotError: m consecutive inputs with more than n nonzeros.
     """
     matrix = matrix.contiguous()
     integers, keep = matrix.view(INTEGERS[matrix.dtype.itemsize]), matrix != 0
@@ -55,7 +65,13 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
 
 
 def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
-    """Whether exactly n of every m inputs have a value."""
+    """Whether exactly n of every m inputs have a value.
+
+    Args:
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row, a multiple of m.
+        pattern: n:m.
+    """
     if 8 % pattern.m == 0 and d_in % 8 == 0:
         return bool(_regular(pattern.m, pattern.n, meta.device)[meta.int()].all())
     return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
@@ -76,13 +92,24 @@ def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
 
 
 def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
-    """Bool [d_out, d_in]: where `meta` says that a value is stored."""
+    """Bool [d_out, d_in]: where a value is stored.
+
+    Args:
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row.
+    """
     places = torch.arange(8, dtype=torch.uint8, device=meta.device)
     return ((meta[..., None] >> places) & 1).view(len(meta), -1)[:, :d_in].bool()
 
 
 def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
-    """Raise `MoonshotError` unless `values` and `meta` are one matrix of this shape."""
+    """Raise `MoonshotError` unless two tensors are one packed matrix.
+
+    Args:
+        values: [d_out, d_in·n/m], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        shape: d_out, d_in.
+    """
     d_out, d_in = shape
     require(
         meta.dtype == torch.uint8 and tuple(meta.shape) == (d_out, -(-d_in // 8)),
@@ -103,9 +130,13 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
-    """The dense matrix [d_out, d_in], on the device and in the dtype of `values`; `check_packed` must hold.
+    """The dense matrix, on the device and in the dtype of `values`; `check_packed` must hold.
 
-    `window` is what `find_window` says; None looks for it.
+    Args:
+        values: [d_out, d_in·n/m], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row.
+        window: what `find_window` says; None looks for it.
     """
     window = find_window(values, meta, d_in) if window is None else window
     if window:
@@ -119,7 +150,11 @@ def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
 
 
 def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
-    """4 or 8 where every so many weights hold equally many values (1:4, 2:4, 4:8, …); else 0."""
+    """4 or 8 where every so many weights hold equally many values (1:4, 2:4, 4:8, …); else 0.
+
+    Args:
+        values, meta, d_in: as for `unpack`.
+    """
     if values.ndim != 2 or d_in % 8 or not values.numel():
         return 0
     for window in (4, 8):

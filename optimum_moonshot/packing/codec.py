@@ -35,7 +35,7 @@ class Codec(ABC):
             pattern: the n:m that every row has; None stores exactly the nonzeros.
 
         Raises:
-            MoonshotError: a group of m with more than n nonzeros.
+            MoonshotError: m consecutive inputs with more than n nonzeros.
         """
 
     @abstractmethod
@@ -70,10 +70,18 @@ class Codec(ABC):
 
     @abstractmethod
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
-        """Bytes of what `pack` would make of a matrix [d_out, d_in]."""
+        """Bytes of what `pack` would make of a matrix.
+
+        Args:
+            matrix, pattern: as for `pack`.
+        """
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:
-        """What `unpack` and `linear` would find out at every call; it holds for as long as the contents stay."""
+        """What `unpack` and `linear` would find out at every call; it holds for as long as the contents stay.
+
+        Args:
+            parts, shape: as for `unpack`.
+        """
         return None
 
     def linear(

@@ -75,7 +75,8 @@ class PackedLayer:
     @property
     def nm(self) -> NM | None:
         """The pattern where it is n:m; None for all others, whose rows may differ in length."""
-        return parse_pattern(self.pattern, None) if ":" in self.pattern else None
+        found = parse_pattern(self.pattern, None) if ":" in self.pattern else None
+        return found if isinstance(found, NM) else None
 
     @property
     def codec(self) -> Codec:
@@ -100,7 +101,7 @@ class PackedLayer:
         return {names[suffix]: part for suffix, part in self.codec.pack(self._as_matrix(tensor), self.nm).items()}
 
     def check(self, weight: str, tensors: Mapping[str, Tensor]) -> None:
-        """Whether the packed tensors are what this says of them: all there, in shape, dtype and pattern.
+        """Raise `MoonshotError` unless the packed tensors are all there and of this `shape`, dtype and pattern.
 
         Args:
             weight: the weight's name.
@@ -128,6 +129,9 @@ class PackedLayer:
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
         """The packed tensors of a weight as its codec takes them, by their suffixes.
+
+        Args:
+            weight, tensors: as for `unpack`.
 
         Raises:
             MoonshotError: one is missing.

@@ -12,7 +12,7 @@ rounded down and the largest remainders up. Every layer's comparison groups shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,7 @@ SLICE_BYTES = 64 * 2**20
 
 def block_scores(
     config: MoonshotConfig,
-    blocks: Sequence[Sequence[PrunableLayer]],
+    blocks: Iterable[Sequence[PrunableLayer]],
     input_squares: dict[str, Tensor],
     progress: bool = False,
 ) -> list[float]:
@@ -43,7 +43,7 @@ def block_scores(
 
     Args:
         config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
-        blocks: the layers that get the same sparsity.
+        blocks: the layers that get the same sparsity, their weights present until the next ones are asked for.
         input_squares: layer → Σ x² of its inputs in the dense model, [d_in]; OWL alone uses them.
         progress: show a bar: AlphaPruning takes the singular values of every matrix.
 
@@ -64,7 +64,13 @@ def block_scores(
 def allocate(
     config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], scores: list[float]
 ) -> tuple[dict[str, Pattern], str]:
-    """The pattern of every layer at the configuration's sparsity by the blocks' scores, and a note for the report."""
+    """The pattern of every layer at the configuration's sparsity by the blocks' scores, and a note for the report.
+
+    Args:
+        config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
+        blocks: the layers that get the same sparsity.
+        scores: of `block_scores`, one for each.
+    """
     sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
     by_block = [sum(sizes[layer.name] for layer in block) for block in blocks]
     if config.allocation == "owl":
@@ -206,7 +212,12 @@ def _meet(
 
 
 def apportion(shares: list[float], total: int) -> list[int]:
-    """Whole numbers that add up to `total`: the shares rounded down, those with the largest remainders up."""
+    """Whole numbers near shares, with a given sum: shares are rounded down, those with the largest remainders up.
+
+    Args:
+        shares: at least 0; together within rounding of the total.
+        total: what the numbers add up to.
+    """
     counts = [math.floor(share) for share in shares]
     order = sorted(range(len(shares)), key=lambda k: counts[k] - shares[k])
     for k in order[: total - sum(counts)]:
@@ -219,7 +230,8 @@ def exact_patterns(sizes: dict[str, int], sparsities: dict[str, float], sparsity
 
     Args:
         sizes: layer → its number of weights.
-        sparsities: layer → what it should lose, with the mean `sparsity` over all weights.
+        sparsities: layer → the share that it should lose, in [0, 1].
+        sparsity: the mean of these over all weights.
     """
     shares = [sizes[name] * sparsities[name] for name in sizes]
     counts = apportion(shares, round(sparsity * sum(sizes.values())))

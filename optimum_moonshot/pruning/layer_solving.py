@@ -26,10 +26,20 @@ class ChunkedStatistics(Protocol):
     """Statistics of a layer that do not fit in memory whole: `RowChunks`."""
 
     def statistics(self, column_block: int | None) -> LayerStatistics:
-        """Those of the layer, without gradients."""
+        """Those of the whole layer, without gradients; with the totals that stand for them."""
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
-        """As `solve_layer`, for the patterns of one elimination."""
+        """As `solve_layer`, for the patterns of one elimination.
+
+        Args:
+            solver: which ranks removals.
+            patterns: all unstructured, or one of another kind.
+            lam: λ in [0, 1).
+            column_block: inputs of a column block of the solver's quadratic; None is all.
+
+        Raises:
+            FactorizationError: the layer's quadratic stays singular at the largest damping.
+        """
 
 
 Statistics = LayerStatistics | ChunkedStatistics
@@ -43,6 +53,16 @@ def solve_layer(
     lam: float,
 ) -> list[Solved]:
     """Prune a layer by several patterns; those that one elimination serves have it together.
+
+    Args:
+        solver: by which algorithm.
+        layer: at its dense weight.
+        patterns: each of which the solver takes, and the layer's shape fits.
+        statistics: of the layer; consistent with the dense weight, and with gradients where λ < 1.
+        lam: λ in [0, 1].
+
+    Returns:
+        A result for every pattern, in their order.
 
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
@@ -75,16 +95,23 @@ def _solve_family(
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     return [
-        Solved(result, *_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
+        Solved(result, *weight_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
         for result in results
     ]
 
 
-def _losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
-    """Of the mask alone, and of the weight as the layer will hold it."""
+def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
+    """Relative losses of the mask alone, and of the weight as the layer will hold it.
+
+    Args:
+        objective: of the layer, or of some of its rows.
+        weight: [rows, d_in], as the solver gives it.
+        keep: bool [rows, d_in], True where a weight survives.
+        layer: whose dtype the weight will have.
+    """
     return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
 
 
-def _total(parts: Iterable[RelativeLoss]) -> RelativeLoss:
+def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:
     """The losses of a layer from those of its chunks."""
     return RelativeLoss(*map(sum, zip(*parts, strict=True)))

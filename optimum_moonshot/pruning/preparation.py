@@ -1,7 +1,6 @@
 """Model and data made ready: the value that a run, a sweep and a sparsity path work on."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from ..data.text import CalibrationData, load_calibration
 from ..errors import require
 from ..model.calls import model_device
 from ..model.facts import check_tokens, max_positions, takes_images, vocabulary_size
-from ..model.losses import add_masked_labels, needs_masked_labels
+from ..model.losses import Loss, add_masked_labels, needs_masked_labels
 from .selection import Selection, check_weights
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
@@ -30,7 +29,7 @@ class Subject:
     model: nn.Module
     tokenizer: Any = None
     processor: Any = None
-    loss: Callable | None = None
+    loss: Loss | None = None
     progress: bool = True  # show bars
 
 

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
 from ..data.batches import Batch, shorten, split_batches
 from ..errors import require
-from ..model.calls import Call, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
+from ..model.calls import BlockCall, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import token_mask
 from ..model.presence import all_present
@@ -56,7 +57,7 @@ def part_size(num_samples: int) -> int:
 
 
 def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Batches by index: those of each optimizer step, and the held-out ones, the last.
+    """Batches by index: those that each optimizer step takes, and the held-out ones, the last.
 
     Args:
         sizes: samples of each batch.
@@ -64,12 +65,12 @@ def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
     heldout: list[int] = []
     while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
         heldout.insert(0, len(sizes) - len(heldout) - 1)
-    groups: list[list[int]] = [[]]
+    steps: list[list[int]] = [[]]
     for index in range(len(sizes) - len(heldout)):
-        if sum(sizes[i] for i in groups[-1]) >= STEP_SAMPLES:
-            groups.append([])
-        groups[-1].append(index)
-    return groups, heldout
+        if sum(sizes[i] for i in steps[-1]) >= STEP_SAMPLES:
+            steps.append([])
+        steps[-1].append(index)
+    return steps, heldout
 
 
 class Student:
@@ -77,7 +78,7 @@ class Student:
 
     Args:
         block: of the dense model.
-        weights: the pruned matrices of all layers with a part in the block.
+        weights: the pruned matrices [d_out, d_in] of all layers with a part in the block.
         tuned: names of the layers that train.
     """
 
@@ -100,7 +101,7 @@ class Student:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter, _ in self.trained.values()]
 
-    def groups(self, lr: float) -> list[dict]:
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """For an optimizer: every layer's rate is `lr` times the root mean square of its surviving weights."""
         return [
             {"params": [parameter], "lr": lr * float(parameter.detach()[keep].square().mean().sqrt())}
@@ -139,20 +140,31 @@ class Task:
     """What a block has to learn: its inputs and targets on every batch, in caches, and how both are compared."""
 
     module: nn.Module
-    calls: list[Call]
-    inputs: list[Tensor]
-    targets: list[Tensor]
-    masks: list[Tensor | None]
+    calls: list[BlockCall]
+    inputs: list[Tensor]  # h, [B, T, D] or of any shape that the block reads
+    targets: list[Tensor]  # g(d), of the same shape
+    masks: list[Tensor | None]  # bool [B, T], True where a token counts; None for all
 
     def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
-        """The block's output on batch `index` with `tensors` in place of its own; `widen` computes in float32."""
+        """The block's output on a batch, of the shape of `hidden`.
+
+        Args:
+            index: the batch's number.
+            tensors: in place of the block's own parameters and buffers, by their names.
+            hidden: what the block reads, [B, T, D] or of any shape that it takes.
+            widen: compute in float32, whatever the dtype of the inputs.
+        """
         device = next(iter(tensors.values())).device
         arguments = to_device(join_hidden(hidden, self.calls[index]), device)
         args, kwargs = tree_map_only(Tensor, _float32, arguments) if widen else arguments
         return first_tensor(functional_call(self.module, tensors, args, kwargs))
 
     def error(self, index: int, tensors: Tensors, widen: bool = False) -> Tensor:
-        """Σ |output - target|² / |target|² over the batch's tokens, padding left out."""
+        """Σ |output - target|² / |target|² over a batch's tokens, padding left out: a number, with its graph.
+
+        Args:
+            index, tensors, widen: as for `output`.
+        """
         output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
         target = positions(self.targets[index]).to(output.device).float()
         errors = (output - target).square().sum(-1) / target.square().sum(-1).clamp_min(TINY)
@@ -166,12 +178,22 @@ class Task:
 
     @torch.no_grad()
     def loss(self, indices: list[int], tensors: Tensors) -> float:
-        """The mean relative squared error over the tokens of these batches."""
+        """The mean relative squared error over the tokens of some batches.
+
+        Args:
+            indices: the batches' numbers.
+            tensors: as for `output`.
+        """
         return sum(self.error(index, tensors).item() for index in indices) / self.tokens(indices)
 
     @torch.no_grad()
     def advance(self, states: list[Tensor], tensors: Tensors) -> None:
-        """Replace the block's inputs by its outputs."""
+        """Replace the block's inputs by its outputs.
+
+        Args:
+            states: what the block reads, for every batch, [B, T, D] or of any shape that it takes; changed in place.
+            tensors: as for `output`.
+        """
         for index, state in enumerate(states):
             state.copy_(self.output(index, tensors, state))
 
@@ -185,10 +207,13 @@ class Recovery:
     """The recovery of one run's results.
 
     Args:
+        model: dense and frozen while it runs.
         structure: what the run prunes.
         blocks: the chain that it is inside of.
+        config: how many steps, at which rate, and the seed of their order.
         batches: the calibration data, in parts of `part_size` samples at most.
-        results: the pruned weights in, the recovered ones out.
+        storage: where the two streams live.
+        store: the pruned weights in, the recovered ones out.
     """
 
     def __init__(
@@ -199,15 +224,19 @@ class Recovery:
         config: MoonshotConfig,
         batches: list[Batch],
         storage: Storage,
-        results: ResultStore,
+        store: ResultStore,
     ):
         self.model, self.structure, self.blocks, self.config = model, structure, blocks, config
-        self.batches, self.storage, self.results = batches, storage, results
-        self.groups, self.heldout = divide([batch_size(batch) for batch in batches])
+        self.batches, self.storage, self.store = batches, storage, store
+        self.steps, self.heldout = divide([batch_size(batch) for batch in batches])
 
     @classmethod
     def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
         """The recovery that follows a run, if one was asked for; what it cannot do is found here, before any work.
+
+        Args:
+            prepared: the model and the data.
+            variant: of the run, which gets a note on what is not recovered.
 
         Raises:
             MoonshotError: no data, or no pruned layers inside of a chain of blocks.
@@ -243,17 +272,17 @@ class Recovery:
         for i in range(passes.lowest, passes.highest + 1):
             task = Task(blocks[i].module, passes.calls[i], inputs, dense, masks)
             with blocks[i].present():
-                self._visit(i, task, i < passes.highest)
+                self._step(i, task, i < passes.highest)
             if blocks[i].layers:
                 yield blocks[i]
 
-    def _visit(self, i: int, task: Task, leads_on: bool) -> None:
+    def _step(self, i: int, task: Task, leads_on: bool) -> None:
         """Recover block `i`, if it is not yet; its inputs become its outputs where a block follows."""
         block = self.blocks[i]
         task.advance(task.targets, Student(block, [], set()).rounded())  # they are the targets from here on
         student = self._student(block)
-        if student.trained and block.name not in self.results.blocks:
-            self.results.put_block(*self._recover(i, student, task))
+        if student.trained and block.name not in self.store.blocks:
+            self.store.put_block(*self._recover(i, student, task))
         if leads_on:
             task.advance(task.inputs, student.rounded())
 
@@ -272,10 +301,10 @@ class Recovery:
     def _student(self, block: Block) -> Student:
         """The block with its pruned weights. A layer that other blocks share is not tuned."""
         inside, here = set(map(id, block.module.parameters())), set(block.module.modules())
-        known = [layer for layer in self.structure.layers() if layer in self.results]
+        known = [layer for layer in self.structure.layers() if layer in self.store]
         layers = [layer for layer in known if id(layer.parameter) in inside]
         tuned = {layer.name for layer in layers if here.issuperset(layer.modules)}
-        return Student(block, [(layer, self.results.weight(layer)) for layer in layers], tuned)
+        return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned)
 
     def _recover(self, i: int, student: Student, task: Task) -> tuple[BlockReport, Tensors]:
         started = time.perf_counter()
@@ -292,14 +321,14 @@ class Recovery:
     def _tune(self, i: int, student: Student, task: Task) -> tuple[int, list[str]]:
         """Train, and end at the best of the states that were evaluated; returns the steps taken, and notes."""
         total, every = self.config.recover_steps, max(1, self.config.recover_steps // EVALUATIONS)
-        optimizer = torch.optim.Adam(student.groups(self.config.recover_lr), betas=BETAS)
+        optimizer = torch.optim.Adam(student.parameter_groups(self.config.recover_lr), betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / total)) / 2)
         order = self._order(i)
         best, kept, since = math.inf, student.snapshot(), 0
         for step in range(1, total + 1):
-            group = next(order)
-            for index in group:
-                (task.error(index, student.tensors, widen=True) / task.tokens(group)).backward()
+            batches = next(order)
+            for index in batches:
+                (task.error(index, student.tensors, widen=True) / task.tokens(batches)).backward()
             student.mask_gradients()
             optimizer.step()
             schedule.step()
@@ -319,5 +348,5 @@ class Recovery:
         """The batches of step after step: all of them in a new order, again and again."""
         generator = torch.Generator().manual_seed((self.config.seed + i) % 2**63)
         while True:
-            for index in torch.randperm(len(self.groups), generator=generator).tolist():
-                yield self.groups[index]
+            for index in torch.randperm(len(self.steps), generator=generator).tolist():
+                yield self.steps[index]

@@ -27,7 +27,7 @@ class ResultStore:
         field: the argument that the folder came with, for messages.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, fingerprint: str, field: str = "resume_dir"):
+    def __init__(self, folder: str | os.PathLike[str] | None, fingerprint: str, field: str = "resume_dir"):
         self.folder = None if folder is None else RunFolder(folder, field)
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
@@ -63,7 +63,15 @@ class ResultStore:
         return layer.name in self.reports
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's pruned weight [d_out, d_in]."""
+        """Keep a layer's result.
+
+        Args:
+            report: which names the layer.
+            weight: the pruned weight, [d_out, d_in], on any device.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
         weight = weight.cpu().contiguous()
         if self.folder is None:
             self.weights[report.name] = weight
@@ -74,7 +82,15 @@ class ResultStore:
         self.reports[report.name] = report
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
-        """Keep the recovered weights [d_out, d_in] of a block's layers, in place of their pruned ones."""
+        """Keep the recovered weights of a block's layers, in place of their pruned ones.
+
+        Args:
+            report: which names the block.
+            weights: layer → its weight, [d_out, d_in], on any device.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
         path = None
         if self.folder is not None:
@@ -116,7 +132,12 @@ class ResultStore:
 
 
 def fingerprint(*parts: str, layers: Iterable[PrunableLayer]) -> str:
-    """A hash of the settings and of the dense weights, by two float64 sums per layer."""
+    """SHA-256 of the settings and of the dense weights, by two float64 sums per layer.
+
+    Args:
+        parts: the settings, and whatever else the results depend on.
+        layers: at their dense weights.
+    """
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:
         weight = layer.matrix.double()

@@ -15,11 +15,18 @@ from ..objective.quadratic import Quadratic, RelativeLoss
 from ..objective.row_slices import split_range
 from ..solvers.base import Solver, finish
 from ..solvers.ranked import Ranking
-from .layer_solving import Solved, _losses, _total
+from .layer_solving import Solved, total_losses, weight_losses
 
 
 def chunk_rows(layer: PrunableLayer, plan: Plan, samples: int, room: int) -> list[slice]:
-    """Rows whose statistics fit in `room` bytes: whole groups of a grouped convolution, or a part of one."""
+    """Rows whose statistics fit in the memory: whole groups of a grouped convolution, or a part of one.
+
+    Args:
+        layer: the layer.
+        plan: the form of its gradients.
+        samples: N, calibration samples in all.
+        room: bytes that a chunk's gradients may take.
+    """
     d_out, d_in = layer.shape
     size, count = d_out // layer.groups, max(1, room // (4 * numbers_per_row(d_in, samples, plan.column_block)))
     if count >= size:
@@ -53,15 +60,20 @@ class RowChunks:
         return self.whole[size]
 
     def part(self, whole: Quadratic, index: int) -> Quadratic:
-        """A chunk of rows of the layer's quadratic."""
+        """A chunk of rows of the layer's quadratic; the data pass again where another one was asked for last.
+
+        Args:
+            whole: the layer's quadratic, without gradients.
+            index: which chunk.
+        """
         if self.held is None or self.held[0] != index:
             self.held = None
             found = self.collect(dataclasses.replace(self.plan, rows=self.rows[index]))
             self.held = (index, found.gradients)
         return whole.part(self.rows[index], self.held[1])
 
-    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list["Solved"]:
-        """As `solve_layer`, for the patterns of one elimination."""
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
+        """As `ChunkedStatistics.solve` says."""
         whole = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
         parts = range(len(self.rows))
 
@@ -77,11 +89,11 @@ class RowChunks:
             found = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
             for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
                 weight[rows] = values.masked_fill_(~keep[rows], 0)
-                losses.append(_losses(objective, weight[rows], keep[rows], self.layer))
+                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer))
         return [
             Solved(
                 finish(whole, weight, keep, damping, solver.damping),
-                *map(_total, zip(*losses, strict=True)),
+                *map(total_losses, zip(*losses, strict=True)),
                 whole.scales.lam,
             )
             for weight, keep, losses in zip(weights, keeps, lost, strict=True)

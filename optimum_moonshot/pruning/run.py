@@ -20,7 +20,7 @@ from .variant import Variant
 
 
 def run(
-    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike | None
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, ResultStore]:
     """Prune a model.
 
@@ -51,7 +51,15 @@ def run(
 
 
 def solve_and_write(prepared: Prepared, variant: Variant) -> float:
-    """Every layer's result, then all of them into the model; returns the seconds that a recovery took."""
+    """Every layer's result, then all of them into the model; returns the seconds that a recovery took.
+
+    Args:
+        prepared: the model, dense, and the data.
+        variant: which gets the results.
+
+    Raises:
+        MoonshotError: bad statistics, or too little memory on the device; the model is as it was.
+    """
     subject, recovering = prepared.subject, 0.0
     recovery = Recovery.plan(prepared, variant)
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)

@@ -34,9 +34,12 @@ class RunFolder:
     Args:
         path: the folder, made if need be; a link to one or a mount point will do.
         field: the argument that it came with, for messages.
+
+    Raises:
+        MoonshotError: it is no path.
     """
 
-    def __init__(self, path: str | os.PathLike, field: str):
+    def __init__(self, path: str | os.PathLike[str], field: str):
         check_folder(field, path)
         self.path, self.field = Path(path), field
         self.fingerprint = ""
@@ -88,7 +91,7 @@ class RunFolder:
         Args:
             kind: `LAYERS` or `RECOVERED`.
             name: of the layer or block.
-            tensors: contiguous, in host memory.
+            tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
 
         Raises:

@@ -41,42 +41,50 @@ class StatisticsSchedule:
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
     ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | None"]]:
-        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it."""
-        groups = self._groups(layers)
+        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
+
+        Args:
+            step: as the passes give it; it is observed once or several times, or skipped.
+            layers: some of the step's.
+
+        Raises:
+            MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
+        """
+        rounds = self._rounds(layers)
         seen = False
-        while groups:
-            group = groups.pop(0)
-            chunks = self._chunks(group, step)
-            seen = chunks is None and not groups
+        while rounds:
+            together = rounds.pop(0)
+            chunks = self._chunks(together, step)
+            seen = chunks is None and not rounds
             if chunks is None:
-                yield from self._collected(group, step, {layer.name: self._plan(layer) for layer in group}, seen)
+                yield from self._collected(together, step, {layer.name: self._plan(layer) for layer in together}, seen)
             else:
-                yield group[0], chunks
+                yield together[0], chunks
         if not seen:
             step.skip()
 
-    def _groups(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
-        """Layers whose statistics fit in half of what is left together: the other half is for the solver."""
-        groups: list[list[PrunableLayer]] = []
+    def _rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
+        """Layers that one pass serves: their statistics fit in half of the memory that is left, half is for solving."""
+        rounds: list[list[PrunableLayer]] = []
         room = 0
         for layer in layers:
             size = self._bytes(layer)
-            if not groups or size > room:
-                groups.append([])
+            if not rounds or size > room:
+                rounds.append([])
                 room = self.storage.available() // 2
-            groups[-1].append(layer)
+            rounds[-1].append(layer)
             room -= size
-        return groups
+        return rounds
 
     def _collected(
-        self, group: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
+        self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
     ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
-        """Pass the data once, and give each layer of a group its statistics."""
-        wanted = {layer.name for layer in group if self.lams[layer.name] < 1}
-        with Observer(group, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+        """Pass the data once, and give each of some layers its statistics."""
+        wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
+        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
             step.observe(observer, last)
-        while group:
-            layer = group.pop(0)
+        while together:
+            layer = together.pop(0)
             yield layer, observer.take(layer) if observer.reached(layer) else None
 
     def _plan(self, layer: PrunableLayer) -> Plan:
@@ -95,11 +103,11 @@ class StatisticsSchedule:
             total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
         return total
 
-    def _chunks(self, group: list[PrunableLayer], step: Step) -> "RowChunks | None":
+    def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
-        layer, room = group[0], self.storage.available() // 2
+        layer, room = together[0], self.storage.available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(group) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
+        if len(together) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
             return None
         rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
         if len(rows) == 1:

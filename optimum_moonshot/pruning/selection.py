@@ -41,7 +41,12 @@ class Selection:
         return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
 
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
-        """The same layers and patterns by a configuration that differs in λ alone."""
+        """The same layers and patterns at another λ.
+
+        Args:
+            config: which differs from this one's in λ alone.
+            model: whose default λ holds where it names none.
+        """
         return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
 
 
@@ -61,7 +66,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         MoonshotError: nothing is chosen, or the pattern fits no layer.
     """
     found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
-    pattern, notes = config.parsed_pattern, []
+    pattern = config.parsed_pattern
+    patterns: Mapping[str, Pattern]
+    notes: list[str] = []
     if isinstance(pattern, Structured):
         found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
     else:

@@ -32,6 +32,10 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
 
     Returns:
         What gave the statistics, with what it saw on the way.
+
+    Raises:
+        MoonshotError: bad statistics, too little memory, or data that reached no layer.
+        FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
     """
     source = StatisticsSource(prepared, variants)
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
@@ -97,7 +101,18 @@ def prune_layer(layer: PrunableLayer, statistics: Statistics | None, variants: S
 def solve(
     solver: Solver, layer: PrunableLayer, statistics: Statistics | None, lam: float, patterns: list[Pattern]
 ) -> list[tuple[LayerReport, Tensor]]:
-    """A layer's reports, and weights [d_out, d_in] in its dtype, by several patterns, which share the time it takes."""
+    """A layer's reports, and weights [d_out, d_in] in its dtype, by several patterns, which share the time it takes.
+
+    Args:
+        solver: by which algorithm.
+        layer: at its dense weight.
+        statistics: None without data.
+        lam: λ in [0, 1].
+        patterns: each once.
+
+    Raises:
+        FactorizationError: the layer's quadratic stays singular at the largest damping, with the layer's name.
+    """
     device = layer.parameter.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

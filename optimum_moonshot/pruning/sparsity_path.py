@@ -71,7 +71,7 @@ def prune_path(
     subject: Subject,
     configs: list[MoonshotConfig],
     calibration: Any,
-    work_dir: str | os.PathLike | None,
+    work_dir: str | os.PathLike[str] | None,
     report: Callable[[PruneReport], None],
 ) -> SparsityPath:
     """Calibrate and solve.

@@ -28,13 +28,19 @@ class Wanting(Protocol):
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether it has no result for a layer yet."""
 
-    def pattern_of(self, layer: PrunableLayer) -> Pattern: ...
+    def pattern_of(self, layer: PrunableLayer) -> Pattern:
+        """What a layer is pruned by."""
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """Its pruned weight of a layer, [d_out, d_in]."""
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Leave a layer dense."""
+        """Leave a layer dense.
+
+        Args:
+            layer: that it lacks.
+            reason: for the report, as the end of "left dense: LAYER (…)".
+        """
 
 
 class StatisticsSource:

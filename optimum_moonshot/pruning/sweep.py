@@ -43,7 +43,13 @@ def variants(
     sparsities: Sequence[float] | None,
     patterns: Sequence[str] | None,
 ) -> list[MoonshotConfig]:
-    """`config` with every combination of what is given; None keeps the configuration's own, and `LAMBDAS`.
+    """A configuration with every combination of what is given.
+
+    Args:
+        config: what all have in common.
+        lambdas: λ in [0, 1], or None in the list for the default; None in place of it is `LAMBDAS`.
+        sparsities: shares of the weights to remove; None is the configuration's own. They do not touch n:m.
+        patterns: None is the configuration's own.
 
     Raises:
         MoonshotError: an empty or repeated list, a value out of range, or an option that a sweep cannot share.
@@ -90,7 +96,7 @@ def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
     Raises:
         MoonshotError: a pattern that does not fit the layers of another.
     """
-    first: dict[tuple, Selection] = {}  # of every pattern and sparsity
+    first: dict[tuple[str, float | None], Selection] = {}  # of every pattern and sparsity
     for config in configs:
         if (config.pattern, config.sparsity) not in first:
             first[config.pattern, config.sparsity] = select(model, config)
@@ -112,9 +118,15 @@ def leading(selections: list[Selection]) -> Selection:
 
 
 def open_variants(
-    subject: Subject, selections: list[Selection], calibration: Any, work_dir: str | os.PathLike | None
+    subject: Subject, selections: list[Selection], calibration: Any, work_dir: str | os.PathLike[str] | None
 ) -> tuple[Prepared, list[Variant]]:
     """Check the model, read the data, and open a store of results for each selection.
+
+    Args:
+        subject: the model and what belongs to it.
+        selections: of `choose_layers`.
+        calibration: what `MoonshotPruner.prune` takes.
+        work_dir: for a folder of each, so that a killed call goes on from there; None keeps the results in memory.
 
     Raises:
         MoonshotError: bad weights or data, none at all, or a folder that cannot be used.
@@ -148,6 +160,10 @@ def released_on_failure(variants: list[Variant]) -> Iterator[None]:
 def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSource:
     """Every layer by every variant.
 
+    Args:
+        prepared: the model, dense, and the data.
+        variants: which get the results.
+
     Raises:
         MoonshotError: a layer's data or statistics are bad, or the device's memory is too small.
     """
@@ -161,7 +177,12 @@ def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSou
 
 
 class Sweep:
-    """Variants that were solved and measured; the model is dense until one is chosen."""
+    """Variants that were solved and measured; the model is dense until one is chosen.
+
+    Args:
+        solved: the variants.
+        entries: the report's, one for each in the same order.
+    """
 
     def __init__(self, solved: Solved, entries: list[SweepEntry]):
         self.solved, self.entries = solved, entries
@@ -173,7 +194,11 @@ class Sweep:
 
     @contextmanager
     def applied(self, entry: SweepEntry) -> Iterator[None]:
-        """Meanwhile the model has a variant's weights."""
+        """Meanwhile the model has a variant's weights.
+
+        Raises:
+            MoonshotError: an entry of another sweep.
+        """
         variant = self._variant(entry)
         self.lent += 1
         try:
@@ -183,7 +208,11 @@ class Sweep:
             self.lent -= 1
 
     def choose(self, entry: SweepEntry) -> PruneReport:
-        """Write one variant into the model."""
+        """Write one variant into the model.
+
+        Raises:
+            MoonshotError: an entry of another sweep, or inside of `applied`.
+        """
         variant = self._variant(entry)
         require(not self.lent, "choose: the end of applied() would put the dense weights back; choose after it")
         variant.commit()
@@ -198,7 +227,7 @@ def sweep(
     calibration: Any,
     metric: str | Callable[[nn.Module], float],
     maximize: bool,
-    work_dir: str | os.PathLike | None,
+    work_dir: str | os.PathLike[str] | None,
 ) -> tuple[Sweep, SweepReport]:
     """Calibrate once, solve and measure every variant.
 
@@ -270,7 +299,11 @@ class Meter:
         return self.value()
 
     def value(self) -> float:
-        """The metric of the model as it stands."""
+        """The metric of the model as it stands.
+
+        Raises:
+            MoonshotError: a metric that returns no number.
+        """
         model = self.prepared.model
         with evaluation_mode(model), torch.no_grad():
             found = self.measure(model)

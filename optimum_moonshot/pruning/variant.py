@@ -34,7 +34,9 @@ class Variant:
         self.solving = 0.0  # seconds in the solver
 
     @classmethod
-    def open(cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike | None, field: str) -> "Variant":
+    def open(
+        cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+    ) -> "Variant":
         """With results that are kept in `folder`, or in memory without one.
 
         Args:
@@ -58,7 +60,12 @@ class Variant:
         return layer not in self.store and layer.name not in self.skipped
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Leave a layer dense; the report says why."""
+        """Leave a layer dense; the report says why.
+
+        Args:
+            layer: that it lacks.
+            reason: as the end of "left dense: LAYER (…)".
+        """
         self.skipped[layer.name] = reason
 
     @property
@@ -75,7 +82,12 @@ class Variant:
         return self.store.weight(layer)
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result."""
+        """Keep a layer's result; as `ResultStore.put`, and the time it took is added up.
+
+        Args:
+            report: which names the layer.
+            weight: the pruned weight, [d_out, d_in], on any device.
+        """
         self.solving += report.seconds
         self.store.put(report, weight)
 
@@ -121,6 +133,7 @@ class Variant:
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
             notes=notes,
+            parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
         )
         PruningRecord(

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -68,14 +69,15 @@ def plot_report(report: PruneReport) -> Figure:
     return figure
 
 
-def _asked(axis, report: PruneReport) -> None:
+def _asked(axis: Axes, report: PruneReport) -> None:
     """A dashed line where all layers were asked for the same sparsity."""
     asked = {layer.asked for layer in report.layers}
-    if len(asked) == 1 and None not in asked:
-        axis.axhline(asked.pop(), color="black", linestyle="--", linewidth=1, label="asked for", zorder=0)
+    share = asked.pop() if len(asked) == 1 else None
+    if share is not None:
+        axis.axhline(share, color="black", linestyle="--", linewidth=1, label="asked for", zorder=0)
 
 
-def save_plot(report: PruneReport, folder: str | os.PathLike) -> Path:
+def save_plot(report: PruneReport, folder: str | os.PathLike[str]) -> Path:
     """Write the picture to a folder, as moonshot_report.png.
 
     Args:

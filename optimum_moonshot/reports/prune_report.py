@@ -15,6 +15,7 @@ from .measurement import Measured
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
+_DERIVED = ("sparsity", "chosen", "model_sparsity")  # in the JSON, for those who read no Python
 _LEFT = ("notes",)  # columns of the table that are to the left
 
 
@@ -110,11 +111,31 @@ class PruneReport:
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
+    parameters: int | None = None  # of the whole model as it was pruned, shared ones once; None in older reports
 
     @property
     def sparsity(self) -> float:
         """Zeros among all weights of the pruned layers."""
         return mean_over_weights(self.layers, "sparsity")
+
+    @property
+    def chosen(self) -> float | None:
+        """The share of the model's parameters that the pruned layers are; None where the report is older."""
+        return None if self.parameters is None else sum(_size(layer) for layer in self.layers) / self.parameters
+
+    @property
+    def model_sparsity(self) -> float | None:
+        """Zeros of the pruned layers among all parameters of the model; None where the report is older."""
+        if self.parameters is None:
+            return None
+        return sum(layer.sparsity * _size(layer) for layer in self.layers) / self.parameters
+
+    @property
+    def mostly_dense(self) -> str:
+        """That less than half of the model was chosen, as a sentence; empty where it is not so, or not known."""
+        if self.chosen is None or self.chosen >= 0.5:
+            return ""
+        return f"most of the model stayed dense: {100 * self.chosen:.3g}% of its weights were chosen"
 
     def record_evaluation(
         self,
@@ -166,7 +187,8 @@ class PruneReport:
     def __repr__(self) -> str:
         """One line: how many layers, and what was done to them."""
         known = [f"{len(self.layers)} layers"]
-        known += [f"sparsity {self.sparsity:.4f}"] if self.layers else []
+        whole = "" if self.chosen is None else f" ({self.model_sparsity:.4f} of the whole model)"
+        known += [f"sparsity {self.sparsity:.4f}{whole}"] if self.layers else []
         known += [] if self.loss is None else [f"loss {self.loss:.4g}"]
         known += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
         return f"{type(self).__name__}({', '.join(known)})"
@@ -219,15 +241,19 @@ class PruneReport:
         changes = [f"{name} {was} → {now}" for name, (was, now) in self.compaction["config"].items()]
         return "; ".join([f"{before:,} → {after:,} parameters", *changes])
 
+    @property
+    def headline(self) -> str:
+        """The sparsity of the pruned layers, and of the whole model."""
+        whole = "" if self.chosen is None else f", {self.model_sparsity:.4f} of the whole model"
+        return f"{self.sparsity:.4f} over {len(self.layers)} layers{whole}"
+
     def _summary(self) -> list[str]:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         lines += [f"note: {note}" for note in self.notes]
         lines += [block.line() for block in self.recovery]
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
-        lines.append(
-            f"sparsity {self.sparsity:.4f} over {len(self.layers)} layers; {seconds}; "
-            f"peak memory {self.peak_memory / 2**30:.2f} GiB"
-        )
+        lines += [self.mostly_dense] if self.mostly_dense else []
+        lines.append(f"sparsity {self.headline}; {seconds}; peak memory {self.peak_memory / 2**30:.2f} GiB")
         if self.compaction:
             lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
@@ -239,7 +265,7 @@ class PruneReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""
-        return {**dataclasses.asdict(self), "sparsity": self.sparsity}
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
@@ -248,7 +274,7 @@ class PruneReport:
         Raises:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
-        values = {name: value for name, value in values.items() if name != "sparsity"}
+        values = {name: value for name, value in values.items() if name not in _DERIVED}
         check_fields(cls, values)
         check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
         if values.get("compaction") is not None:
@@ -258,7 +284,7 @@ class PruneReport:
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
         return cls(layers=layers, recovery=recovery, **values)
 
-    def save(self, path: str | os.PathLike) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""
         path = Path(path)
         path = path / REPORT_NAME if path.is_dir() else path
@@ -266,7 +292,7 @@ class PruneReport:
         return path
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "PruneReport":
+    def load(cls, path: str | os.PathLike[str]) -> "PruneReport":
         """Read what `save` wrote, from the file or its folder.
 
         Raises:
@@ -292,8 +318,12 @@ def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
         layers: at least one.
         field: of `LayerReport`, a number in each of them.
     """
-    total = sum(layer.shape[0] * layer.shape[1] for layer in layers)
-    return sum(getattr(layer, field) * layer.shape[0] * layer.shape[1] for layer in layers) / total
+    return sum(getattr(layer, field) * _size(layer) for layer in layers) / sum(map(_size, layers))
+
+
+def _size(layer: LayerReport) -> int:
+    """How many weights it has."""
+    return layer.shape[0] * layer.shape[1]
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:

@@ -51,7 +51,7 @@ class PruningRecord:
     compaction: Mapping[str, Any] | None = None
     dense: Sequence[str] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with _explained():
             for name in ("config", "solver_options", "versions", "calibration", "compaction"):
                 value, optional = getattr(self, name), name in ("calibration", "compaction")
@@ -76,13 +76,13 @@ class PruningRecord:
 
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Expressions for the modules that were to be pruned."""
+        """Expressions for the modules that were to be pruned; a damaged field is a `MoonshotError`."""
         return check_expressions("targets", self._setting("targets"))
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Expressions for the modules that were to stay dense."""
-        return check_expressions("ignore", self._setting("ignore"))
+        """Expressions for the modules that were to stay dense; a damaged field is a `MoonshotError`."""
+        return check_expressions("ignore", self._setting("ignore")) or ()
 
     @property
     def pattern_rules(self) -> PatternRules:
@@ -159,7 +159,8 @@ class PruningRecord:
             MoonshotError: as `from_dict`, and where there is none.
         """
         record = cls.of(model)
-        require(record is not None, NOT_PRUNED)
+        if record is None:
+            raise MoonshotError(NOT_PRUNED)
         return record
 
     def attach(self, model: nn.Module) -> None:

@@ -6,7 +6,7 @@ makes: a second panel shows them relative to the single-objective method.
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure  # no pyplot: a caller's figures and backend stay as they are
@@ -18,7 +18,7 @@ from .seeds import Mean, Swept, baseline_lam, choice, label, mean, means
 Point = tuple[float, Mean]
 
 
-def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike) -> None:
+def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
     """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked.
 
     Args:
@@ -44,7 +44,7 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike) -> None:
     _finish(figure, panels, reports, path, "sparsity" if len(settings) > 1 else None)
 
 
-def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike) -> None:
+def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
     """The metric against unstructured sparsity: the best λ of each and the single-objective baseline.
 
     Args:
@@ -56,13 +56,15 @@ def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike) -> None:
     solver, single = reports[0].solver, baseline_lam(reports[0].solver)
     sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
     best = {s: choice(reports, "unstructured", s) for s in sparsities}
+    shown: dict[str, Mapping[float, float | None]] = {
+        f"{solver}, λ = {single:g}": dict.fromkeys(sparsities, single),
+        f"MOONSHOT-{solver}, best λ": best,
+    }
     changes = _changes(reports)
     figure, panels = _panels(reports, bool(changes))
     for axes, values in zip(panels, (means(reports), changes), strict=False):
-        for number, (name, lams) in enumerate(
-            ((f"{solver}, λ = {single:g}", dict.fromkeys(sparsities, single)), (f"MOONSHOT-{solver}, best λ", best))
-        ):
-            keys = [("unstructured", s, lams[s]) for s in sparsities]
+        for number, (name, lams) in enumerate(shown.items()):
+            keys = [("unstructured", s, lam) for s, lam in lams.items() if lam is not None]
             points = [(key[1], values[key]) for key in keys if key in values]
             if points:
                 _line(axes, points, name, number)
@@ -130,7 +132,7 @@ def _mark(
 
 
 def _finish(
-    figure: Figure, panels: list[Any], reports: Sequence[Swept], path: str | os.PathLike, title: str | None
+    figure: Figure, panels: list[Any], reports: Sequence[Swept], path: str | os.PathLike[str], title: str | None
 ) -> None:
     values = [value.value for value in means(reports).values() if math.isfinite(value.value)]
     if values and not reports[0].maximize and min(values) > 0 and max(values) > 8 * min(values):

@@ -97,7 +97,7 @@ class SweepReport:
         return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> SweepReport:
+    def load(cls, path: str | os.PathLike[str]) -> SweepReport:
         """Read what `save` wrote, from the file or its folder.
 
         Raises:
@@ -111,7 +111,7 @@ class SweepReport:
         except MoonshotError as error:
             raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error})") from None
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
         save_all([self], folder)
         with writing("output", Path(folder)):
@@ -135,7 +135,7 @@ def _finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike) -> None:
+def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> None:
     """Write sweep.csv with every entry of every report, and the plots of their means.
 
     Args:

@@ -3,8 +3,9 @@
 import io
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 # What a notebook shows of a long table or list, half of it from either end.
@@ -24,23 +25,33 @@ def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[st
     """
     table = Table(title=None, box=None, pad_edge=False)
     for number, header in enumerate(headers):
-        justify = "left" if number == 0 or header in left else "right"
+        justify: JustifyMethod = "left" if number == 0 or header in left else "right"
         table.add_column(header, justify=justify, overflow="fold" if number == 0 else "ellipsis")
     for row in rows:
         table.add_row(*row)
     # A console of its own: in a notebook or a coloured terminal, rich would show the table itself, or colour it.
-    plain = {"force_terminal": False, "force_jupyter": False, "color_system": None, "highlight": False}
-    console = Console(file=io.StringIO(), width=width, markup=False, emoji=False, **plain)
+    text = io.StringIO()
+    console = Console(
+        file=text,
+        width=width,
+        force_terminal=False,
+        force_jupyter=False,
+        color_system=None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
     console.print(table)
-    return console.file.getvalue().rstrip()
+    return text.getvalue().rstrip()
 
 
 def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), left: Sequence[str] = ()) -> str:
     """A table with lines of text below it, both cut in their middle where they are long.
 
     Args:
-        headers, rows, left: as for `text_table`.
+        headers, rows: as for `text_table`.
         lines: text, a paragraph each.
+        left: as for `text_table`.
     """
     shift = [number for number, header in enumerate(headers) if number == 0 or header in left]
     parts = ['<div><table style="text-align:right">', "<thead>", _row(headers, shift, "th"), "</thead>", "<tbody>"]
@@ -60,7 +71,7 @@ def _row(cells: Sequence[str], shift: Sequence[int], tag: str) -> str:
     return f"<tr>{''.join(found)}</tr>"
 
 
-def _ends(items: Sequence) -> list:
+def _ends(items: Sequence[Any]) -> list[Any]:
     """All of a short sequence; of a long one both ends, with the number of what is left out between them."""
     half, left_out = MOST_ROWS // 2, len(items) - MOST_ROWS
     return list(items) if left_out <= 1 else [*items[:half], left_out, *items[-half:]]

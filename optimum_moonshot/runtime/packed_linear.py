@@ -22,6 +22,8 @@ class PackedLinear(nn.Module):
         bias: the layer's own, [d_out], or None.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self, codec: Codec, shape: tuple[int, int], parts: Mapping[str, Tensor], bias: nn.Parameter | None = None
     ):

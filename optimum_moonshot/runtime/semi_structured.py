@@ -39,13 +39,16 @@ def use_semi_structured(
 
     Returns:
         What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
+
+    Raises:
+        MoonshotError: a batch shape that is no pair of whole numbers.
     """
     check_batch_shape(batch_shape)
     tokens, chosen = batch_shape[0] * batch_shape[1], {}
     for name, layer in layers.items():
         module = model.get_submodule(name.rpartition(".")[0])
         chosen[name.removesuffix(".weight")] = _choose(module, layer, tokens)
-    model.moonshot_runtime = chosen
+    model.moonshot_runtime = chosen  # type: ignore[assignment] # a module takes any attribute
     sparse = sum(reason.startswith("semi_structured") for reason in chosen.values())
     _log.warning("%d of %d layers run as 2:4 tensors at %d tokens", sparse, len(chosen), tokens)
     for reason in sorted({reason for reason in chosen.values() if reason.startswith("dense: ")}):
@@ -65,6 +68,7 @@ def _choose(module: nn.Module, layer: PrunedLayer, tokens: int) -> str:
     reason = unsupported(module, layer)
     if reason:
         return f"dense: {reason}"
+    assert isinstance(module, nn.Linear)
     sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach().contiguous())
     inputs = torch.randn(tokens, layer.matrix[1], dtype=module.weight.dtype, device=module.weight.device)
     before, after = milliseconds(inputs, module.weight), milliseconds(inputs, sparse)
@@ -75,7 +79,12 @@ def _choose(module: nn.Module, layer: PrunedLayer, tokens: int) -> str:
 
 
 def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
-    """Why torch has no 2:4 product for a layer on the device it is on; None where it has."""
+    """Why torch has no 2:4 product for a layer on the device it is on; None where it has.
+
+    Args:
+        module: which holds the weight.
+        layer: what the record says of it.
+    """
     if layer.pattern not in ("2:4", "1:4", "1:2"):
         return f"its pattern {layer.pattern} is not 2:4"
     if type(module) is not nn.Linear:
@@ -97,7 +106,12 @@ def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
 
 @torch.no_grad()
 def milliseconds(inputs: Tensor, weight: Tensor) -> float:
-    """The median time of one forward pass of a Linear on the device."""
+    """The median time of one forward pass of a Linear, in milliseconds.
+
+    Args:
+        inputs: [tokens, d_in], on a GPU.
+        weight: [d_out, d_in], on the same, dense or a `SparseSemiStructuredTensor`.
+    """
     times = []
     for _ in range(_REPEATS + 3):
         torch.cuda.synchronize(inputs.device)

@@ -51,7 +51,7 @@ def damping_option() -> Any:
     return hyperparameter(0.01, help=help, above=0, most=MAX_DAMPING)
 
 
-def options_of(cls: type) -> dict[str, dataclasses.Field]:
+def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """The hyperparameters of a solver's dataclass by name; each has its type as ``type``, and ``metadata["help"]``.
 
     Raises:
@@ -77,7 +77,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field]:
     return found
 
 
-def _check_declaration(cls: type, option: dataclasses.Field) -> None:
+def _check_declaration(cls: type, option: dataclasses.Field[Any]) -> None:
     name = f"{cls.__name__}.{option.name}"
     kind, _ = _kind(option)
     allowed = ", ".join(kind.__name__ for kind in KINDS)
@@ -89,7 +89,7 @@ def _check_declaration(cls: type, option: dataclasses.Field) -> None:
         raise MoonshotError(f"{cls.__name__}: the default {error}") from None
 
 
-def _kind(option: dataclasses.Field) -> tuple[Any, bool]:
+def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
     """The type of a hyperparameter without None, and whether it may be None."""
     union = typing.get_origin(option.type) in (typing.Union, types.UnionType)
     kinds = typing.get_args(option.type) if union else (option.type,)
@@ -97,7 +97,7 @@ def _kind(option: dataclasses.Field) -> tuple[Any, bool]:
     return others[0] if len(others) == 1 else option.type, len(others) < len(kinds)
 
 
-def _wanted(option: dataclasses.Field) -> str:
+def _wanted(option: dataclasses.Field[Any]) -> str:
     """What a value has to be, for a message."""
     kind, optional = _kind(option)
     nouns = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
@@ -107,7 +107,7 @@ def _wanted(option: dataclasses.Field) -> str:
     return nouns[kind] + (link + " and ".join(bounds) if bounds else "") + (", or None" if optional else "")
 
 
-def check_option(option: dataclasses.Field, value: Any) -> None:
+def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     """Raise `MoonshotError` unless a hyperparameter may have a value; the message names both, and what it may be.
 
     Args:
@@ -143,7 +143,7 @@ def check_options(cls: type, values: Mapping[str, Any], owner: str) -> None:
         check_option(options[name], value)
 
 
-def parse_option(option: dataclasses.Field, text: str) -> Any:
+def parse_option(option: dataclasses.Field[Any], text: str) -> Any:
     """The value of a hyperparameter that a command line gives as text, checked.
 
     Args:

@@ -45,6 +45,10 @@ class OSSCAR(Solver):
     def solve(self, objective: Quadratic, pattern: Structured) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
+        Args:
+            objective: of the whole layer.
+            pattern: how many columns go together, and the share of them to remove.
+
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
@@ -123,11 +127,12 @@ class Support:
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
-        samples, (count, d_in) = objective.fisher.rank, self.weight.shape
+        fisher, (count, d_in) = objective.known_fisher, self.weight.shape
+        samples = fisher.rank
         self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
         for rows in self._slices(3 * samples):
-            factors = objective.fisher.factors(rows, self.device)
+            factors = fisher.factors(rows, self.device)
             spread = factors @ self.inverse
             self.spread[rows] = spread
             inner[rows] = self.scale * spread @ factors.mT
@@ -135,7 +140,7 @@ class Support:
         if inner.norm(dim=(1, 2)).amax() >= SINGLE_CONDITION:
             self.spread = self.spread.double()
             for rows in self._slices(3 * samples):
-                self.spread[rows] = objective.fisher.factors(rows, self.device) @ self.inverse
+                self.spread[rows] = fisher.factors(rows, self.device) @ self.inverse
         lower, info = torch.linalg.cholesky_ex(inner)
         check_factored(info == 0)
         self.inner = torch.cholesky_inverse(lower).to(self.spread.dtype)
@@ -246,8 +251,8 @@ class Support:
         weight = torch.zeros_like(dense)
         if groups.all() or not groups.any():
             return dense.mul_(kept).float(), groups
-        for rows in self._slices(3 * objective.fisher.rank if self.scale else 3):
-            factors = objective.fisher.factors(rows, self.device) if self.scale else None
+        for rows in self._slices(3 * objective.known_fisher.rank if self.scale else 3):
+            factors = objective.known_fisher.factors(rows, self.device) if self.scale else None
             multiply = lambda w, factors=factors: self._multiply(w, factors)  # noqa: E731
             pull = multiply(dense[rows] * ~kept)[:, kept]
             change = torch.zeros_like(weight[rows])

@@ -75,6 +75,10 @@ class Ranked(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
+        Args:
+            objective: of the whole layer.
+            pattern: unstructured or n:m.
+
         Raises:
             FactorizationError: none up to 1 sufficed.
         """

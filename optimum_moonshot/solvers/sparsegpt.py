@@ -54,6 +54,10 @@ class SparseGPT(Solver):
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
+        Args:
+            objective: of the whole layer.
+            pattern: unstructured or n:m.
+
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
@@ -106,6 +110,9 @@ class Factors(Protocol):
     def enter(self, weight: Tensor, columns: slice) -> Tensor:
         """Bring the columns' weights up to date with those before them, in place.
 
+        Args:
+            weight, columns: as said above.
+
         Returns:
             C_jj of the columns, [r or 1, columns].
         """
@@ -128,6 +135,9 @@ class Factors(Protocol):
         Args:
             weight, columns: as said above.
             errors: [r, columns].
+
+        Raises:
+            FactorizationError: after the last columns, a factor that did not exist.
         """
 
 
@@ -146,7 +156,7 @@ def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Wi
     keep = torch.empty_like(weight, dtype=torch.bool)
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.enter(weight, columns)
-        if not isinstance(pattern, NM):
+        if isinstance(pattern, Unstructured):
             keep[:, columns] = pattern.keep((weight[:, columns] / pivots).square(), before=columns.start * len(weight))
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
@@ -186,7 +196,16 @@ class SharedFactor:
 
 
 class RowFactors:
-    """C_k as matrices, [r, d_in, d_in] in float32: for few inputs."""
+    """C_k as matrices, [r, d_in, d_in] in float32: for few inputs.
+
+    Args:
+        objective: of the whole layer.
+        ridge: what is added to the diagonal of every F_k.
+        rows: r of the layer's.
+
+    Raises:
+        FactorizationError: a matrix is not positive definite with it.
+    """
 
     def __init__(self, objective: Quadratic, ridge: float, rows: slice):
         device, d_in = objective.weight.device, objective.weight.shape[1]
@@ -224,10 +243,19 @@ class LowRankFactors:
     What E loses to cancellation grows with the condition of I + ZᵀZ, whose smallest eigenvalue is at least 1 and whose
     largest its Frobenius norm bounds. Slices below `SINGLE_CONDITION` therefore keep P, R and Q in float32 without loss
     (λ = 0.9 has conditions of 2 to 60 on trained layers), and the others, mostly of small λ, in float64.
+
+    Args:
+        objective: of the whole layer.
+        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64.
+        rows: r of the layer's.
+        widths: of comparison groups and column blocks.
+
+    Raises:
+        FactorizationError: (by the last `leave`) a state was not positive definite.
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        device, samples, d_in = factor.device, objective.fisher.rank, len(factor)
+        device, samples, d_in = factor.device, objective.known_fisher.rank, len(factor)
         self.factor, self.single = factor, factor.float()
         self.count, self.widths = rows.stop - rows.start, widths
         self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
@@ -245,7 +273,7 @@ class LowRankFactors:
 
     def _whiten(self, objective: Quadratic, rows: slice) -> None:
         """Z = √b·U·A_k, some columns at a time: U is triangular, so that they need the inputs from them on."""
-        fisher, device = objective.fisher.part(rows), self.factor.device
+        fisher, device = objective.known_fisher.part(rows), self.factor.device
         samples, d_in = fisher.rank, fisher.size
         cuts = split_range(0, d_in, self.widths.compared)
         uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
@@ -283,7 +311,12 @@ class LowRankFactors:
         pivots = weight.new_empty(self.count, columns.stop - columns.start)
 
         def advance(index: int) -> None:
-            part, state, uppers, carries = (x[index] for x in (self.parts, self.states, self.uppers, self.carries))
+            part, state, uppers, carries = (
+                self.parts[index],
+                self.states[index],
+                self.uppers[index],
+                self.carries[index],
+            )
             z = self.whitened[part, columns].to(state.dtype)
             self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
             for block in blocks:
@@ -344,6 +377,7 @@ class LowRankFactors:
 def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
     if _needs_matrices(objective):
         return RowFactors(objective, ridge, rows)
+    assert factor is not None  # the rows share G
     if not objective.scales.b:
         return SharedFactor(factor)
     return LowRankFactors(objective, factor, rows, widths)
@@ -352,7 +386,7 @@ def _factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: sl
 def _needs_matrices(objective: Quadratic) -> bool:
     if objective.gram.ndim == 3:  # the rows share nothing
         return True
-    return bool(objective.scales.b) and _dense_is_cheaper(objective.fisher.rank, objective.weight.shape[1])
+    return bool(objective.scales.b) and _dense_is_cheaper(objective.known_fisher.rank, objective.weight.shape[1])
 
 
 def _dense_is_cheaper(samples: int, d_in: int) -> bool:
@@ -371,7 +405,7 @@ def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list
     if _needs_matrices(objective):
         row = 4 * d_in * d_in
     elif objective.scales.b:
-        samples = objective.fisher.rank
+        samples = objective.known_fisher.rank
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]
