@@ -297,7 +297,7 @@ def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
     return _open_dataset(partial(load_dataset, builder, **where), str(source), counted=True)
 
 
-def _quoted(source: str | os.PathLike) -> str:
+def _quoted(source: str | os.PathLike[str]) -> str:
     """A name in a message; a text that was given in its place is cut short."""
     name = os.fspath(source)
     return f'"{name}"' if len(name) <= 200 else f'"{name[:50]}…"'
