@@ -15,6 +15,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .checkpoint.loading import load_pruned
     from .checkpoint.saving import convert
+    from .checkpoint.verification import Verification, verify
     from .config import MoonshotConfig
     from .errors import MoonshotError
     from .evaluation.images import accuracy
@@ -38,6 +39,7 @@ __all__ = [
     "MoonshotPruner",
     "PruneReport",
     "SweepReport",
+    "Verification",
     "__version__",
     "accuracy",
     "compact_model",
@@ -48,6 +50,7 @@ __all__ = [
     "prune_weight",
     "prune_weight_path",
     "register_solver",
+    "verify",
     "zero_shot",
 ]
 
@@ -60,6 +63,7 @@ _MODULES = {
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SweepReport": "reports.sweep_report",
+    "Verification": "checkpoint.verification",
     "accuracy": "evaluation.images",
     "compact_model": "model.compaction",
     "convert": "checkpoint.saving",
@@ -69,6 +73,7 @@ _MODULES = {
     "prune_weight": "functional",
     "prune_weight_path": "functional",
     "register_solver": "solvers",
+    "verify": "checkpoint.verification",
     "zero_shot": "evaluation.zeroshot",
 }
 

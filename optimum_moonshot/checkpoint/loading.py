@@ -22,13 +22,15 @@ from .verified import check_alone, check_complete, verify
 from .weight_files import packed_version, weight_files
 
 RUNTIMES = ("dense", "packed", "semi_structured")
+# What stands in for weights in safetensors files, or for a model of another library.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 # They load what was not verified, or something else than a model.
 _REFUSED = (
     "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
     "variant",
 )  # fmt: skip
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def load_pruned(
@@ -59,7 +61,7 @@ def load_pruned(
     require(runtime in RUNTIMES, f"runtime={runtime!r}: use one of {', '.join(RUNTIMES)}")
     check_batch_shape(batch_shape)
     _check_options(name_or_path, model_kwargs)
-    hub = {name: model_kwargs.pop(name) for name in _HUB_OPTIONS if name in model_kwargs}
+    hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
     version = packed_version(folder)
     files = verify(folder, version)
@@ -98,12 +100,13 @@ def _check_options(name_or_path: str | os.PathLike[str], options: dict[str, Any]
     require(not again, f"quantization_config: {name_or_path} is pruned already; load it without one")
 
 
-def local_folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path:
+def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:
     """The folder of a checkpoint; a Hub repository is downloaded.
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        hub: options of the download: `revision`, `token`, `cache_dir`, `local_files_only`.
+        whole: with all that lies beside the model, such as its card.
+        hub: `HUB_OPTIONS`.
 
     Raises:
         MoonshotError: neither a folder nor a repository that can be read.
@@ -111,7 +114,8 @@ def local_folder(name_or_path: str | os.PathLike[str], **hub: Any) -> Path:
     if os.path.isdir(name_or_path):
         return Path(name_or_path)
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=list(_FILES), **hub))
+        which = {"ignore_patterns": list(_OTHER_WEIGHTS)} if whole else {"allow_patterns": list(_FILES)}
+        return Path(snapshot_download(str(name_or_path), **which, **hub))
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
         raise MoonshotError(f"{name_or_path} is no folder, and no repository that can be read: {error}") from error
 

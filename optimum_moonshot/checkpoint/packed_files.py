@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -62,6 +63,25 @@ def read_model_config(folder: Path, **options: Any) -> Any:
         return AutoConfig.from_pretrained(folder, **options)
     except Exception as error:  # a damaged file fails anywhere in the class that it names
         raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
+
+
+def model_skeleton(folder: Path, **options: Any) -> nn.Module:
+    """The model of a checkpoint, without weights.
+
+    Args:
+        folder: of the checkpoint.
+        options: for its classes, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: transformers cannot make it.
+    """
+    config = read_model_config(folder, **options)
+    cls = model_class(config)
+    try:
+        with torch.device("meta"):
+            return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
+    except Exception as error:  # a damaged config.json fails anywhere in the model's code
+        raise MoonshotError(f"{folder}: transformers cannot make its model ({reason(error)})") from error
 
 
 def pruned_layers(model: nn.Module) -> Layers:

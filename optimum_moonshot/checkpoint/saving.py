@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from ..errors import MoonshotError, check_path, reason, require
+from ..errors import check_path, require
 from ..files import is_weights, staged, writing
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
-from .packed_files import check_format, model_class, pack_files, read_model_config, unpack_files
+from .loading import HUB_OPTIONS, local_folder
+from .packed_files import check_format, model_skeleton, pack_files, unpack_files
 from .verified import check_alone, verify
 from .weight_files import checkpoint_format, packed_version
 
@@ -99,22 +98,23 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     The weights are verified first, as by `load_pruned`. Their files get new names, in the folder itself.
 
     Args:
-        source: folder of a checkpoint that this package pruned.
+        source: folder of a checkpoint that this package pruned, or its name on the Hub.
         output: folder of the new one; may be the same.
         format: "dense" or "packed".
-        loading: for the configuration, such as `trust_remote_code`.
+        loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … of a name on the Hub.
 
     Raises:
         MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
     """
     check_format(format)
     check_path("source", source)
-    folder = Path(source)
+    hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
+    folder = local_folder(source, whole=True, **hub)
     version = packed_version(folder)
     require((version is None) != (format == "dense"), f"{source} is a {format} checkpoint already")
     weights = {path.resolve() for path in verify(folder, version)}
     check_alone(folder, version)
-    model = _skeleton(folder, loading) if format == "packed" else None
+    model = model_skeleton(folder, **loading) if format == "packed" else None
     inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
     entries = [path for path in folder.iterdir() if path.resolve() not in inside]
     with staged("output", output) as staging:
@@ -171,14 +171,3 @@ def saved_report(folder: Path) -> PruneReport:
 def _among(weights: set[Path], folder: str, names: list[str]) -> list[str]:
     """Those of the names in a folder that are weights."""
     return [name for name in names if Path(folder, name).resolve() in weights]
-
-
-def _skeleton(folder: Path, loading: dict[str, Any]) -> nn.Module:
-    """The model of a checkpoint, without weights."""
-    config = read_model_config(folder, **loading)
-    cls = model_class(config)
-    try:
-        with torch.device("meta"):
-            return cls.from_config(config, **loading) if cls is AutoModelForCausalLM else cls(config)
-    except Exception as error:  # a damaged config.json fails anywhere in the model's code
-        raise MoonshotError(f"{folder}: transformers cannot make its model ({reason(error)})") from error

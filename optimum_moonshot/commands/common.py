@@ -311,6 +311,14 @@ def check_data(flag: str, sources: list[str]) -> None:
         expect(known, f"{flag} {source[:200]}: none of {', '.join(CORPORA)}, no file, no folder and no owner/name")
 
 
+def check_source(name: str) -> None:
+    """Raise `UsageError` for what is neither a folder nor may be a name on the Hub."""
+    from ..data.text import is_hub_name
+
+    known = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
+    expect(known, f"{name}: not a folder, nor an owner/name on the Hub")
+
+
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
     """What `loader` loads, a model or a part of it.
 

@@ -21,6 +21,7 @@ from .common import (  # fmt: skip
     add_model_options,
     calibration_source,
     check_data,
+    check_source,
     expect,
     find_device,
     guard,
@@ -33,6 +34,7 @@ from .common import (  # fmt: skip
 from .evaluate import EvalCommand
 from .output import Output, open_output
 from .sweep import SweepCommand
+from .verify import VerifyCommand
 
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +66,13 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot convert`."""
-    parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint")
+    parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint, or name on the Hub")
     parser.add_argument("--format", choices=FORMATS, required=True, help=FORMAT_HELP)
-    parser.add_argument("--output", metavar="DIR", help="where the new checkpoint goes; default: DIR-FORMAT")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="where the new checkpoint goes; default: DIR-FORMAT, of a name on the Hub its last part",
+    )
     parser.add_argument("--overwrite", action="store_true", help="write to the output although it holds files")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
@@ -134,23 +140,26 @@ def convert(args: argparse.Namespace) -> None:
     """`moonshot convert`: the same weights in the other format.
 
     Raises:
-        UsageError: a model that is no folder, or an output that cannot be.
+        UsageError: a model that is neither a folder nor a name on the Hub, or an output that cannot be.
         MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
     """
-    expect(Path(args.model).is_dir(), f"{args.model}: not a folder")
-    args.output = args.output or f"{args.model.rstrip('/')}-{args.format}"
+    check_source(args.model)
+    name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]
+    args.output = args.output or f"{name}-{args.format}"
     from .. import convert as convert_checkpoint
+    from ..checkpoint.loading import local_folder
 
     with open_output(args) as output:
         output.begin()
-        convert_checkpoint(args.model, args.output, args.format, **remote_code(args))
+        folder = local_folder(args.model, whole=True)
+        convert_checkpoint(folder, args.output, args.format, **remote_code(args))
         output.finish()
-    before, after = _weight_bytes(args.model), _weight_bytes(args.output)
+    before, after = _weight_bytes(folder), _weight_bytes(args.output)
     print(f"weights     {before / 2**20:.1f} → {after / 2**20:.1f} MiB")
     print(f"saved       {args.output}")
 
 
-def _weight_bytes(folder: str) -> int:
+def _weight_bytes(folder: str | Path) -> int:
     return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
@@ -174,5 +183,5 @@ class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
     SUBCOMMANDS = tuple(
         CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, SweepCommand, EvalCommand, ConvertCommand)
+        for command in (PruneCommand, SweepCommand, EvalCommand, ConvertCommand, VerifyCommand)
     )

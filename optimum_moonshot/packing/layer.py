@@ -98,7 +98,7 @@ class PackedLayer:
             MoonshotError: it is not n:m.
         """
         names = self.codec.names(weight)
-        return {names[suffix]: part for suffix, part in self.codec.pack(self._as_matrix(tensor), self.nm).items()}
+        return {names[suffix]: part for suffix, part in self.codec.pack(self.as_matrix(tensor), self.nm).items()}
 
     def check(self, weight: str, tensors: Mapping[str, Tensor]) -> None:
         """Raise `MoonshotError` unless the packed tensors are all there and of this `shape`, dtype and pattern.
@@ -143,9 +143,10 @@ class PackedLayer:
 
     def stored_bytes(self, tensor: Tensor) -> int:
         """Bytes of a weight in a packed checkpoint, where it stays dense if that is smaller."""
-        return min(tensor.nbytes, self.codec.packed_bytes(self._as_matrix(tensor), self.nm))
+        return min(tensor.nbytes, self.codec.packed_bytes(self.as_matrix(tensor), self.nm))
 
-    def _as_matrix(self, tensor: Tensor) -> Tensor:
+    def as_matrix(self, tensor: Tensor) -> Tensor:
+        """[d_out, d_in] of a tensor of this `shape`."""
         return tensor.T if self.transposed else tensor.flatten(1)
 
 

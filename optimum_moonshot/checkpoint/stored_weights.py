@@ -1,0 +1,160 @@
+"""Which weights of a checkpoint are zero, read from its files as this package or another tool wrote them.
+
+Beside dense and packed weights these are known, under the name of the dense weight ``X.weight``:
+
+- whole numbers: ``X.weight`` with ``X.weight_zero_point`` or without (round-to-nearest, bitsandbytes' 8 bits,
+  compressed-tensors);
+- torchao: ``X._weight_qdata`` with ``X._weight_zero_point`` or without;
+- bitsandbytes' 4 bits: two numbers of a code book in a byte, ``X.weight`` with ``X.weight.quant_map`` and
+  ``X.weight.quant_state…``;
+- compressed-tensors' packed whole numbers without zero points: ``X.weight_packed`` with ``X.weight_shape``.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import require
+from ..packing import weight_of
+from .packed_format import Description, Layers, dtype_name
+
+# What a quantized weight needs beside itself. Longer endings first: a name is cut once.
+_BESIDE = re.compile(
+    r"(_zero_point|_scale_inv|_scale|_shape|_g_idx|_global_scale|_format"
+    r"|\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__\w+)$"
+)
+_BESIDE_MODULE = re.compile(r"(^|\.)(SCB|qzeros|scales|g_idx|(input|k|v|output)_scale|input_zero_point)$")
+_TORCHAO, _STATE = "_weight_qdata", ".quant_state.bitsandbytes__"
+_WORDS = "_packed"  # compressed-tensors' whole numbers, several in a word: int32, beside a `_shape`
+
+
+class Zeros(NamedTuple):
+    """Where a weight is zero."""
+
+    mask: Tensor  # bool, True at a zero, in the layout of the dense weight
+    stored: str  # how the weight is stored, for people
+
+
+class StoredWeights:
+    """The weights in some safetensors files; a context, which closes them on exit.
+
+    Args:
+        paths: all files of a checkpoint.
+
+    Raises:
+        SafetensorError, MoonshotError: a header that cannot be read.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._files: dict[str, Any] = {}  # the file of every tensor
+        self._packed: Layers = {}
+        with ExitStack() as stack:
+            for path in paths:
+                file = stack.enter_context(safe_open(path, "pt"))
+                described = Description.read(file.metadata() or {})
+                self._packed |= {} if described is None else described.layers
+                self._files |= dict.fromkeys(file.keys(), file)
+            self._opened = stack.pop_all()
+
+    def __enter__(self) -> "StoredWeights":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.close()
+
+    def names(self) -> list[str]:
+        """The dense names of all weights, in the order of the files' names."""
+        found = (self._dense_name(name) for name in sorted(self._files))
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def _dense_name(self, stored: str) -> str | None:
+        """The weight that a tensor belongs to; None for what is only beside one, or no weight."""
+        module, _, last = stored.rpartition(".")
+        if weight_of(stored) in self._packed:
+            return weight_of(stored)
+        if last.startswith("_weight_"):
+            return f"{module}.weight" if last == _TORCHAO else None
+        if last == "qweight":
+            return f"{module}.weight"
+        if last == f"weight{_WORDS}":
+            return stored.removesuffix(_WORDS)
+        if self._is_beside(stored):
+            return None
+        number = self._files[stored].get_slice(stored).get_dtype()
+        whole = not number.startswith(("F", "BF"))
+        return None if whole and not stored.endswith("weight") else stored
+
+    def _is_beside(self, stored: str) -> bool:
+        owner, cut = _BESIDE.subn("", stored)
+        if cut and (owner in self._files or owner + _WORDS in self._files):
+            return True
+        if not _BESIDE_MODULE.search(stored):
+            return False
+        module = stored.rpartition(".")[0]
+        return any(f"{module}.{name}" in self._files for name in ("weight", f"weight{_WORDS}", "qweight", _TORCHAO))
+
+    def zeros(self, weight: str) -> Zeros:
+        """Where a weight is zero.
+
+        Raises:
+            MoonshotError: it is stored in a way in which this release cannot tell.
+        """
+        module = weight.removesuffix("weight")
+        state = next((name for name in self._files if name.startswith(weight + _STATE)), None)
+        if weight in self._packed:
+            return self._moonshot(weight)
+        if module + _TORCHAO in self._files:
+            return self._whole(module + _TORCHAO, f"{module}_weight_zero_point", "torchao ")
+        if state is not None:
+            return self._four_bits(weight, state)
+        if weight + _WORDS in self._files:
+            return self._compressed(weight)
+        if weight in self._files:
+            return self._whole(weight, f"{weight}_zero_point")
+        found = ", ".join(sorted(name.removeprefix(module) for name in self._files if name.startswith(module)))
+        require(False, f"it is stored as {found}, in which its zeros cannot be told")
+
+    def _get(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def _moonshot(self, weight: str) -> Zeros:
+        layer = self._packed[weight]
+        tensors = {name: self._get(name) for name in layer.names(weight) if name in self._files}
+        return Zeros(layer.unpack(weight, tensors) == 0, f"packed {layer.dtype}")
+
+    def _whole(self, name: str, zero_point: str, by: str = "") -> Zeros:
+        """Numbers as they are, or whole ones of which the zero point means 0."""
+        tensor = self._get(name)
+        kind = f"{by}{dtype_name(tensor.dtype)}"
+        if tensor.dtype.is_floating_point or zero_point not in self._files:
+            return Zeros(tensor.to(torch.float32) == 0 if tensor.itemsize == 1 else tensor == 0, kind)
+        points = self._get(zero_point)
+        fits = points.ndim == tensor.ndim == 2 and all(
+            size % count == 0 for size, count in zip(tensor.shape, points.shape, strict=True)
+        )
+        require(fits or points.numel() == 1, f"{zero_point} has shape {list(points.shape)}, which fits no weight")
+        for dim in range(tensor.ndim if points.numel() > 1 else 0):
+            points = points.repeat_interleave(tensor.shape[dim] // points.shape[dim], dim)
+        return Zeros(tensor == points, f"{kind} with zero points")
+
+    def _four_bits(self, weight: str, state: str) -> Zeros:
+        packed, codes = self._get(weight).flatten(), self._get(f"{weight}.quant_map")
+        shape = json.loads(bytes(self._get(state).tolist()).decode())["shape"]
+        numbers = torch.stack((packed >> 4, packed & 15), 1).flatten()[: torch.Size(shape).numel()]
+        return Zeros((codes == 0)[numbers.long()].view(shape), f"bitsandbytes {state.rpartition('__')[2]}")
+
+    def _compressed(self, weight: str) -> Zeros:
+        packed, shape = self._get(weight + _WORDS), self._get(f"{weight}_shape").tolist()
+        require(f"{weight}_zero_point" not in self._files, "its zero points are packed, so that no zero can be told")
+        per_word = -(-shape[1] // packed.shape[1])
+        require(32 % per_word == 0 and packed.dtype == torch.int32, f"{per_word} numbers in {packed.dtype}: unknown")
+        bits = 32 // per_word
+        numbers = (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
+        return Zeros(numbers.flatten(1)[:, : shape[1]] == 2 ** (bits - 1), f"compressed-tensors int{bits}")

@@ -1,0 +1,40 @@
+"""`optimum-cli moonshot verify`: what a folder really holds, and whether it is what its texts claim."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from .common import check_source, guard, remote_code
+
+
+def add_verify_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moonshot verify`."""
+    parser.add_argument(
+        "model", metavar="DIR", help="folder of a pruned checkpoint, whoever wrote it last, or name on the Hub"
+    )
+    parser.add_argument("--revision", help="of a name on the Hub: a branch, a tag or a commit")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def verify(args: argparse.Namespace) -> None:
+    """`moonshot verify`: read, compare, print; exit status 1 where a claim does not hold."""
+    check_source(args.model)
+    from .. import verify as verify_checkpoint
+
+    revision = {} if args.revision is None or Path(args.model).is_dir() else {"revision": args.revision}
+    found = verify_checkpoint(args.model, **remote_code(args), **revision)
+    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if args.json else found.table())
+    if not found:
+        sys.exit(1)
+
+
+class VerifyCommand(BaseOptimumCLICommand):
+    COMMAND = CommandInfo(name="verify", help="Say what a pruned checkpoint really holds, and whether its claims hold.")
+    parse_args = staticmethod(add_verify_options)
+
+    def run(self):
+        guard(verify, self.args)
