@@ -10,7 +10,7 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from ..errors import check_path, require
+from ..errors import check_path, reason, require
 from ..files import is_weights, staged, writing
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport

@@ -21,7 +21,11 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """`moonshot verify`: read, compare, print; exit status 1 where a claim does not hold."""
+    """`moonshot verify`: read, compare, print; exit status 1 where a claim does not hold.
+
+    Raises:
+        UsageError: a model that is neither a folder nor a name on the Hub.
+    """
     check_source(args.model)
     from .. import verify as verify_checkpoint
 
@@ -36,5 +40,5 @@ class VerifyCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="verify", help="Say what a pruned checkpoint really holds, and whether its claims hold.")
     parse_args = staticmethod(add_verify_options)
 
-    def run(self):
+    def run(self) -> None:
         guard(verify, self.args)
