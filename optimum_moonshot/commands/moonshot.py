@@ -149,9 +149,9 @@ def convert(args: argparse.Namespace) -> None:
     from .. import convert as convert_checkpoint
     from ..checkpoint.loading import local_folder
 
+    folder = local_folder(args.model, whole=True)
     with open_output(args) as output:
         output.begin()
-        folder = local_folder(args.model, whole=True)
         convert_checkpoint(folder, args.output, args.format, **remote_code(args))
         output.finish()
     before, after = _weight_bytes(folder), _weight_bytes(args.output)
