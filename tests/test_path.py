@@ -53,7 +53,7 @@ def test_a_path_is_its_single_runs(solver, lam, dtype, monkeypatch):
         ({}, "0.5", "sparsities='0.5': give a list"),
         ({}, [0.5, 0.5], "a value is given twice"),
         ({}, [0.5, 1.5], "sparsity=1.5.*between 0 and 1"),
-        ({}, [None], "sparsity=None"),
+        ({}, [None], "sparsities=None"),
     ],
 )
 def test_what_has_no_path_is_refused(changes, sparsities, message):
