@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoonshotError, reason
+from ..model.forms import find_form
 from ..model.layers import find_structure
 from .claims import Claims
 from .keys import parameter_names
@@ -78,4 +78,5 @@ def _claimed(claims: Claims, model: nn.Module) -> list[str]:
 
 
 def _is_transposed(model: nn.Module, layer: str) -> bool:
-    return isinstance(model.get_submodule(layer), Conv1D)
+    form = find_form(model.get_submodule(layer))
+    return form is not None and form.axes == (1, 0)

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import MoonshotError, naming, reason, require
 from ..files import read_json
@@ -102,7 +101,7 @@ def pruned_layers(model: nn.Module) -> Layers:
         pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
         if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
-            transposed = isinstance(layer.modules[0], Conv1D)
+            transposed = layer.form.axes == (1, 0)
             entry = PackedLayer(shape, transposed, str(pattern or Unstructured.kind), dtype)
             found |= dict.fromkeys(names[id(layer.parameter)], entry)
     return found

@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -25,6 +24,7 @@ from ..checkpoint.verified import check_complete, checksums_wanted, verify
 from ..checkpoint.weight_files import PACKED_INDEX
 from ..config import MoonshotConfig
 from ..errors import naming, require
+from ..model.forms import find_form
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.packed_linear import PackedLinear
@@ -203,9 +203,10 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
         for stored, name in parameter_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
+            form = find_form(module)
             with naming(name):
                 require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
-                turned = layer.transposed == isinstance(module, Conv1D)
+                turned = layer.transposed == (form is not None and form.axes == (1, 0))
                 require(turned, f"transposed={layer.transposed}, but its module is a {type(module).__name__}")
             found[name] = _Found(layer, stored, path)
     return found
@@ -223,7 +224,8 @@ def _keep_packed(model: nn.Module, found: dict[str, _Found]) -> list[str]:
         path = name.removesuffix(".weight")
         parent, _, child = path.rpartition(".")
         module = model.get_submodule(path)
-        if isinstance(module, nn.Linear | Conv1D) and name not in shared:
+        form = find_form(module)
+        if form is not None and not form.images and name not in shared:
             setattr(model.get_submodule(parent), child, _empty(packed, module))
             kept.append(path)
     return kept
