@@ -25,9 +25,9 @@ from ..calibration.chains import find_chains
 from ..calibration.memory import Storage
 from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
-from ..data.batches import Batch, shorten, split_batches
+from ..data.batches import Batch, batch_size, shorten, split_batches
 from ..errors import require
-from ..model.calls import BlockCall, batch_size, first_tensor, frozen, join_hidden, model_device, to_device
+from ..model.calls import BlockCall, first_tensor, frozen, join_hidden, model_device, to_device
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import token_mask
 from ..model.presence import all_present

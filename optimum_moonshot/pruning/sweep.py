@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..data.batches import batch_size
 from ..errors import MoonshotError, require
 from ..files import writing
-from ..model.calls import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
+from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
 from ..progress import progress_bar
 from ..reports.environment import versions
