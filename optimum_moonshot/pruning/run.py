@@ -14,6 +14,7 @@ from ..reports.prune_report import PruneReport
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
 from .result_store import ResultStore
+from .run_folder import RunFolder
 from .selection import select
 from .solving import prune_layers
 from .variant import Variant
@@ -38,7 +39,8 @@ def run(
     """
     started = time.perf_counter()
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         recovering = solve_and_write(prepared, variant)

@@ -4,6 +4,7 @@ run.json                     which run it is: a fingerprint of everything that i
 run.lock                     held by the process that writes; the system lets go of it when the process dies
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
+samples/                     a folder of the same kind, in which samples/self.safetensors has what the model wrote
 """
 
 import contextlib
@@ -22,9 +23,9 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError, require
 from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
 
-LAYERS, RECOVERED = "layers", "recovered"
+LAYERS, RECOVERED, SAMPLES = "layers", "recovered", "samples"
 _MANIFEST, _LOCK = "run.json", "run.lock"
-_KINDS = (LAYERS, RECOVERED)
+_KINDS = (LAYERS, RECOVERED, SAMPLES)
 _WRITTEN = ("*.safetensors", "*.partial")
 
 
@@ -57,12 +58,9 @@ class RunFolder:
             MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
                 written.
         """
-        shown = f"{self.field}={str(self.path)!r}"
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM}
-            require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+            known = self._known()
             self._acquire()
             same = self._recorded() == fingerprint if known else None
             if not same:
@@ -70,6 +68,25 @@ class RunFolder:
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
+
+    def _known(self) -> bool:
+        """Whether a run was here; files of others are an error."""
+        known = (self.path / _MANIFEST).exists()
+        foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM, SAMPLES}
+        shown = f"{self.field}={str(self.path)!r}"
+        require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+        return known
+
+    def for_samples(self) -> "RunFolder":
+        """The folder in this one for what the model writes before the run is known.
+
+        Raises:
+            MoonshotError: this one holds other files.
+        """
+        if self.path.is_dir():
+            with writing(self.field, self.path):
+                self._known()
+        return RunFolder(self.path / SAMPLES, self.field)
 
     def _acquire(self) -> None:
         try:
@@ -89,8 +106,8 @@ class RunFolder:
         """Write tensors and a report, whole or not at all.
 
         Args:
-            kind: `LAYERS` or `RECOVERED`.
-            name: of the layer or block.
+            kind: `LAYERS`, `RECOVERED` or `SAMPLES`.
+            name: of the layer, the block or the samples.
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
 
@@ -140,6 +157,7 @@ class RunFolder:
     def _remove(self) -> None:
         """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
+        RunFolder.remove_all(self.path / SAMPLES)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # not a link, a mount point, or a folder with files of others
