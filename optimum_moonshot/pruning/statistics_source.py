@@ -117,8 +117,10 @@ class StatisticsSource:
         if not self.losses:
             self.losses = whole.losses
         if loose:
-            cost = f"the whole model passed {whole.passes} times for their layers"
-            self.notes.append(f"{len(found.loose)} blocks are no chain: {cost}")
+            cost = (
+                f"{whole.passes} passes of the whole model, with all its activations in memory, were for their layers"
+            )
+            self.notes.append(f"blocks that are no chain: {len(found.loose)}; {cost}")
 
     def _blockwise(self, chain: tuple[Block, ...]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
