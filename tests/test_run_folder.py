@@ -104,6 +104,16 @@ def test_one_process_at_a_time(tmp_path):
     assert prune(tmp_path / "run").report.sparsity == 0.5
 
 
+def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("run.json.partial", "run.lock"):
+        (tmp_path / "run" / name).write_text("{")
+    assert prune(tmp_path / "run").report.sparsity == 0.5
+    (tmp_path / "run" / "run.json.partial").write_text("{")
+    prune(tmp_path / "run").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
 def test_files_of_others_stay(tmp_path):
     folder = tmp_path / "run"
     found = prune(folder)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, uint8
 
 from ..errors import MoonshotError, require
-from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
+from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
 LAYERS, RECOVERED = "layers", "recovered"
 _MANIFEST, _LOCK = "run.json", "run.lock"
@@ -61,7 +61,7 @@ class RunFolder:
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM}
+            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM}
             require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
             self._acquire()
             same = self._recorded() == fingerprint if known else None
@@ -140,6 +140,7 @@ class RunFolder:
     def _remove(self) -> None:
         """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
+        (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # not a link, a mount point, or a folder with files of others
