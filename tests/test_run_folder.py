@@ -57,18 +57,24 @@ def test_results_come_back_whole(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report", "other report", "other shape", "other name"])
 def test_a_damaged_result_is_none(tmp_path, damage):
     folder, _ = opened(tmp_path)
     path = folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
     content = bytearray(path.read_bytes())
+    if damage == "other name":
+        path = path.rename(path.with_name("another.safetensors"))
     if damage == "flip":
         content[-3] ^= 4
     elif damage == "cut":
         content = content[:-5]
     elif damage == "empty":
         content = b""
-    else:
+    elif damage == "other report":
+        content = content.replace(b"layer", b"lager", 1)
+    elif damage == "other shape":
+        content = content.replace(b"[2,3]", b"[3,2]")
+    elif damage == "no report":
         content = content.replace(b'"report"', b'"rapport'[:7] + b'"', 1)
     path.write_bytes(content)
     assert [report for _, report, _ in folder.saved(LAYERS)] == [None]

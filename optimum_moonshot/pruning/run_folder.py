@@ -101,7 +101,8 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         with writing(self.field, self.path):
             path.parent.mkdir(exist_ok=True)
-            save_file(tensors, partial, {"report": json.dumps(report), "sha256": _digest(tensors)})
+            told = json.dumps(report)
+            save_file(tensors, partial, {"report": told, "sha256": _digest(path, told, tensors)})
             os.replace(partial, path)
         return path
 
@@ -112,7 +113,7 @@ class RunFolder:
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata() or {}
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                intact = metadata.get("sha256") == _digest(tensors)
+                intact = metadata["sha256"] == _digest(path, metadata["report"], tensors)
                 report = json.loads(metadata["report"]) if intact else None
             except (SafetensorError, KeyError, ValueError):
                 report, tensors = None, {}
@@ -166,10 +167,10 @@ class RunFolder:
                 folder.rmdir()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of names and bytes."""
-    found = sha256()
+def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of a result: of what it is, what is told of it, and of its tensors' names, dtypes, shapes and bytes."""
+    found = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode())
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         found.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
     return found.hexdigest()
