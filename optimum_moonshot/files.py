@@ -33,14 +33,13 @@ _CONFIG = "config.json"
 
 
 @contextmanager
-def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
+def staged(field: str, directory: str | os.PathLike[str], model: bool = True) -> Iterator[Path]:
     """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
-
-    Weights that lie in `directory` and are not among the new files are removed.
 
     Args:
         field: the argument that the folder came with, for messages.
         directory: the folder, made if need be.
+        model: whether the files are one: weights that lie in `directory` and are not among them are removed.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
@@ -59,6 +58,8 @@ def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(staging)
             with contextlib.suppress(OSError):
                 lock.enter_context(locked(directory, wait=True))  # of two saves, one comes whole after the other
+            if model:
+                _make_room(Path(staging), directory)
             _move(Path(staging), directory)
 
 
@@ -123,13 +124,17 @@ def locked(folder: str | os.PathLike[str], wait: bool = False) -> Iterator[int]:
         os.close(handle)
 
 
-def _move(staging: Path, directory: Path) -> None:
-    """config.json goes first and comes last: a folder that a kill leaves half old, half new cannot be loaded."""
+def _make_room(staging: Path, directory: Path) -> None:
+    """Remove the model that was there, config.json first: without it the rest cannot be loaded."""
     if (staging / _CONFIG).exists():
         (directory / _CONFIG).unlink(missing_ok=True)
     for path in directory.iterdir():
         if is_weights(path) and not (staging / path.name).exists():
             path.unlink()
+
+
+def _move(staging: Path, directory: Path) -> None:
+    """config.json comes last: a folder that a kill leaves half old, half new cannot be loaded."""
     for path in sorted(staging.iterdir(), key=lambda path: (path.name == _CONFIG, path.name)):
         target = directory / path.name
         if target.is_dir():
