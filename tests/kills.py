@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 import transformers as hf
-from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.__main__ import main as moonshot
@@ -50,6 +49,11 @@ SAVES = ("save, dense", "save, packed")  # over a model of another format that l
 KINDS = (*COMMANDS, *SAVES)
 IN_A_ROW = 4
 TOLD = re.compile(r"taken over from an interrupted run|were thrown away and made again")
+REFUSED = re.compile("another command writes there|it is not empty")
+MEETINGS = [
+    ("prune", "prune"), ("prune", "recover"), ("sweep", "sweep"), ("prune", "convert to packed"),
+    ("convert to dense", "prune, packed"), SAVES,
+]  # fmt: skip
 DONE = "it is not empty; --overwrite writes there anyway"  # a kill after the last step: all is there
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "fcntl.flock"}
 
@@ -124,43 +128,53 @@ def watch(folder, deadly, counted):
     sys.addaudithook(happens)
 
 
-def attempt(work, folder, moment=None, operation=None):
-    """Run in a child; kill it after `moment` seconds, or before its `operation`-th file operation.
+class Child:
+    """A process that does some work below a folder, forked from this one.
 
-    Returns:
-        "killed", the count of its file operations, or the error that it ended with.
+    Args:
+        work: to be done.
+        folder: whose file operations are counted.
+        operation: the one to die before.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        with contextlib.suppress(BaseException):
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(os.open(errors_of(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            stand_still()
-            counted = []
-            watch(folder, operation, counted)
-            work()
-            os.write(writing, str(len(counted)).encode())
-        os._exit(0)
-    os.close(writing)
-    until = None if moment is None else time.monotonic() + moment
-    try:
-        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+
+    def __init__(self, work, folder, operation=None):
+        self.folder = folder
+        self._told, writing = os.pipe()
+        self.id = os.fork()
+        if not self.id:
+            with contextlib.suppress(BaseException):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(os.open(self._errors(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+                stand_still()
+                counted = []
+                watch(folder, operation, counted)
+                work()
+                os.write(writing, str(len(counted)).encode())
+            os._exit(0)
+        os.close(writing)
+
+    def _errors(self, child):
+        return self.folder.with_name(f"errors-{child}.txt")
+
+    def end(self, moment=None):
+        """Wait for it; after `moment` seconds, kill it.
+
+        Returns:
+            "killed", the count of its file operations, or the last line of the error that it ended with.
+        """
+        until = None if moment is None else time.monotonic() + moment
+        while (ended := os.waitpid(self.id, os.WNOHANG))[0] == 0:
             if until is not None and time.monotonic() >= until:
-                os.kill(child, signal.SIGKILL)
+                os.kill(self.id, signal.SIGKILL)
             time.sleep(0.0005)
-        told = os.read(reading, 100)
-    finally:
-        os.close(reading)
-    if os.WIFSIGNALED(ended[1]):
-        assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
-        return "killed"
-    return int(told) if told else errors_of(folder).read_text().strip().rpartition("\n")[2]
-
-
-def errors_of(folder):
-    return folder.with_name("errors.txt")
+        told, errors = os.read(self._told, 100), self._errors(self.id)
+        os.close(self._told)
+        last = errors.read_text().strip().rpartition("\n")[2] if errors.exists() else ""
+        errors.unlink(missing_ok=True)
+        if os.WIFSIGNALED(ended[1]):
+            assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
+            return "killed"
+        return int(told) if told else last
 
 
 def files(folder):
@@ -209,10 +223,10 @@ class Tries:
         self.expected = files(self.folder)
         self.after = weights(self.model())
 
-    def run(self, **how):
+    def run(self, moment=None, operation=None):
         """One attempt; the shortest that came to its end says over how long kills are spread."""
         started = time.monotonic()
-        ended = attempt(functools.partial(self.stage.work, self.kind, self.folder), self.folder, **how)
+        ended = Child(functools.partial(self.stage.work, self.kind, self.folder), self.folder, operation).end(moment)
         if self.fresh and ended != "killed":
             self.seconds = min(self.seconds, time.monotonic() - started)
         self.fresh = False
@@ -270,15 +284,43 @@ class Tries:
         }  # fmt: skip
 
 
+def meet(stage, first, second, count, seed):
+    """Two commands that write to one folder, the second at a random moment of the first.
+
+    One of them may be refused; what is there at the end must be all of one of those that were not.
+    """
+    folder, rng = stage.root / "meeting", random.Random(f"{first} {second} {seed}")
+    alone = {kind: Tries(stage, kind) for kind in dict.fromkeys((first, second))}
+    results, wrong = collections.Counter(), []
+    for number in range(count):
+        stage.prepare(first, folder)
+        children = [Child(functools.partial(stage.work, first, folder), folder)]
+        time.sleep(rng.uniform(0, alone[first].seconds))
+        children.append(Child(functools.partial(stage.work, second, folder), folder))
+        ended = [child.end() for child in children]
+        done = [kind for kind, how in zip((first, second), ended, strict=True) if isinstance(how, int)]
+        refused = [how for how in ended if not isinstance(how, int)]
+        results[" and ".join(REFUSED.search(how)[0] if REFUSED.search(how) else "?" for how in refused) or "both"] += 1
+        found = files(folder)
+        if not done or not any(found == alone[kind].expected for kind in done):
+            wrong.append(f"{first} and {second}, {number}: what is there is of neither ({ended})")
+        wrong += [f"{first} and {second}, {number}: {how}" for how in refused if not REFUSED.search(how)]
+    return {"meetings": count, "refused": dict(results), "wrong": wrong}
+
+
 def _same(found, known):
     return found.keys() == known.keys() and all(torch.equal(tensor, known[name]) for name, tensor in found.items())
 
 
-def run_all(kinds, kills, operations, seed):
-    """Results by command and by how it was killed."""
+def run_all(kinds, kills, operations, meetings, seed):
+    """Results by command and by how it was killed, and by commands that met."""
     results = {}
     with tempfile.TemporaryDirectory() as root:
         stage = Stage(Path(root))
+        for first, second in MEETINGS if meetings else ():
+            name = f"{first}, and {second}"
+            results[name] = {"two writers": meet(stage, first, second, meetings, seed)}
+            print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
         for kind in kinds:
             tries = Tries(stage, kind)
             tries.at_random(kills, seed)
@@ -295,14 +337,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100, help="at random moments, of each command")
     parser.add_argument("--operations", type=int, help="file operations to die at, of each command; default: all")
+    parser.add_argument("--meetings", type=int, default=20, help="of each two commands that write to one folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commands", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--commands", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path, help="where the results go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     hf.utils.logging.disable_progress_bar()
-    results = run_all(options.commands, options.kills, options.operations, options.seed)
+    results = run_all(options.commands, options.kills, options.operations, options.meetings, options.seed)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     wrong = [line for kind in results.values() for how in kind.values() for line in how["wrong"]]

@@ -120,6 +120,21 @@ def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_kill_left_of_a_result_goes(tmp_path):
+    """safetensors writes to a name by chance, which it changes at the end."""
+    expected = prune(None).model.state_dict()
+    prune(tmp_path / "run")
+    begun = [tmp_path / "run" / LAYERS / name for name in (".tmpBTSjPq", "model.layers.0.mlp.up_proj.partial")]
+    for path in begun:
+        path.write_text("half")
+    again = prune(tmp_path / "run")
+    assert not any(path.exists() for path in begun)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.model.state_dict().items())
+    begun[0].write_text("half")
+    again.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
 def test_files_of_others_stay(tmp_path):
     folder = tmp_path / "run"
     found = prune(folder)

@@ -25,7 +25,8 @@ from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_
 LAYERS, RECOVERED = "layers", "recovered"
 _MANIFEST, _LOCK = "run.json", "run.lock"
 _KINDS = (LAYERS, RECOVERED)
-_WRITTEN = ("*.safetensors", "*.partial")
+_BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
+_WRITTEN = ("*.safetensors", *_BEGUN)
 
 
 class RunFolder:
@@ -65,8 +66,8 @@ class RunFolder:
             require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
             self._acquire()
             same = self._recorded() == fingerprint if known else None
+            self._clear(_BEGUN if same else _WRITTEN)
             if not same:
-                self._clear()
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
@@ -157,11 +158,11 @@ class RunFolder:
         with contextlib.suppress(OSError):
             top.rmdir()
 
-    def _clear(self) -> None:
-        """Remove all results."""
+    def _clear(self, patterns: tuple[str, ...] = _WRITTEN) -> None:
+        """Remove all results, or other files beside them."""
         for kind in _KINDS:
             folder = self.path / kind
-            for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+            for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                 path.unlink()
             with contextlib.suppress(OSError):
                 folder.rmdir()
