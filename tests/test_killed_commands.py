@@ -180,6 +180,13 @@ def test_one_command_at_a_time_writes_to_a_folder(capsys, tmp_path):
     assert not left(tmp_path)
 
 
+def test_a_kill_before_the_first_file_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "command.json.partial").write_text("{")
+    main(command("prune", tmp_path / "out", *PRUNE))
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_files_of_others_in_the_partial_folder_are_named(capsys, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("precious")

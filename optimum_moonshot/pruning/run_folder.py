@@ -20,12 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, uint8
 
 from ..errors import MoonshotError, require
-from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
+from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
 LAYERS, RECOVERED = "layers", "recovered"
 _MANIFEST, _LOCK = "run.json", "run.lock"
 _KINDS = (LAYERS, RECOVERED)
-_WRITTEN = ("*.safetensors", "*.partial")
+_BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
+_WRITTEN = ("*.safetensors", *_BEGUN)
 
 
 class RunFolder:
@@ -61,12 +62,12 @@ class RunFolder:
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM}
+            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM}
             require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
             self._acquire()
             same = self._recorded() == fingerprint if known else None
+            self._clear(_BEGUN if same else _WRITTEN)
             if not same:
-                self._clear()
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
@@ -101,7 +102,8 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         with writing(self.field, self.path):
             path.parent.mkdir(exist_ok=True)
-            save_file(tensors, partial, {"report": json.dumps(report), "sha256": _digest(tensors)})
+            told = json.dumps(report)
+            save_file(tensors, partial, {"report": told, "sha256": _digest(path, told, tensors)})
             os.replace(partial, path)
         return path
 
@@ -112,7 +114,7 @@ class RunFolder:
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata() or {}
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                intact = metadata.get("sha256") == _digest(tensors)
+                intact = metadata["sha256"] == _digest(path, metadata["report"], tensors)
                 report = json.loads(metadata["report"]) if intact else None
             except (SafetensorError, KeyError, ValueError):
                 report, tensors = None, {}
@@ -140,6 +142,7 @@ class RunFolder:
     def _remove(self) -> None:
         """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
+        (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # not a link, a mount point, or a folder with files of others
@@ -155,20 +158,20 @@ class RunFolder:
         with contextlib.suppress(OSError):
             top.rmdir()
 
-    def _clear(self) -> None:
-        """Remove all results."""
+    def _clear(self, patterns: tuple[str, ...] = _WRITTEN) -> None:
+        """Remove all results, or other files beside them."""
         for kind in _KINDS:
             folder = self.path / kind
-            for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+            for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                 path.unlink()
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of names and bytes."""
-    found = sha256()
+def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of a result: of what it is, what is told of it, and of its tensors' names, dtypes, shapes and bytes."""
+    found = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode())
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         found.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
     return found.hexdigest()
