@@ -18,6 +18,7 @@ from .solvers.hyperparameters import check_option, check_options
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
 SHARED_OPTIONS = ("damping", "block_size")
+RECOVERIES = ("blockwise", "gradual")
 # In a dictionary of version 1, of every solver, also of one that has no damping.
 _DAMPING_OF_VERSION_1 = 0.01
 
@@ -75,8 +76,10 @@ class MoonshotConfig:
             goes to host memory. None is 60% of what is free when pruning starts.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, until it does again what it did dense; None does not. Zeros stay zeros.
+            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in three
+            stages, each from its weights and inputs as they are by then. None does neither. Zeros stay zeros.
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
+            "gradual" takes a sixth of them more after each of its first two stages.
         recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
             surviving weights; it falls to 0 along a cosine.
         calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
@@ -129,7 +132,8 @@ class MoonshotConfig:
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
         self._settle_options(solver)
-        require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
+        known = " or ".join(f'"{name}"' for name in RECOVERIES)
+        require(self.recover in (None, *RECOVERIES), f"recover={self.recover!r}: use {known}, or None for none")
         check_number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
         for field in ("num_samples", "batch_size", "recover_steps"):

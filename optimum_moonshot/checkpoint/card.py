@@ -282,6 +282,10 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
+    if config.get("recover") is not None:
+        rows.append(
+            ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
+        )
     if data is None:
         rows.append(("calibration", "none"))
     else:

@@ -88,7 +88,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "const": "blockwise",
         "metavar": "HOW",
         "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
-        "on the calibration data; zeros stay zeros. Default: none",
+        "on the calibration data; gradual: prune each in stages meanwhile; zeros stay zeros. Default: none",
     },
     "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
     "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
