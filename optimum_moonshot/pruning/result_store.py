@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..reports.prune_report import BlockReport, LayerReport
-from .run_folder import LAYERS, RECOVERED, RunFolder
+from ..rotation.learning import Learned
+from .run_folder import LAYERS, RECOVERED, ROTATION, RunFolder
 
 
 class ResultStore:
@@ -80,6 +81,25 @@ class ResultStore:
                 LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
             )
         self.reports[report.name] = report
+
+    def put_rotation(self, state: Learned) -> None:
+        """Keep how far learning a rotation has come.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
+        if self.folder is not None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+            self.folder.save(ROTATION, "state", tensors, state.values())
+
+    def rotation(self) -> Learned | None:
+        """How far learning a rotation had come in an earlier run; None where it had not begun."""
+        saved = () if self.folder is None else self.folder.saved(ROTATION)
+        found = [Learned(tensors, **values) for _, values, tensors in saved if values is not None]
+        if found:
+            steps = len(found[0].history) - 1
+            self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
+        return found[0] if found else None
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
         """Keep the recovered weights of a block's layers, in place of their pruned ones.
