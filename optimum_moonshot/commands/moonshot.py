@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep`, `rotate` and `eval` are beside this file.
+"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep`, `rotate`, `eval` are beside this file.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """

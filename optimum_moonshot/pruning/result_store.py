@@ -35,6 +35,7 @@ class ResultStore:
         self.blocks: dict[str, BlockReport] = {}  # recovered
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
+        self._rotation: Learned | None = None
         if self.folder is not None:
             same = self.folder.open(fingerprint)
             if same:
@@ -57,6 +58,12 @@ class ResultStore:
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
+        for _, values, tensors in folder.saved(ROTATION):
+            damaged += values is None
+            if values is not None:
+                self._rotation = Learned(tensors, **values)
+                steps = len(self._rotation.history) - 1
+                self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
         if damaged:
             self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
 
@@ -94,12 +101,7 @@ class ResultStore:
 
     def rotation(self) -> Learned | None:
         """How far learning a rotation had come in an earlier run; None where it had not begun."""
-        saved = () if self.folder is None else self.folder.saved(ROTATION)
-        found = [Learned(tensors, **values) for _, values, tensors in saved if values is not None]
-        if found:
-            steps = len(found[0].history) - 1
-            self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
-        return found[0] if found else None
+        return self._rotation
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
         """Keep the recovered weights of a block's layers, in place of their pruned ones.

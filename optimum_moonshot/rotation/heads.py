@@ -33,12 +33,12 @@ def find_heads(model: nn.Module, trace: Trace, batch: Batch, spaces: Sequence[Sp
     """
     units, _ = find_units(model, batch)
     found, sizes = [], {}
-    taken = {(place.at.holder, place.at.axis) for space in spaces for place in space.places}
+    taken = {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
     for name, unit in units.items():
         node = trace.nodes[trace.place[name]] if name in trace.place else None
         if node is None or unit.size < 2 or len(node.inputs) != 1:
             continue
-        if any((axis.holder, axis.axis) in taken for axis in node.reads):
+        if any((axis.holder, axis.name, axis.axis) in taken for axis in node.reads):
             continue
         space = _head_space(trace, node, unit, sizes.get(unit.size))
         if space is not None:
