@@ -142,7 +142,7 @@ def _check_without_data(selection: Selection) -> None:
 def _read(subject: Subject, selection: Selection, calibration: Any) -> CalibrationData:
     """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
     model, config = subject.model, selection.config
-    gradients = selection.needs_gradients
+    gradients = selection.needs_gradients or selection.rotates_by_gradients
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
     if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
         require(

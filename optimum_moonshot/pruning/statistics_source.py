@@ -73,7 +73,7 @@ class StatisticsSource:
                     yield layer, None
             return
         schedule = self._schedule(prepared.data.num_samples)
-        for step in self._steps():
+        for step in self.steps():
             for layer, statistics in schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)]):
                 if statistics is None:
                     self._skip(layer)
@@ -94,7 +94,7 @@ class StatisticsSource:
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
         return StatisticsSchedule(selection.solver, patterns, lams, samples, self.prepared.storage)
 
-    def _steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""
         if not self.unfinished():
             return

@@ -29,6 +29,7 @@ from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from .preparation import Prepared, Subject, prepare
+from .rotating import rotated
 from .selection import Selection, select
 from .solving import prune_layers
 from .statistics_source import StatisticsSource
@@ -249,7 +250,9 @@ def sweep(
     with released_on_failure(opened):
         meter = Meter(prepared, metric)
         dense = meter.value() if callable(metric) else None
-        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        with rotated(prepared, opened, stays=False):
+            source = solve_variants(prepared, opened)
+        solved = Solved(prepared, opened, source, time.perf_counter() - started)
         if dense is None:
             dense = meter.seen(solved.source.losses)
         bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)
