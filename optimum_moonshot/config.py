@@ -132,7 +132,7 @@ class MoonshotConfig:
     rotation: str | None = None
     rotation_weights: str = "fisher"
     rotation_steps: int = 100
-    rotation_lr: float = 0.01
+    rotation_lr: float = 0.02
     rotation_rows: int | None = None
     calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 

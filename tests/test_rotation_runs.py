@@ -8,7 +8,7 @@ import torch
 from models import image_batches, make, token_batches
 from transformers import AutoModelForCausalLM
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.model.units import probe_inputs
 from optimum_moonshot.pruning import rotating
@@ -220,6 +220,11 @@ def test_gradients_that_cannot_be_had_are_explained():
 def test_structured_patterns_are_refused():
     with pytest.raises(MoonshotError, match="rotation='learned': pattern='structured'"):
         MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.5, rotation="learned")
+
+
+def test_a_training_keeps_its_basis():
+    with pytest.raises(MoonshotError, match="rotation='learned': its optimizer's state .* rotate it before"):
+        MoonshotCallback(MoonshotConfig(**SETTINGS))
 
 
 def test_the_command_rotates_and_saves(tmp_path, capsys):

@@ -103,7 +103,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "help": '"fisher" (the default) weighs every matrix in that by its Fisher loss; "equal" needs no backward pass',
     },
     "rotation_steps": {"type": int, "help": "steps of that, at most (100)"},
-    "rotation_lr": {"type": float, "help": "their first learning rate, in radians (0.01)"},
+    "rotation_lr": {"type": float, "help": "their first learning rate, in radians (0.02)"},
     "rotation_rows": {"type": int, "help": "rows of each matrix that it looks at (all); fewer are faster"},
     "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
 }
