@@ -76,10 +76,10 @@ class MoonshotConfig:
             goes to host memory. None is 60% of what is free when pruning starts.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in three
+            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in six
             stages, each from its weights and inputs as they are by then. None does neither. Zeros stay zeros.
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
-            "gradual" takes a sixth of them more after each of its first two stages.
+            "gradual" takes a tenth of them after each of its first five stages, the others after the last.
         recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
             surviving weights; it falls to 0 along a cosine.
         rotation: "learned" changes the basis of the residual stream and of what attention heads carry, before pruning,
