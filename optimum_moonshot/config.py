@@ -18,6 +18,7 @@ from .solvers.hyperparameters import check_option, check_options
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
 SHARED_OPTIONS = ("damping", "block_size")
+RECOVERIES = ("blockwise", "gradual")
 # In a dictionary of version 1, of every solver, also of one that has no damping.
 _DAMPING_OF_VERSION_1 = 0.01
 
@@ -75,10 +76,22 @@ class MoonshotConfig:
             goes to host memory. None is 60% of what is free when pruning starts.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, until it does again what it did dense; None does not. Zeros stay zeros.
+            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in three
+            stages, each from its weights and inputs as they are by then. None does neither. Zeros stay zeros.
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
+            "gradual" takes a sixth of them more after each of its first two stages.
         recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
             surviving weights; it falls to 0 along a cosine.
+        rotation: "learned" changes the basis of the residual stream and of what attention heads carry, before pruning,
+            by orthogonal matrices that leave the model's function as it is and that are learned so that pruning removes
+            little; they are merged into the weights. "heads" leaves the residual stream, and so tied embeddings, as
+            they are. None does neither.
+        rotation_weights: "fisher" weighs every matrix in what is learned by its absolute Fisher loss, which takes one
+            backward pass of the data, at λ = 1 too; "equal" weighs all alike.
+        rotation_steps: optimizer steps, at most; it ends earlier once it gains nothing.
+        rotation_lr: the learning rate that those steps begin with, in radians; it falls to 0 along a cosine.
+        rotation_rows: rows (or columns) of each matrix that the learning looks at, where its rotations allow; fewer are
+            faster on wide models. None is all.
         calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
             ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))`` prunes while loading. It
             is no part of `to_dict`, nor of the equality of two configurations.
@@ -116,6 +129,11 @@ class MoonshotConfig:
     recover: str | None = None
     recover_steps: int = 150
     recover_lr: float = 0.05
+    rotation: str | None = None
+    rotation_weights: str = "fisher"
+    rotation_steps: int = 100
+    rotation_lr: float = 0.01
+    rotation_rows: int | None = None
     calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,10 +147,12 @@ class MoonshotConfig:
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
         self._settle_options(solver)
-        require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
+        known = " or ".join(f'"{name}"' for name in RECOVERIES)
+        require(self.recover in (None, *RECOVERIES), f"recover={self.recover!r}: use {known}, or None for none")
         check_number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
-        for field in ("num_samples", "batch_size", "recover_steps"):
+        self._check_rotation()
+        for field in ("num_samples", "batch_size", "recover_steps", "rotation_steps"):
             check_whole(field, getattr(self, field), least=1)
         check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:
@@ -143,6 +163,20 @@ class MoonshotConfig:
         if self.offload_dir is not None:
             check_path("offload_dir", self.offload_dir)
             require(isinstance(self.offload_dir, str), f"offload_dir={self.offload_dir!r}: give the path as a string")
+
+    def _check_rotation(self) -> None:
+        how = self.rotation
+        require(how in (None, "learned", "heads"), f'rotation={how!r}: use "learned" or "heads", or None for none')
+        require(
+            how is None or self.pattern != "structured",
+            f"rotation={how!r}: pattern='structured' removes neurons and heads as they are; leave one of them out",
+        )
+        weights = self.rotation_weights
+        require(weights in ("fisher", "equal"), f'rotation_weights={weights!r}: use "fisher" or "equal"')
+        check_number("rotation_lr", self.rotation_lr)
+        require(0 < self.rotation_lr < 1, f"rotation_lr={self.rotation_lr}: it lies above 0 and below 1")
+        if self.rotation_rows is not None:
+            check_whole("rotation_rows", self.rotation_rows, least=1)
 
     def _check_allocation(self) -> None:
         how = self.allocation

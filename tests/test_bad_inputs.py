@@ -286,7 +286,7 @@ MODELS = [
     (configured(hidden_size=512, intermediate_size=64), MoonshotError, "cannot be loaded"),
     (configured(model_type="nothing"), MoonshotError, "does not recognize this architecture"),
     (cut, MoonshotError, "cannot be loaded (Error while deserializing header"),
-    (changed("config.json", "[]"), MoonshotError, "Should have a `model_type`"),
+    (changed("config.json", "[]"), MoonshotError, "model: cannot be loaded ("),
     (changed("config.json", "{"), OSError, "is not a valid JSON file"),
     (changed("tokenizer.json", '{"broken"'), MoonshotError, "its tokenizer (tokenizer.json, tokenizer_"),
     (changed("tokenizer.json", "{}"), MoonshotError, "cannot be loaded"),
@@ -324,6 +324,15 @@ def test_a_model_without_a_tokenizer_loads(tmp_path):
     pruner = MoonshotPruner.from_pretrained(folder, config())
     with pytest.raises(MoonshotError, match="tokenizer=None: text calibration needs one"):
         pruner.prune(DEMO / "calibration.txt", progress=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "bert"])
+def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path, name):
+    make(name).save_pretrained(tmp_path)
+    assert MoonshotPruner.from_pretrained(tmp_path, config()).tokenizer is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(MoonshotError, match=r"its tokenizer \(tokenizer_config.json\) cannot be loaded"):
+        MoonshotPruner.from_pretrained(tmp_path, config())
 
 
 @pytest.fixture(scope="module")

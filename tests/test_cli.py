@@ -82,8 +82,14 @@ def test_only_given_options_reach_the_config(toy):
         "recover": "blockwise",
         "recover_steps": 20,
         "recover_lr": 0.002,
+        "rotation_weights": "equal",
+        "rotation_steps": 30,
+        "rotation_lr": 0.02,
+        "rotation_rows": 512,
     }
-    assert set(given) == set(common.CONFIG_OPTIONS)
+    assert set(given) == set(common.CONFIG_OPTIONS) - {"rotation"}  # which pattern="structured" rules out
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []
     for name, value in given.items():
         if isinstance(value, dict):

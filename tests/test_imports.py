@@ -17,6 +17,7 @@ FLOORS = (
     ("functional", "packing", "data"),
     ("model", "runtime"),
     ("masks", "calibration", "reports"),
+    ("rotation",),
     ("checkpoint", "evaluation"),
     ("pruning",),
     ("pruner",),

@@ -30,6 +30,7 @@ class Plan:
     column_block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
     rows: slice | None = None  # of the layer: a whole number of its groups, or inside of one; None is all
     totals: int | None = None  # also L_F(0), of column blocks of so many inputs, and Σ A², both of all rows
+    nothing: bool = False  # but the further statistics that the observer was asked for
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:

@@ -219,12 +219,16 @@ class GradientSums:
         kinds: Iterable[type[GradientStatistic]],
     ):
         self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
-        if diagonal:
-            self.gradients: GradientStatistic = Squares(layer, storage)
+        self.gradients: GradientStatistic | None = None
+        if plan.nothing:
+            pass
+        elif diagonal:
+            self.gradients = Squares(layer, storage)
         else:
             self.gradients = (Samples if plan.column_block is None else RowMatrices)(layer, samples, storage, plan)
         self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
-        self.statistics = [self.gradients, *([self.totals] if self.totals else []), *self.extra.values()]
+        own = [each for each in (self.gradients, self.totals) if each is not None]
+        self.statistics = [*own, *self.extra.values()]
         self.open = 0  # calls of this batch whose gradient is to come
 
     def begin(self, first: int, count: int) -> None:

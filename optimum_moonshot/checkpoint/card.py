@@ -282,6 +282,15 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
+    if report.rotation is not None and report.rotation.rotated:
+        turned = report.rotation
+        change = f"objective {turned.objective_before:.4f} → {turned.objective_after:.4f}"
+        untied = f"; the head is untied, {turned.untied_bytes / 2**20:.2f} MiB more" if turned.untied_bytes else ""
+        rows.append(("rotations, learned and merged", f"{turned.rotations}; {change}{untied}"))
+    if config.get("recover") is not None:
+        rows.append(
+            ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
+        )
     if data is None:
         rows.append(("calibration", "none"))
     else:

@@ -88,9 +88,23 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "const": "blockwise",
         "metavar": "HOW",
         "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
-        "on the calibration data; zeros stay zeros. Default: none",
+        "on the calibration data; gradual: prune each in stages meanwhile; zeros stay zeros. Default: none",
     },
     "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
+    "rotation": {
+        "nargs": "?",
+        "const": "learned",
+        "metavar": "HOW",
+        "help": "learned (also when no HOW is given): rotate the residual stream and the heads before pruning, by "
+        "matrices learned on the calibration data and merged into the weights; heads: these alone. Default: none",
+    },
+    "rotation_weights": {
+        "metavar": "HOW",
+        "help": '"fisher" (the default) weighs every matrix in that by its Fisher loss; "equal" needs no backward pass',
+    },
+    "rotation_steps": {"type": int, "help": "steps of that, at most (100)"},
+    "rotation_lr": {"type": float, "help": "their first learning rate, in radians (0.01)"},
+    "rotation_rows": {"type": int, "help": "rows of each matrix that it looks at (all); fewer are faster"},
     "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
 }
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MoonshotError, check_whole, reason, require
-from .batches import INPUT_RANKS, Batch, as_batch, digest
+from .batches import INPUT_RANKS, Batch, as_batch, digest, take, unpack
+from .batches import batch_size as samples_of
 
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Load = Callable[[], Dataset | IterableDataset]
@@ -230,15 +231,15 @@ class _Inputs:
         """One batch for each item; all have the inputs of the first, but for a mask where nothing is padded."""
         first: set[str] | None = None
         for index, item in enumerate(self._read()):
-            batch = as_batch(item, f"item {index} of the data", self.single)
+            what = f"item {index} of the data"
+            batch = as_batch(item, what, self.single)
             names = set(batch) - {"attention_mask"}
             first = names if first is None else first
             require(
                 names == first,
-                f"item {index} of the data has {', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}: "
-                "give all the same inputs",
+                f"{what} has {', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}: give all the same inputs",
             )
-            yield batch
+            yield from unpack(batch, what)
 
     def _read(self) -> Iterator[Any]:
         """The items; an error of the code that makes them says which was the last."""
@@ -447,10 +448,9 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
             tokens = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
             fits = not longest or tokens <= longest
             require(fits, f"item {index} has {tokens} tokens: cut it to the {longest} positions of the model")
-            count = min(len(next(iter(batch.values()))), num_samples - taken)
+            count = min(samples_of(batch), num_samples - taken)
             for start in range(0, count, batch_size):
-                part = slice(start, min(start + batch_size, count))
-                batches.append({name: tensor[part] for name, tensor in batch.items()})
+                batches.append(take(batch, start, min(start + batch_size, count)))
             taken += count
             if taken == num_samples:
                 return batches

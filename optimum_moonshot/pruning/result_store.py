@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..reports.prune_report import BlockReport, LayerReport
-from .run_folder import LAYERS, RECOVERED, RunFolder
+from ..rotation.learning import Learned
+from .run_folder import LAYERS, RECOVERED, ROTATION, RunFolder
 
 
 class ResultStore:
@@ -34,6 +35,7 @@ class ResultStore:
         self.blocks: dict[str, BlockReport] = {}  # recovered
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
+        self._rotation: Learned | None = None
         if self.folder is not None:
             same = self.folder.open(fingerprint)
             if same:
@@ -56,6 +58,12 @@ class ResultStore:
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
+        for _, values, tensors in folder.saved(ROTATION):
+            damaged += values is None
+            if values is not None:
+                self._rotation = Learned(tensors, **values)
+                steps = len(self._rotation.history) - 1
+                self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
         if damaged:
             self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
 
@@ -80,6 +88,20 @@ class ResultStore:
                 LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
             )
         self.reports[report.name] = report
+
+    def put_rotation(self, state: Learned) -> None:
+        """Keep how far learning a rotation has come.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
+        if self.folder is not None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+            self.folder.save(ROTATION, "state", tensors, state.values())
+
+    def rotation(self) -> Learned | None:
+        """How far learning a rotation had come in an earlier run; None where it had not begun."""
+        return self._rotation
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
         """Keep the recovered weights of a block's layers, in place of their pruned ones.

@@ -14,6 +14,7 @@ from ..reports.prune_report import PruneReport
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
 from .result_store import ResultStore
+from .rotating import rotated
 from .selection import select
 from .solving import prune_layers
 from .variant import Variant
@@ -41,11 +42,13 @@ def run(
     prepared = prepare(subject, selection, calibration)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
-        recovering = solve_and_write(prepared, variant)
+        with rotated(prepared, [variant], stays=True) as rotating:
+            recovering = solve_and_write(prepared, variant)
     finally:
         variant.store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - variant.solving - recovering, "solver": variant.solving}
+    seconds = {"calibration": total - rotating - variant.solving - recovering, "solver": variant.solving}
+    seconds |= {"rotation": rotating} if config.rotation is not None else {}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
 

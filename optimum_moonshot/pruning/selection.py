@@ -40,6 +40,11 @@ class Selection:
         """Whether some layer has a Fisher loss."""
         return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
 
+    @property
+    def rotates_by_gradients(self) -> bool:
+        """Whether a rotation weighs the layers by their Fisher losses."""
+        return self.config.rotation is not None and self.config.rotation_weights == "fisher"
+
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
         """The same layers and patterns at another λ.
 

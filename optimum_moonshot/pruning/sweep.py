@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..data.batches import batch_size
 from ..errors import MoonshotError, require
 from ..files import writing
-from ..model.calls import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
+from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
 from ..progress import progress_bar
 from ..reports.environment import versions
@@ -28,6 +29,7 @@ from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from .preparation import Prepared, Subject, prepare
+from .rotating import rotated
 from .selection import Selection, select
 from .solving import prune_layers
 from .statistics_source import StatisticsSource
@@ -248,7 +250,9 @@ def sweep(
     with released_on_failure(opened):
         meter = Meter(prepared, metric)
         dense = meter.value() if callable(metric) else None
-        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        with rotated(prepared, opened, stays=False):
+            source = solve_variants(prepared, opened)
+        solved = Solved(prepared, opened, source, time.perf_counter() - started)
         if dense is None:
             dense = meter.seen(solved.source.losses)
         bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..objective.patterns import Pattern
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
+from ..rotation.rotated import Rotated
 from .preparation import Prepared
 from .result_store import ResultStore, fingerprint
 from .selection import Selection
@@ -32,6 +33,7 @@ class Variant:
         self.notes = [*selection.notes, *notes, *store.notes]
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
+        self.rotated: Rotated | None = None  # the basis that the results are of
 
     @classmethod
     def open(
@@ -97,22 +99,38 @@ class Variant:
 
         Each pruned weight gives its place to the dense one, so that the two never add up to two models.
         """
-        swapped = _swap(self, self.store.pop)
-        swapped.clear()
+        with self._in_its_basis():
+            swapped = _swap(self, self.store.pop)
+            swapped.clear()
 
     @torch.no_grad()
     def write(self) -> dict[str, Tensor]:
         """Write every result into the model, and return the dense weights; if that fails, these are put back."""
-        return _swap(self, self.store.weight)
+        with self._in_its_basis():
+            return _swap(self, self.store.weight)
+
+    @contextmanager
+    def _in_its_basis(self) -> Iterator[None]:
+        """Rotate the model where the results ask for it and it is not yet; back if the block fails."""
+        before = self.rotated is None or self.rotated.written
+        if self.rotated is not None:
+            self.rotated.write()
+        try:
+            yield
+        except BaseException:
+            if self.rotated is not None and not before:
+                self.rotated.undo()
+            raise
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Meanwhile the model has the results' weights; dense again on exit."""
-        dense = self.write()
-        try:
-            yield
-        finally:
-            _restore(self.selection, dense)
+        with nullcontext() if self.rotated is None else self.rotated.applied():
+            dense = self.write()
+            try:
+                yield
+            finally:
+                _restore(self.selection, dense)
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
         """What was done; it is noted in the model's configuration too.
@@ -135,6 +153,7 @@ class Variant:
             notes=notes,
             parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+            rotation=None if self.rotated is None else self.rotated.report,
         )
         PruningRecord(
             config=report.config,
@@ -144,6 +163,7 @@ class Variant:
             calibration=report.calibration,
             versions=report.versions,
             dense=tuple(self.skipped),
+            rotation=None if self.rotated is None else self.rotated.report.summary(),
         ).attach(prepared.model)
         return report
 

@@ -34,6 +34,7 @@ class PruningRecord:
         calibration: source, number and digest of the samples; None without any.
         versions: of the libraries it was made with.
         compaction: what a `Compaction` says; None unless the model was made smaller.
+        rotation: what a `RotationReport` says in short; None where the model has the basis that it had.
         dense: names of layers that were chosen and stayed dense all the same: no data reached them.
 
     Raises:
@@ -50,11 +51,12 @@ class PruningRecord:
     versions: Mapping[str, str]
     compaction: Mapping[str, Any] | None = None
     dense: Sequence[str] = ()
+    rotation: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         with _explained():
-            for name in ("config", "solver_options", "versions", "calibration", "compaction"):
-                value, optional = getattr(self, name), name in ("calibration", "compaction")
+            for name in ("config", "solver_options", "versions", "calibration", "compaction", "rotation"):
+                value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
                 good = isinstance(value, Mapping) or (optional and value is None)
                 require(good, f"{name}={reprlib.repr(value)}: it must be an object{' or null' if optional else ''}")
             for name in ("lam", "sparsity"):
@@ -104,8 +106,9 @@ class PruningRecord:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, with the version of this format; `from_dict` is its inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        if self.compaction is None:
-            del values["compaction"]
+        for name in ("compaction", "rotation"):
+            if values[name] is None:
+                del values[name]
         values["dense"] = list(self.dense)
         if not self.dense:
             del values["dense"]
