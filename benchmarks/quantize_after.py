@@ -84,7 +84,9 @@ def by_llmcompressor(how: str, source: Path, target: Path) -> None:
 
     kind, bits = how.split(" int")
     size = {"strategy": "group", "group_size": 64} if bits == "4" else {"strategy": "channel"}
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=int(bits), symmetric=True, **size))
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=int(bits), symmetric=True, **size)
+    )
     modifier = GPTQModifier if kind == "GPTQ" else QuantizationModifier
     tokens = AutoTokenizer.from_pretrained(source)((DEMO / "calibration.txt").read_text(encoding="utf-8"))["input_ids"]
     data = Dataset.from_dict({"input_ids": [tokens[start : start + 128] for start in range(0, 32 * 128, 128)]})
@@ -133,8 +135,12 @@ def found(folder: Path) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     for tool in ("torchao", "bitsandbytes", "llmcompressor"):
-        arguments.add_argument(f"--{tool}", metavar="PYTHON", help=f"of an environment with {tool}; else it is left out")
-    arguments.add_argument("--quantize", nargs=4, metavar=("TOOL", "HOW", "FROM", "TO"), help="the script calls itself so")
+        arguments.add_argument(
+            f"--{tool}", metavar="PYTHON", help=f"of an environment with {tool}; else it is left out"
+        )
+    arguments.add_argument(
+        "--quantize", nargs=4, metavar=("TOOL", "HOW", "FROM", "TO"), help="the script calls itself so"
+    )
     options = arguments.parse_args()
     if options.quantize:
         tool, how, source, target = options.quantize

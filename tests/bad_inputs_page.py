@@ -12,8 +12,8 @@ PAGE = TESTS.parents[1] / "docs" / "bad-inputs.md"
 START = """\
 # Bad inputs
 
-What {count} wrong inputs get: one line with these words, as a `MoonshotError` in Python and after `error:` on the command
-line, without a traceback. The model stays as it was, and nothing is written. Each is a test in
+What {count} wrong inputs get: one line with these words, as a `MoonshotError` in Python and after `error:` on the
+command line, without a traceback. The model stays as it was, and nothing is written. Each is a test in
 `tests/test_bad_inputs.py`, and this page is made of their tables by `python tests/bad_inputs_page.py`; a test compares.
 
 `WEIGHT` is 8×16, `GRAM` 16×16, `GRADIENTS` of 2 samples; `IDS` are two samples of 8 tokens, `keys_of(…)` a batch with
@@ -22,6 +22,8 @@ its fields for that solver. `meta` puts a model, or a layer, on the meta device;
 config.json, `changed` a file, `cut` shortens the weights. FILE is a file, LINK leads to nothing, and `TEXT` is
 calibration on a text file.
 """
+
+
 def _as_it_stands(parts):
     return parts[0], _text(parts[-1])
 
@@ -53,7 +55,8 @@ def _typed(options):
 
 # Title, table, what is given, and what a row of the table says: a line of code, and words.
 SECTIONS = [
-    ("One matrix", "MATRICES", "`prune_weight(…)`", lambda p: (f"{p[0][1:-1].rstrip(',')}, config={p[1]}", _text(p[2]))),
+    ("One matrix", "MATRICES", "`prune_weight(…)`",
+     lambda p: (f"{p[0][1:-1].rstrip(',')}, config={p[1]}", _text(p[2]))),
     ("Several sparsities", "PATHS", "`prune_weight_path(…)`",
      lambda p: (f"WEIGHT, GRAM, config={p[0]}, sparsities={p[1]}", _text(p[2]))),
     ("Sizes and whole numbers", "NUMBERS", "`MoonshotConfig(…)`", lambda p: (f"{_text(p[0])}={p[1]}", _text(p[2]))),

@@ -17,8 +17,8 @@ def results(tmp_path_factory):
     """A process of its own: it forks, which one with threads must not."""
     path = tmp_path_factory.mktemp("kills") / "results.json"
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, TESTS / "kills.py", "--kills", "2", "--operations", "3", "--meetings", "1", "--json", path]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    few = ["--kills", "2", "--operations", "3", "--meetings", "1", "--json", path]
+    run = subprocess.run([sys.executable, TESTS / "kills.py", *few], capture_output=True, text=True, env=environment)
     assert path.is_file(), run.stderr
     return json.loads(path.read_text(encoding="utf-8"))
 
