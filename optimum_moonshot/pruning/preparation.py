@@ -13,6 +13,7 @@ from ..errors import require
 from ..model.calls import model_device
 from ..model.facts import check_tokens, max_positions, takes_images, vocabulary_size
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels
+from ..objective.allocation_rules import NEEDING_DATA
 from .selection import Selection, check_weights
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
@@ -83,8 +84,9 @@ def _check_without_data(selection: Selection) -> None:
         "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
     )
     require(
-        config.allocation != "owl",
-        'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
+        config.allocation not in NEEDING_DATA,
+        f'calibration=None: allocation="{config.allocation}" needs data to see what a layer does; give some, or use '
+        '"alpha"',
     )
     require(
         not selection.solver.calibrated,
@@ -96,7 +98,7 @@ def _check_without_data(selection: Selection) -> None:
 def _read(subject: Subject, selection: Selection, calibration: Any) -> CalibrationData:
     """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
     model, config = subject.model, selection.config
-    gradients = selection.needs_gradients
+    gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
     if takes_images(model) and (source := open_images(calibration)) is not None:
         labels = gradients and (subject.loss is None or source.label is not None)

@@ -45,7 +45,9 @@ def run(
     finally:
         variant.store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - variant.solving - recovering, "solver": variant.solving}
+    calibrating = total - variant.allocating - variant.solving - recovering
+    allocation = {"allocation": variant.allocating} if config.allocation == "fisher" else {}
+    seconds = {**allocation, "calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
 

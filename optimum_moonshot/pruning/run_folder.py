@@ -2,6 +2,7 @@
 
 run.json                     which run it is: a fingerprint of everything that its results depend on
 run.lock                     held by the process that writes; the system lets go of it when the process dies
+curves/NAME.safetensors      what a layer loses at some sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
 """
@@ -22,9 +23,9 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError, require
 from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
 
-LAYERS, RECOVERED = "layers", "recovered"
+CURVES, LAYERS, RECOVERED = "curves", "layers", "recovered"
 _MANIFEST, _LOCK = "run.json", "run.lock"
-_KINDS = (LAYERS, RECOVERED)
+_KINDS = (CURVES, LAYERS, RECOVERED)
 _WRITTEN = ("*.safetensors", "*.partial")
 
 
@@ -89,7 +90,7 @@ class RunFolder:
         """Write tensors and a report, whole or not at all.
 
         Args:
-            kind: `LAYERS` or `RECOVERED`.
+            kind: `CURVES`, `LAYERS` or `RECOVERED`.
             name: of the layer or block.
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
