@@ -28,14 +28,16 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "pattern": {
         "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
-        'or "structured": whole input columns go'
+        'or "structured": whole input columns go; n:4, with the letter n, gives each layer 1:4, 2:4, 3:4 or leaves it '
+        "dense, with --allocation fisher and a --sparsity"
     },
     "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
     "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",
-        "help": '"uniform" (the default), "owl" or "alpha" (AlphaPruning): how unstructured sparsity is divided '
-        "between the layers; or a JSON file of layer names or regular expressions, each with a sparsity or n:m",
+        "help": '"uniform" (the default), "fisher" (by what each weight matrix costs the model), "owl" or "alpha" '
+        "(AlphaPruning): how unstructured sparsity is divided between the layers; or a JSON file of layer names or "
+        "regular expressions, each with a sparsity or n:m",
     },
     "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
     "owl_lambda": {"type": float, "metavar": "LAMBDA", "help": "OWL: densities spread over twice this (0.08)"},
@@ -303,10 +305,11 @@ def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> st
     Raises:
         UsageError: there is no such data.
     """
+    from ..objective.allocation_rules import NEEDING_DATA
     from ..solvers import solver_class
 
     if args.calibration is None:
-        return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
+        return "c4" if solver_class(config.solver).calibrated or config.allocation in NEEDING_DATA else None
     check_data("--calibration", [args.calibration])
     return args.calibration
 

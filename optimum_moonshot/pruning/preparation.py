@@ -16,6 +16,7 @@ from ..model.calls import frozen, model_device, to_device
 from ..model.facts import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
 from ..model.presence import present_in_turn
+from ..objective.allocation_rules import NEEDING_DATA
 from .selection import Selection, check_weights
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
@@ -102,7 +103,7 @@ def _with_samples_shown(subject: Subject, selection: Selection, data: Calibratio
     """
     batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
     padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
-    if batch is None or (padded is None and not selection.needs_gradients):
+    if batch is None or (padded is None and not selection.needs_losses):
         return data
     batch = batch if padded is None else padded
     structure = selection.structure
@@ -129,8 +130,9 @@ def _check_without_data(selection: Selection) -> None:
         "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
     )
     require(
-        config.allocation != "owl",
-        'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
+        config.allocation not in NEEDING_DATA,
+        f'calibration=None: allocation="{config.allocation}" needs data to see what a layer does; give some, or use '
+        '"alpha"',
     )
     require(
         not selection.solver.calibrated,
@@ -142,7 +144,7 @@ def _check_without_data(selection: Selection) -> None:
 def _read(subject: Subject, selection: Selection, calibration: Any) -> CalibrationData:
     """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
     model, config = subject.model, selection.config
-    gradients = selection.needs_gradients or selection.rotates_by_gradients
+    gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
     if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
         require(

@@ -47,8 +47,10 @@ def run(
     finally:
         variant.store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - rotating - variant.solving - recovering, "solver": variant.solving}
-    seconds |= {"rotation": rotating} if config.rotation is not None else {}
+    calibrating = total - rotating - variant.allocating - variant.solving - recovering
+    seconds = {"rotation": rotating} if config.rotation is not None else {}
+    seconds |= {"allocation": variant.allocating} if config.allocation == "fisher" else {}
+    seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
 

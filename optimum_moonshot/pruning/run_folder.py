@@ -2,6 +2,7 @@
 
 run.json                     which run it is: a fingerprint of everything that its results depend on
 run.lock                     held by the process that writes; the system lets go of it when the process dies
+curves/NAME.safetensors      what a layer loses at some sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 rotation/state.safetensors   what learning a rotation has come to
 recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
@@ -23,9 +24,9 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError, require
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-LAYERS, RECOVERED, ROTATION = "layers", "recovered", "rotation"
+CURVES, LAYERS, RECOVERED, ROTATION = "curves", "layers", "recovered", "rotation"
 _MANIFEST, _LOCK = "run.json", "run.lock"
-_KINDS = (LAYERS, RECOVERED, ROTATION)
+_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION)
 _BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
 _WRITTEN = ("*.safetensors", *_BEGUN)
 
@@ -91,7 +92,7 @@ class RunFolder:
         """Write tensors and a report, whole or not at all.
 
         Args:
-            kind: `LAYERS`, `RECOVERED` or `ROTATION`.
+            kind: `CURVES`, `LAYERS`, `RECOVERED` or `ROTATION`.
             name: of the layer or block, or "state".
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.

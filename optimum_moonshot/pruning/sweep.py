@@ -23,6 +23,7 @@ from ..errors import MoonshotError, require
 from ..files import writing
 from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
+from ..objective.patterns import own_sparsity
 from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
@@ -67,7 +68,7 @@ def variants(
         plain = all(isinstance(value, int | float | str) or value is None for value in values)
         require(plain, f"{name}={list(values)}: give a list of {'strings' if name == 'patterns' else 'numbers'}")
         require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
-    settings = [(p, s) for p in patterns for s in ((None,) if isinstance(p, str) and ":" in p else own)]
+    settings = [(p, s) for p in patterns for s in ((None,) if own_sparsity(p) else own)]
     return [
         dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
         for (pattern, sparsity), lam in itertools.product(settings, lambdas)
