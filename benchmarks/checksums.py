@@ -1,8 +1,8 @@
 """What comparing checksums costs a load: `from_pretrained` of a packed checkpoint with and without MOONSHOT_VERIFY=0.
 
-A random Llama of 72M parameters in bfloat16, its layers 2:4; the file is in the page cache. A dense checkpoint has no
-checksums: the switch changes nothing there, which is measured too. The least processor time of several loads, those with
-and those without in turn: other work on the machine hardly matters for it, and threads that hash do not hide anything.
+A random Llama of 117M parameters in bfloat16, its layers 2:4; the file is in the page cache. A dense checkpoint has no
+checksums: the switch changes nothing there, which is measured too. The least processor time of several loads, with and
+without in turn: other work on the machine hardly matters for it, and threads that hash do not hide anything.
 """
 
 import os

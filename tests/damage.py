@@ -244,6 +244,7 @@ def main():
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     parser.add_argument("--format", choices=READERS, default="packed")
+    parser.add_argument("--json", type=Path, help="where the counts go, beside those of other formats")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -260,6 +261,10 @@ def main():
                     print(f"seed {seed}, {what}, {reader}: {found}", flush=True)
     for (reader, found), count in sorted(counts.items()):
         print(f"{count:7} {reader}: {found}")
+    if options.json:
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        known[options.format] = {"damages": options.count, **{f"{r}: {v}": n for (r, v), n in sorted(counts.items())}}
+        options.json.write_text(json.dumps(known, indent=2) + "\n")
     return any(found == "WRONG" for _, found in counts)
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import transformers as hf
+from tqdm import tqdm
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.__main__ import main as moonshot
@@ -48,6 +49,7 @@ COMMANDS = {
 SAVES = ("save, dense", "save, packed")  # over a model of another format that lies there: it, the new one, or nothing
 KINDS = (*COMMANDS, *SAVES)
 IN_A_ROW = 4
+LONGEST = 300  # seconds that no command takes here
 TOLD = re.compile(r"taken over from an interrupted run|were thrown away and made again")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
@@ -162,15 +164,18 @@ class Child:
         Returns:
             "killed", the count of its file operations, or the last line of the error that it ended with.
         """
-        until = None if moment is None else time.monotonic() + moment
+        started, hangs = time.monotonic(), False
         while (ended := os.waitpid(self.id, os.WNOHANG))[0] == 0:
-            if until is not None and time.monotonic() >= until:
+            hangs = time.monotonic() - started > LONGEST
+            if hangs or (moment is not None and time.monotonic() - started >= moment):
                 os.kill(self.id, signal.SIGKILL)
             time.sleep(0.0005)
         told, errors = os.read(self._told, 100), self._errors(self.id)
         os.close(self._told)
         last = errors.read_text().strip().rpartition("\n")[2] if errors.exists() else ""
         errors.unlink(missing_ok=True)
+        if hangs:
+            return f"no end after {LONGEST} s"
         if os.WIFSIGNALED(ended[1]):
             assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
             return "killed"
@@ -345,6 +350,7 @@ def main():
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     hf.utils.logging.disable_progress_bar()
+    tqdm.monitor_interval = 0  # its thread would hold a lock in the middle of a fork
     results = run_all(options.commands, options.kills, options.operations, options.meetings, options.seed)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -149,7 +149,8 @@ class Output:
             if not any(folder.rglob("*.safetensors")):
                 RunFolder.remove_all(folder)
         with contextlib.suppress(OSError):
-            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not self._begun():
+            written = self._begun() and self.path.is_dir() and _filled(self.path)
+            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not written:
                 (self.partial / _MANIFEST).unlink()
             self.partial.rmdir()
 
