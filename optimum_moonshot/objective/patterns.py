@@ -167,6 +167,11 @@ class MixedNM:
         """From the dense one to the sparsest."""
         return tuple(NM(n, self.m) for n in range(self.m, 0, -1))
 
+    @property
+    def nearest(self) -> NM:
+        """The choice whose sparsity is nearest to the asked one: what a layer gets, as far as nobody knows better."""
+        return min(self.choices, key=lambda choice: abs(choice.sparsity - self.sparsity))
+
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether every row of a [d_out, d_in] weight divides into groups of m."""
         return shape[-1] % self.m == 0

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -79,8 +78,9 @@ class Variant:
         return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """What a layer is pruned by; its own pattern where an allocation has left it out."""
-        return cast(Pattern, self.patterns.get(layer.name, self.selection.patterns[layer.name]))
+        """What a layer is pruned by; where an allocation has not divided yet, or has left it out, what was asked."""
+        pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's pruned weight, [d_out, d_in] in host memory."""
