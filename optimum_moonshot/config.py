@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from .errors import MOST, MoonshotError, check_expressions, check_number, check_path, check_whole, require, shown
 from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.patterns import NM, MixedNM, Pattern
+from .recipes import recipe
 from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
 from .solvers.hyperparameters import check_option, check_options
@@ -330,6 +331,22 @@ class MoonshotConfig:
         for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
             del values[name]
         return json.dumps(_whole_numbers(values))
+
+    @classmethod
+    def recipe(cls, pattern: str | float, budget: str = "one-shot", **changes: Any) -> "MoonshotConfig":
+        """What the measurements recommend (docs/choosing.md), in one word.
+
+        Args:
+            pattern: the share of the weights to remove, "n:m", or "n:4" with a `sparsity`.
+            budget: "paper" is the paper's own setting, λ · reconstruction + (1 - λ) · Fisher in the same share of every
+                layer. "one-shot" adds a learned basis and sparsity where it is cheap, without any training.
+                "recovered" tunes the surviving weights layer by layer besides, several times as long.
+            changes: fields that are set otherwise.
+
+        Raises:
+            MoonshotError: an unknown budget, a pattern without a recipe, or fields that contradict each other.
+        """
+        return cls(**recipe(pattern, budget, changes))
 
     @classmethod
     def check_version(cls, version: Any) -> None:

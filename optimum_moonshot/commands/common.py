@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MoonshotError, reason
+from ..recipes import BUDGETS
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
 
+RECIPE = (
+    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a learned "
+    "basis and sparsity where it is cheap, recovered tunes the weights besides; options that are given override it"
+)
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
@@ -154,6 +159,8 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
         without: fields that the command has in another form.
     """
     group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
+    if not without:
+        group.add_argument("--recipe", choices=BUDGETS, help=RECIPE)
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
@@ -227,7 +234,12 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
     try:
         if "solver_options" in given:
             given["solver_options"] = read_options(given.get("solver", MoonshotConfig.solver), given["solver_options"])
-        return MoonshotConfig(**given)
+        budget = getattr(args, "recipe", None)
+        if budget is None:
+            return MoonshotConfig(**given)
+        wanted = next((name for name in ("pattern", "sparsity") if name in given), None)
+        expect(wanted is not None, f"--recipe {budget}: give a --sparsity, or a --pattern such as 2:4")
+        return MoonshotConfig.recipe(given.pop(wanted), budget, **given)
     except MoonshotError as error:
         raise UsageError(str(error)) from None
 
