@@ -126,7 +126,7 @@ FORMATS = ("dense", "packed")
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
 SWITCHES = tuple(name for name, options in CONFIG_OPTIONS.items() if options.get("action") == "store_true")
 # Fields that a sweep has several values of, and that the commands share with other functions.
-_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format")
+_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format", "prompts", "temperature")
 _NAMES = "|".join(sorted((*CONFIG_OPTIONS, *FOLDERS, *_LISTS), key=len, reverse=True))
 _QUOTES = "'\""
 _VALUE = r"""'[^']*'|"[^"]*"|\[[^]]*\]|\{[^}]*\}|[^\s:;,()]+"""
@@ -305,25 +305,6 @@ def find_device(name: str | None) -> "torch.device":
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UsageError(f"--device {name}: not a device of this machine") from None
     return device
-
-
-def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> str | None:
-    """What `--calibration` says, or C4 where the method needs data.
-
-    Args:
-        args: of the command.
-        config: the `MoonshotConfig` that they make.
-
-    Raises:
-        UsageError: there is no such data.
-    """
-    from ..objective.allocation_rules import NEEDING_DATA
-    from ..solvers import solver_class
-
-    if args.calibration is None:
-        return "c4" if solver_class(config.solver).calibrated or config.allocation in NEEDING_DATA else None
-    check_data("--calibration", [args.calibration])
-    return args.calibration
 
 
 def check_data(flag: str, sources: list[str]) -> None:

@@ -30,7 +30,9 @@ from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from .preparation import Prepared, Subject, prepare
+from .result_store import ResultStore
 from .rotating import rotated
+from .run_folder import SAMPLES, RunFolder
 from .selection import Selection, select
 from .solving import prune_layers
 from .statistics_source import StatisticsSource
@@ -87,10 +89,16 @@ class Solved:
     source: StatisticsSource
     seconds: float  # of all of it, from reading the data on
 
+    @property
+    def stores(self) -> list[ResultStore | RunFolder]:
+        """What keeps the results, and the samples that the model wrote."""
+        kept = self.prepared.kept
+        return [*(variant.store for variant in self.variants), *([] if kept is None else [kept])]
+
     def discard(self) -> None:
         """Remove the folders of the results, if they are in some."""
-        for variant in self.variants:
-            variant.store.discard()
+        for store in self.stores:
+            store.discard()
 
 
 def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selection]:
@@ -134,13 +142,15 @@ def open_variants(
     Raises:
         MoonshotError: bad weights or data, none at all, or a folder that cannot be used.
     """
-    prepared = prepare(subject, leading(selections), calibration)
-    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
     path = work_dir is None or isinstance(work_dir, str | os.PathLike)
     require(path, f"work_dir={work_dir!r}: give the path of a folder")
+    kept = None
     if work_dir is not None:
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
+        kept = RunFolder(Path(work_dir) / SAMPLES, "work_dir")
+    prepared = prepare(subject, leading(selections), calibration, kept)
+    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
     folders = [None if work_dir is None else Path(work_dir) / _folder(selection) for selection in selections]
     opened: list[Variant] = []
     with released_on_failure(opened):
