@@ -237,8 +237,8 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
         budget = getattr(args, "recipe", None)
         if budget is None:
             return MoonshotConfig(**given)
-        wanted = next((name for name in ("pattern", "sparsity") if name in given), None)
-        expect(wanted is not None, f"--recipe {budget}: give a --sparsity, or a --pattern such as 2:4")
+        wanted = "pattern" if "pattern" in given else "sparsity"
+        expect(wanted in given, f"--recipe {budget}: give a --sparsity, or a --pattern such as 2:4")
         return MoonshotConfig.recipe(given.pop(wanted), budget, **given)
     except MoonshotError as error:
         raise UsageError(str(error)) from None
