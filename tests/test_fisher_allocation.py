@@ -79,11 +79,15 @@ def test_nothing_and_everything(sparsity):
     assert zeros(model, report) == sparsity * size(report)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "vit"])
-def test_other_models(name):
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [("gpt2", "sparsegpt"), ("mixtral", "wanda"), ("opt", "cap"), ("vit", "obc"), ("resnet", "obc")]
+    + [("convnext", "sparsegpt")],
+)
+def test_other_models(name, solver):
     model = uneven(name)
-    batches = image_batches() if name == "vit" else token_batches(padded=True)
-    report = prune(model, batches, lam=1, **FISHER).report
+    batches = image_batches() if name in ("vit", "resnet", "convnext") else token_batches(padded=True)
+    report = prune(model, batches, solver=solver, lam=1, **FISHER).report
     total = sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers)
     assert total == pytest.approx(round(0.6 * size(report)), abs=1e-6)
     assert len(set(asked(report).values())) > 2
@@ -127,6 +131,20 @@ def test_curves_are_the_losses_of_the_pruned_weights(solver):
 def test_curves_do_not_depend_on_lambda_and_are_the_same_again():
     first = curves_of(uneven(), lam=1)
     assert first == curves_of(uneven(), lam=0.5) == curves_of(uneven(), lam=1, fisher="attention")
+
+
+def test_curves_do_not_depend_on_the_memory(tmp_path):
+    little = dict(max_memory=60_000, offload_dir=str(tmp_path))
+    whole, some = curves_of(uneven()), curves_of(uneven(), **little)
+    for name, curve in whole.items():
+        assert some[name].losses == pytest.approx(curve.losses, rel=1e-4)
+
+
+def test_recovery_keeps_the_allocation():
+    model = uneven()
+    batches = token_batches(samples=8)
+    report = prune(model, batches, lam=1, num_samples=8, recover="blockwise", recover_steps=2, **FISHER).report
+    assert zeros(model, report) == round(0.6 * size(report)) and len(report.recovery) == 3
 
 
 def test_rows_are_sampled_alike_each_time_and_stand_for_all(monkeypatch):
