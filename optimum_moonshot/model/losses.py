@@ -55,9 +55,18 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         )
         mask = token_mask(batch)
         labels = batch["input_ids"].masked_fill(~mask, IGNORED)
+        for token in _placeholders(model):
+            labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
     if is_causal(model) and labels.ndim == 2:
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return labels
+
+
+def _placeholders(model: nn.Module) -> set[int]:
+    """The token ids that stand where an image's features go, or a video's or a sound's: nobody predicts them."""
+    config = getattr(model, "config", None)
+    names = (f"{kind}_token_{field}" for kind in ("image", "video", "audio") for field in ("id", "index"))
+    return {token for name in names if isinstance(token := getattr(config, name, None), int)}
 
 
 def loss_gradient(

@@ -35,6 +35,7 @@ from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
+from .run_folder import RunFolder
 from .selection import select
 from .statistics_source import StatisticsSource
 from .variant import Variant
@@ -99,7 +100,8 @@ def run_rotation(
         MoonshotError: as `rotate`, and bad data.
     """
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True):
