@@ -132,6 +132,18 @@ def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     assert done.model.config.tie_word_embeddings and not hasattr(done.model.config, "moonshot")
 
 
+def test_too_little_device_memory_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rotating, "learn", fail)
+    done = pruner()
+    dense = weights(done.model)
+    with pytest.raises(MoonshotError, match="out of device memory: lower max_memory, .*set rotation_rows"):
+        done.prune(token_batches(), progress=False)
+    assert same(weights(done.model), dense)
+
+
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
     whole = weights(prune().model)

@@ -106,8 +106,6 @@ def run_rotation(
     try:
         with rotated(prepared, [variant], stays=True):
             pass
-    except torch.OutOfMemoryError as error:
-        raise MoonshotError(f"out of device memory: lower max_memory, batch_size or num_samples ({error})") from None
     finally:
         variant.store.release()
     assert variant.rotated is not None
@@ -143,11 +141,15 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         found = rotations(spaces, state) if changed else {}
         if changed:
             basis.write(found)
-            check_same(model, batch, expected, "the learned rotation")
+            with all_present(structure.blocks):
+                check_same(model, batch, expected, "the learned rotation")
         else:
             basis.restore()
-    except BaseException:
+    except BaseException as error:
         basis.restore()
+        if isinstance(error, torch.OutOfMemoryError):
+            mend = "lower max_memory, batch_size or num_samples, or set rotation_rows"
+            raise MoonshotError(f"out of device memory: {mend} ({error})") from None
         raise
     report = RotationReport(
         spaces={space.name: (space.count, space.width) for space in spaces} if changed else {},
@@ -171,7 +173,8 @@ def _learned(
     state = store.rotation()
     if state is not None and state.done:
         return state
-    verify(prepared.model, basis, batch, expected)
+    with all_present(basis.blocks):
+        verify(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
     steps, shown = config.rotation_steps, prepared.subject.progress
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
