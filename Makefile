@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint docs dist check-dist clean
+.PHONY: demo test test-oldest lint docs dist check-dist clean
 
 # The main job: prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -13,6 +13,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2
+
+# The same with the oldest dependencies that setup.cfg allows.
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -q -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -32,10 +36,12 @@ dist: .venv/.release
 check-dist: dist
 	.ci/check-dist $(PYTHON)
 
-$(INSTALLED): pyproject.toml setup.cfg setup.py constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+.venv/.installed: constraints.txt
+.venv-oldest/.installed: constraints-oldest.txt
+%/.installed: pyproject.toml setup.cfg setup.py
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install "$$(grep -h '^torch==' $(filter constraints%,$^))" -c $(filter constraints%,$^)
+	$*/bin/python -m pip install -e '.[dev]' -c $(filter constraints%,$^)
 	touch $@
 
 .venv/.docs .venv/.release: .venv/.%: $(INSTALLED)
@@ -43,5 +49,5 @@ $(INSTALLED): pyproject.toml setup.cfg setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

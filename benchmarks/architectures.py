@@ -1,7 +1,7 @@
 """Which model families of the installed transformers load, calibrate and prune: a tiny random one of each is pruned.
 
-    python benchmarks/architectures.py                        # all of them, to results/architectures.json
-    python benchmarks/architectures.py --only llama t5 vit     # a few, with the traceback of a failure
+    python benchmarks/architectures.py                        # all of them; results/architectures.json, and the guide
+    python benchmarks/architectures.py --only llama t5 vit     # a few, anew
 
 Each family's default configuration is made small (tiny_configs.py), the model is made in a process of its own with a
 time limit, and 2:4 pruned at λ = 0.9. Text models read tokens, those that read images or sound besides read tokens
@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 
 import torch
 import transformers
@@ -36,6 +37,8 @@ KINDS = {
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 SAMPLES, LENGTH = 4, 16
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+MARKS = ("<!-- survey -->", "<!-- end of survey -->")
 LIMIT = 12 * 2**30  # bytes of address space of one model's process
 
 
@@ -193,22 +196,63 @@ def line(found: dict) -> str:
     return f"{head} pruned {found['pruned']:3}, chains {found.get('chains')}{loose} | {skipped}"
 
 
-if __name__ == "__main__":
+def outcome(found: dict) -> str:
+    """Which column of the table an entry counts in."""
+    for field in ("error", "refused", "not made"):
+        if field in found:
+            return field
+    return "in part" if found["skipped"] else "whole"
+
+
+def table(results: list[dict]) -> str:
+    """The survey in Markdown, a row for each kind."""
+    columns = ("whole", "in part", "refused", "not made", "error")
+    counts = {kind: Counter(outcome(found) for found in results if found["kind"] == kind) for kind in KINDS}
+    loose = Counter(found["kind"] for found in results if found.get("loose"))
+    lines = [
+        "| kind | families | all layers pruned | some dense, with the reason | of these two, not block by block "
+        "| refused | not made | errors |",
+        "|---|" + "---:|" * 7,
+    ]
+    for kind, count in counts.items():
+        whole, part, *rest = (count[column] for column in columns)
+        cells = [count.total(), whole, part, loose[kind], *rest]
+        lines.append(f"| {kind} | " + " | ".join(map(str, cells)) + " |")
+    total = Counter(outcome(found) for found in results)
+    cells = [len(results), total["whole"], total["in part"], loose.total(), *(total[column] for column in columns[2:])]
+    return "\n".join([*lines, "| all | " + " | ".join(map(str, cells)) + " |"])
+
+
+def write_page(results: list[dict]) -> None:
+    """Put the table into the guide, between its marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n{table(results)}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
-    arguments.add_argument("--only", nargs="*", help="model types")
+    arguments.add_argument("--only", nargs="*", help="model types; their entries in the file are replaced")
     arguments.add_argument("--verbose", action="store_true", help="show tracebacks")
-    arguments.add_argument("--seconds", type=int, default=40, help="for one model")
+    arguments.add_argument("--seconds", type=int, default=300, help="for one model")
     arguments.add_argument("--output", default=str(RESULTS / "architectures.json"))
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    everything = []
+    output = Path(given.output)
+    known = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
+    everything = {(found["kind"], found["class"]): found for found in known}
     for family in families(given.kinds):
         if not given.only or family[1] in given.only:
-            everything.append(isolated(family, given.seconds, given.verbose))
-            print(line(everything[-1]), flush=True)
-    if not given.only:
-        with open(given.output, "w") as out:
-            json.dump(
-                {"machine": machine(), "transformers": transformers.__version__, "results": everything}, out, indent=1
-            )
+            found = isolated(family, given.seconds, given.verbose)
+            everything[found["kind"], found["class"]] = found
+            print(line(found), flush=True)
+    results = list(everything.values())
+    text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
+    output.write_text(json.dumps(text, indent=1), encoding="utf-8")
+    write_page(results)
+
+
+if __name__ == "__main__":
+    main()

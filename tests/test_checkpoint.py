@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import transformers as hf
 from checkpoints import INPUTS, assert_same, files, pruned, tensors
 from models import make
 from safetensors import safe_open
+from transformers import conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 from optimum_moonshot.runtime.packed_linear import PackedLinear
@@ -45,7 +48,7 @@ SETTINGS = [
         *(("llama", settings) for settings in SETTINGS),
         *(("gpt2", settings) for settings in SETTINGS[::2]),
         *((name, SETTINGS[4]) for name in ("llama-tied-biased", "opt", "mixtral")),
-        *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names
+        *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names by some releases
     ],
     ids=str,
 )
@@ -73,9 +76,15 @@ def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
             assert torch.allclose(kept(INPUTS).logits, pruner.model(INPUTS).logits, atol=1e-4)
 
 
-def test_a_layer_that_is_stored_under_another_name_is_named_as_in_the_model(tmp_path):
-    pruner = pruned("vit")
-    layer = pruner.report.layers[4].name
+def test_a_layer_that_is_stored_under_another_name_is_named_as_in_the_model(tmp_path, monkeypatch):
+    found, renaming = conversion_mapping.get_checkpoint_conversion_mapping, WeightRenaming("first", "fc1")
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_checkpoint_conversion_mapping",
+        lambda kind: [renaming] if kind == "opt" else found(kind),
+    )
+    pruner = pruned("opt")
+    layer = next(layer.name for layer in pruner.report.layers if layer.name.endswith(".fc1"))
     with torch.no_grad():
         pruner.model.get_submodule(layer).weight.fill_(1)
     pruner.save_pretrained(tmp_path / "dense")
@@ -110,13 +119,13 @@ def test_loading_with_other_dtypes_devices_and_shards(packed, tmp_path):
     wide = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, tensor in wide.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, model.state_dict()[name].float())
-    offloaded = hf.AutoModelForCausalLM.from_pretrained(
-        folder, device_map={"": "disk"}, offload_folder=tmp_path / "off"
-    )
+    places = {name: "disk" if name == "layers" else "cpu" for name, _ in model.model.named_children()}
+    places = {"lm_head": "cpu", **{f"model.{name}": place for name, place in places.items()}}
+    offloaded = hf.AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "off")
     with torch.no_grad():
         assert torch.allclose(offloaded(INPUTS).logits, model(INPUTS).logits, atol=0.1)
-    inner = hf.AutoModel.from_pretrained(folder)  # without the prefix "model." and the head
-    assert_same(model.model, inner)
+    for dtype in (torch.bfloat16, torch.float32):  # without the prefix "model." and the head
+        assert_same(deepcopy(model.model).to(dtype), hf.AutoModel.from_pretrained(folder, dtype=dtype))
 
 
 def test_a_loaded_model_is_an_ordinary_one(packed, tmp_path):
@@ -295,3 +304,15 @@ def test_every_layer_is_packed_by_its_own_pattern(tmp_path):
         layers = json.loads(file.metadata()["moonshot"])["layers"]
     patterns = {name.split(".")[-2]: layer["pattern"] for name, layer in layers.items()}
     assert patterns["q_proj"] == "1:4" and patterns["up_proj"] == "2:4" and patterns["k_proj"] == "unstructured"
+
+
+def test_the_same_weights_are_the_same_bytes(tmp_path):
+    """safetensors orders a file's metadata by chance."""
+    pruner = pruned("llama", torch.bfloat16, pattern="2:4")
+    for number in range(6):
+        pruner.save_pretrained(tmp_path / "model", format="packed", max_shard_size="10KB")
+        convert(tmp_path / "model", tmp_path / f"{number}" / "dense", "dense")
+        (tmp_path / "model").rename(tmp_path / f"{number}" / "packed")
+    for first in (path for path in (tmp_path / "0").rglob("*.safetensors")):
+        copies = {(tmp_path / f"{n}" / first.relative_to(tmp_path / "0")).read_bytes() for n in range(6)}
+        assert len(copies) == 1, first.name

@@ -123,6 +123,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         {"pattern": "unstructured", "sparsity": 0.7},
         {"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"},
         {"allocation": {"q_proj": 0.3, "mlp": "1:4"}},
+        {"pattern": "unstructured", "sparsity": 0.7, "allocation": "fisher", "lam": 0.9},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "wanda"},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"},
@@ -156,6 +157,16 @@ def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
     if changes.get("pattern") == "structured":
         parameters = pruner.compact().parameters
         assert parameters[1] < parameters[0]
+
+
+def test_in_a_learned_basis(tmp_path):
+    whole, resumed = make("llama"), make("llama")
+    options = dict(rotation="learned", rotation_steps=2, num_samples=64)
+    report = prune(whole, token_batches(64), **options)
+    assert report.rotation is not None and report.sparsity == 0.5
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    again = prune(resumed, token_batches(64), tmp_path / "run", **options)
+    assert same(resumed, state(whole)) and without_seconds(again) == without_seconds(report)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "bert", "vit"])

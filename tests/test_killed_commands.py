@@ -223,6 +223,20 @@ def test_one_command_at_a_time_writes_to_a_folder(capsys, tmp_path):
     assert not left(tmp_path)
 
 
+def test_a_kill_before_the_first_file_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "command.json.partial").write_text("{")
+    main(command("prune", tmp_path / "out", *PRUNE))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_command_that_fails_before_it_writes_leaves_nothing(capsys, tmp_path):
+    main(command("prune", tmp_path / "packed", *PRUNE, "--format", "packed"))
+    status, lines = failure(capsys, "convert", tmp_path / "packed", "--format", "packed", "--output", tmp_path / "out")
+    assert status == 1 and lines[-1].endswith("is a packed checkpoint already")
+    assert left(tmp_path) == {"packed"}
+
+
 def test_files_of_others_in_the_partial_folder_are_named(capsys, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("precious")

@@ -49,6 +49,7 @@ def calibration_source(args: argparse.Namespace, config: Any) -> Any:
     Raises:
         UsageError: there is no such data, or an option of another kind of data.
     """
+    from ..objective.allocation_rules import NEEDING_DATA
     from ..solvers import solver_class
 
     given = {name: getattr(args, name) for name in _OF_SELF if getattr(args, name) is not None}
@@ -57,7 +58,7 @@ def calibration_source(args: argparse.Namespace, config: Any) -> Any:
     for name in given:
         expect(False, f"--{name}: it is for --calibration {SELF} alone")
     if args.calibration is None:
-        return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
+        return "c4" if solver_class(config.solver).calibrated or config.allocation in NEEDING_DATA else None
     check_data("--calibration", [args.calibration])
     return args.calibration
 

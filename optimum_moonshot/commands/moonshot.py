@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep` and `eval` are beside this file.
+"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep`, `rotate`, `eval` are beside this file.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """
@@ -32,6 +32,7 @@ from .common import (  # fmt: skip
 )
 from .evaluate import EvalCommand
 from .output import Output, open_output
+from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
 
@@ -178,5 +179,5 @@ class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
     SUBCOMMANDS = tuple(
         CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, SweepCommand, EvalCommand, ConvertCommand, VerifyCommand)
+        for command in (PruneCommand, SweepCommand, RotateCommand, EvalCommand, ConvertCommand, VerifyCommand)
     )

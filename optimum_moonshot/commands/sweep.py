@@ -66,9 +66,11 @@ def sweep(args: argparse.Namespace) -> None:
         UsageError: options that make no sense, before the model is loaded.
         MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
     """
+    from ..objective.patterns import own_sparsity
+
     started = time.perf_counter()
     import_modules(args.imports)
-    needed = any(":" not in pattern for pattern in args.patterns)
+    needed = any(not own_sparsity(pattern) for pattern in args.patterns)
     expect(not needed or args.sparsities, f"--patterns {' '.join(args.patterns)}: give --sparsities too")
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
     expect(not (args.save and several), "--save: give one pattern and one sparsity, of which the best λ is saved")
@@ -124,10 +126,11 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
+    from ..objective.patterns import own_sparsity
     from ..pruning.sweep import variants
 
     single = {"seed": seed, "pattern": args.patterns[0]}
-    if ":" not in args.patterns[0]:
+    if not own_sparsity(args.patterns[0]):
         single["sparsity"] = args.sparsities[0]
     config = make_config(argparse.Namespace(**{**vars(args), **single}))
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -17,10 +18,12 @@ class Unpack(ConversionOps):
 
     Args:
         layers: the packed weights by their names in the model.
+        dtypes: what each shall be: most releases of transformers leave what a quantizer loads as it was saved.
     """
 
-    def __init__(self, layers: Mapping[str, PackedLayer]):
+    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype]):
         self.layers = layers
+        self.dtypes = dtypes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unpack":
         """transformers copies a converter for every tensor; this part of it never changes."""
@@ -31,7 +34,8 @@ class Unpack(ConversionOps):
     ) -> dict[str, Tensor]:
         tensors = {name: found[0] if isinstance(found, list) else found for name, found in input_dict.items()}
         with naming(full_layer_name):
-            return {_WEIGHT: self.layers[full_layer_name].unpack(_WEIGHT, tensors)}
+            weight = self.layers[full_layer_name].unpack(_WEIGHT, tensors)
+        return {_WEIGHT: weight.to(self.dtypes[full_layer_name])}
 
 
 class Unpacking(WeightConverter):
@@ -39,11 +43,12 @@ class Unpacking(WeightConverter):
 
     Args:
         layers: the packed weights by their names in the model.
+        dtypes: of everything that is loaded, by its name in the model.
         kept: names of modules.
     """
 
-    def __init__(self, layers: Mapping[str, PackedLayer], kept: Iterable[str] = ()):
-        super().__init__([_WEIGHT + suffix for suffix in suffixes()], _WEIGHT, [Unpack(layers)])
+    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], kept: Iterable[str] = ()):
+        super().__init__([_WEIGHT + suffix for suffix in suffixes()], _WEIGHT, operations=[Unpack(layers, dtypes)])
         self.kept = frozenset(kept)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:

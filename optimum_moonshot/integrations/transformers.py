@@ -6,7 +6,8 @@ quantizer attached; only `load_pruned(runtime="packed")` leaves one.
 
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
         self.kept: list[str] = []  # modules that stay packed in memory
         self.shapes: dict[str, torch.Size] = {}  # of everything that is loaded, by config.json
+        self.dtypes: dict[str, torch.dtype] = {}  # of the same, by what the caller asked for
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if self.pruning:
@@ -80,14 +82,20 @@ class MoonshotQuantizer(HfQuantizer):
             places = device_map.values() if isinstance(device_map, dict) else ()
             require("disk" not in places, "device_map: a model to prune must not be offloaded to disk")
 
-    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
         if not self.pruning and self.quantization_config.version > 1:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
+    update_attn_implementation = update_tp_plan  # releases of transformers call one of the two, or both
+
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self,
+        model: nn.Module,
+        checkpoint_files: list[str] | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         if self.pruning:
             self._prepare_pruning(model)
@@ -100,6 +108,7 @@ class MoonshotQuantizer(HfQuantizer):
             self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+            self.dtypes = _dtypes(model, dtype)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
@@ -109,6 +118,7 @@ class MoonshotQuantizer(HfQuantizer):
         model.config.__dict__.pop(EXPLICIT, None)
         loaded = model.state_dict()  # before 5.23 transformers sets parameters of any shape where there is a quantizer
         check_complete((), (), [name for name, shape in self.shapes.items() if loaded[name].shape != shape])
+        _cast(model, self.dtypes)
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.runtime == "packed":
@@ -156,7 +166,7 @@ class MoonshotQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from .conversion import Unpacking  # transformers' loader is imported after its quantizers
 
-        return [Unpacking(self.packed, self.kept)] if self.pre_quantized else []
+        return [Unpacking(self.packed, self.dtypes, self.kept)] if self.pre_quantized else []
 
     def is_serializable(self) -> bool:
         _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
@@ -180,6 +190,23 @@ def _require_complete(model: nn.Module) -> None:
         check_complete(info.missing_keys, info.unexpected_keys)
 
     model._adjust_missing_and_unexpected_keys = adjust_and_check
+
+
+def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype of every parameter and buffer as transformers loads it: the model's, but float32 of some layers."""
+    wide = {re.compile(part.replace("*", ".*")): kept for part, kept in model._get_dtype_plan(dtype).items()}
+    return {
+        name: next((kept for part, kept in wide.items() if part.search(name)), tensor.dtype)
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point()
+    }
+
+
+def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Make what was loaded of these dtypes: most releases of transformers leave what they rename as it was saved."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 class _Found(NamedTuple):

@@ -78,7 +78,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
         MoonshotError: one lies in the model's folder and cannot be loaded.
     """
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+        # transformers makes one up where a model has none.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("it has no vocabulary")
+        return tokenizer
     except Exception as error:  # a damaged file fails anywhere in two libraries
         found = [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(name_or_path, name))]
         if found:
@@ -86,7 +90,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
                 f"{name_or_path}: its tokenizer ({', '.join(found)}) cannot be loaded ({reason(error)}); mend these "
                 "files, or remove them and give a tokenizer, MoonshotPruner(model, config, tokenizer)"
             ) from error
-        if not isinstance(error, OSError | ValueError | KeyError):
+        if not isinstance(error, OSError | ValueError | KeyError | ImportError):
             raise
         return None
 

@@ -17,6 +17,7 @@ from ..model.calls import frozen, model_device, to_device
 from ..model.facts import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
 from ..model.presence import present_in_turn
+from ..objective.allocation_rules import NEEDING_DATA
 from .run_folder import RunFolder
 from .selection import Selection, check_weights
 from .self_samples import load_self
@@ -108,7 +109,7 @@ def _with_samples_shown(subject: Subject, selection: Selection, data: Calibratio
     """
     batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
     padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
-    if batch is None or (padded is None and not selection.needs_gradients):
+    if batch is None or (padded is None and not selection.needs_losses):
         return data
     batch = batch if padded is None else padded
     structure = selection.structure
@@ -135,8 +136,9 @@ def _check_without_data(selection: Selection) -> None:
         "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
     )
     require(
-        config.allocation != "owl",
-        'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
+        config.allocation not in NEEDING_DATA,
+        f'calibration=None: allocation="{config.allocation}" needs data to see what a layer does; give some, or use '
+        '"alpha"',
     )
     require(
         not selection.solver.calibrated,
@@ -152,7 +154,7 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
     if written is not None:
         data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
         return _with_room(data, selection, model)
-    gradients = selection.needs_gradients
+    gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
     if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
         require(
@@ -175,7 +177,7 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
 
 def _with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
     """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where there are any."""
-    if (selection.needs_gradients or selection.config.allocation == "owl") and data.sequence_length:
+    if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
         itemsize = selection.layers[0].parameter.dtype.itemsize
         per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize
         data = dataclasses.replace(data, batches=split_batches(data.batches, max(1, LOGITS_BYTES // per_sample)))

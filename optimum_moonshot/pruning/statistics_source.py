@@ -54,13 +54,19 @@ class StatisticsSource:
     Args:
         prepared: whose selection says what is gathered.
         variants: which layers they lack, and their patterns: the statistics serve all of them.
+        schedule: what of a layer is gathered, and how.
 
     `notes` and `losses` (ℓ_n of the dense model batch by batch, where a backward pass started from them) are complete
     after the last layer.
     """
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Wanting]):
-        self.prepared, self.variants = prepared, variants
+    def __init__(
+        self,
+        prepared: Prepared,
+        variants: Sequence[Wanting],
+        schedule: type[StatisticsSchedule] = StatisticsSchedule,
+    ):
+        self.prepared, self.variants, self.schedule = prepared, variants, schedule
         self.notes: list[str] = []
         self.losses: list[Tensor | None] = []
 
@@ -73,7 +79,7 @@ class StatisticsSource:
                     yield layer, None
             return
         schedule = self._schedule(prepared.data.num_samples)
-        for step in self._steps():
+        for step in self.steps():
             for layer, statistics in schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)]):
                 if statistics is None:
                     self._skip(layer)
@@ -92,9 +98,9 @@ class StatisticsSource:
         selection = self.prepared.selection
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
-        return StatisticsSchedule(selection.solver, patterns, lams, samples, self.prepared.storage)
+        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage)
 
-    def _steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""
         if not self.unfinished():
             return
@@ -117,8 +123,10 @@ class StatisticsSource:
         if not self.losses:
             self.losses = whole.losses
         if loose:
-            cost = f"the whole model passed {whole.passes} times for their layers"
-            self.notes.append(f"{len(found.loose)} blocks are no chain: {cost}")
+            cost = (
+                f"{whole.passes} passes of the whole model, with all its activations in memory, were for their layers"
+            )
+            self.notes.append(f"blocks that are no chain: {len(found.loose)}; {cost}")
 
     def _blockwise(self, chain: tuple[Block, ...]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection

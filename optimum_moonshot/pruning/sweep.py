@@ -23,6 +23,7 @@ from ..errors import MoonshotError, require
 from ..files import writing
 from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
+from ..objective.patterns import own_sparsity
 from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
@@ -30,6 +31,7 @@ from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
+from .rotating import rotated
 from .run_folder import SAMPLES, RunFolder
 from .selection import Selection, select
 from .solving import prune_layers
@@ -68,7 +70,7 @@ def variants(
         plain = all(isinstance(value, int | float | str) or value is None for value in values)
         require(plain, f"{name}={list(values)}: give a list of {'strings' if name == 'patterns' else 'numbers'}")
         require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
-    settings = [(p, s) for p in patterns for s in ((None,) if isinstance(p, str) and ":" in p else own)]
+    settings = [(p, s) for p in patterns for s in ((None,) if own_sparsity(p) else own)]
     return [
         dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
         for (pattern, sparsity), lam in itertools.product(settings, lambdas)
@@ -259,7 +261,9 @@ def sweep(
     with released_on_failure(opened):
         meter = Meter(prepared, metric)
         dense = meter.value() if callable(metric) else None
-        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        with rotated(prepared, opened, stays=False):
+            source = solve_variants(prepared, opened)
+        solved = Solved(prepared, opened, source, time.perf_counter() - started)
         if dense is None:
             dense = meter.seen(solved.source.losses)
         bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)

@@ -1,0 +1,51 @@
+"""The bounds of dependencies in setup.cfg are those that the tests run with."""
+
+import configparser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+
+
+def requirements(*extras):
+    """What is installed with some extras, by name."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = settings["options"]["install_requires"].splitlines()
+    for extra in extras:
+        lines += settings["options.extras_require"][extra].splitlines()
+    found = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+    return {canonicalize_name(requirement.name): requirement for requirement in found}
+
+
+def pinned(name):
+    """The versions of a file of constraints, by name."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    bounds = {
+        name: Version(part.version)
+        for name, requirement in requirements("dev").items()
+        for part in requirement.specifier
+        if part.operator == ">="
+    }
+    assert bounds == pinned("constraints-oldest.txt")
+
+
+@pytest.mark.parametrize("extra", ["peft", "eval", "vision"])
+def test_the_tests_install_what_users_do(extra):
+    bounds = requirements("dev")
+    assert all(bounds[name].specifier == found.specifier for name, found in requirements(extra).items())
+
+
+def test_todays_versions_are_within_the_bounds():
+    today = pinned("constraints.txt")
+    found = requirements("dev", "docs", "release", "hooks")
+    assert not [name for name, requirement in found.items() if today[name] not in requirement.specifier]
