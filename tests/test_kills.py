@@ -2,21 +2,24 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bad_inputs_page import page
 from kills import KINDS, MEETINGS
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """A process of its own: it forks, which one with threads must not."""
     path = tmp_path_factory.mktemp("kills") / "results.json"
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     few = ["--kills", "2", "--operations", "3", "--meetings", "1", "--json", path]
     run = subprocess.run([sys.executable, TESTS / "kills.py", *few], capture_output=True, text=True, env=environment)
     assert path.is_file(), run.stderr
@@ -37,12 +40,25 @@ def test_of_two_commands_that_write_to_one_folder_one_is_refused(results, first,
     assert found["wrong"] == [] and found["meetings"] == sum(found["refused"].values()) == 1
 
 
-def test_what_was_tried_often():
-    """The figures in the guide are those of the file that the program wrote, and nothing was wrong in it."""
-    results = json.loads((TESTS.parent / "benchmarks" / "results" / "kills.json").read_text(encoding="utf-8"))
-    tries = [how for kind in KINDS for how in results[kind].values()]
-    assert not any(how["wrong"] for kind in results.values() for how in kind.values())
-    guide = (TESTS.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert f"{sum(how['kills'] for how in tries)} kills" in guide
-    assert all(results[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
+def test_the_guide_has_the_figures_of_the_programs():
+    """Of the files that they wrote; nothing was wrong in those."""
+    results = ROOT / "benchmarks" / "results"
+    found = json.loads((results / "kills.json").read_text(encoding="utf-8"))
+    damage = json.loads((results / "damage.json").read_text(encoding="utf-8"))
+    assert not any(how["wrong"] for kind in found.values() for how in kind.values())
+    tries = [how for kind in KINDS for how in found[kind].values()]
     assert all(how["identical"] == how["tries"] for how in tries)
+    assert all(found[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
+    assert not any("WRONG" in verdict for counts in damage.values() for verdict in counts)
+    meetings = sum(found[f"{first}, and {second}"]["two writers"]["meetings"] for first, second in MEETINGS)
+    guide = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    told = [f"{sum(how['kills'] for how in tries)} kills in {sum(how['tries'] for how in tries)} tries"]
+    told += [f"{counts['damages']:,} damages" for counts in damage.values()] + [f"{meetings} meetings"]
+    told += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
+    told += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
+    told += [re.search(r"What (\d+) wrong inputs", page())[1] + " inputs"]
+    assert [words for words in told if words not in guide] == []
+
+
+def _count(counts, verdict):
+    return sum(number for found, number in counts.items() if found.endswith(verdict))
