@@ -27,6 +27,7 @@ from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
 from .pruning.rotating import run_rotation
 from .pruning.run import run
+from .pruning.run_folder import RunFolder
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
@@ -72,7 +73,7 @@ class MoonshotPruner:
         )  # of a model pruned while it was loaded
         self.rotation: RotationReport | None = None  # of `rotate`
         self._sweep: Sweep | None = None
-        self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
+        self._unsaved: list[ResultStore | RunFolder] = []  # whose files go once the model is saved
 
     def __repr__(self) -> str:
         """The model's class and size, and what differs from the default configuration."""
@@ -124,7 +125,8 @@ class MoonshotPruner:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
                 `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an
                 image model a folder with a sub-folder of images per class, Parquet, a Hub name or a `Dataset` with a
-                column of images. None is `config.calibration`. Magnitude pruning does without data; given some, it
+                column of images. "self" or a `SelfCalibration`: text that the dense model writes first. None is
+                `config.calibration`. Magnitude pruning does without data; given some, it
                 reports losses.
             loss: (model output, inputs) → [B] losses, in place of the cross-entropy that the Fisher loss starts from.
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
@@ -296,7 +298,7 @@ class MoonshotPruner:
         swept = self._swept()
         self.report = swept.choose(entry)
         self._note_rotation()
-        self._unsaved = [variant.store for variant in swept.solved.variants]
+        self._unsaved = swept.solved.stores
         self._sweep = None
         return self.report
 

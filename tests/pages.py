@@ -199,6 +199,7 @@ def lay_out(folder: Path) -> None:
     text = (DEMO / "calibration.txt").read_text(encoding="utf-8")
     (folder / "corpus.txt").write_text(text[:20_000], encoding="utf-8")
     rows = '{"question": "abc", "choices": ["de", "fg"], "answer": 1}\n'
+    (folder / "questions.txt").write_text("Why is the sky blue?\nWho are you?\n")
     (folder / "letters.jsonl").write_text(rows * 4)
     (folder / "letters.yaml").write_text(TASK.format(data=folder / "letters.jsonl", metric="acc"))
     (folder / "examples").mkdir()

@@ -110,7 +110,7 @@ def test_an_allocation_may_be_a_file(tmp_path):
         path.write_text(content)
         with pytest.raises(cli.UsageError, match=re.escape(words)):
             common.make_config(parse("--allocation", str(path)))
-    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha nor"):
+    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha, fisher nor"):
         common.make_config(parse("--allocation", "nowhere"))
 
 

@@ -12,7 +12,7 @@ FLOORS = (
     ("version", "errors"),
     ("files", "progress"),
     ("objective",),
-    ("solvers",),
+    ("solvers", "recipes"),
     ("config",),
     ("functional", "packing", "data"),
     ("model", "runtime"),

@@ -237,6 +237,13 @@ def test_sampled_thresholds_change_the_sum_in_the_second_order(monkeypatch):
     torch.testing.assert_close(removed(values, [Unstructured(0.7)]), exact, rtol=1e-2, atol=0)
 
 
+def test_sampled_thresholds_see_every_column_alike(monkeypatch):
+    monkeypatch.setattr("optimum_moonshot.rotation.objective.SAMPLED_SCORES", 512)
+    values = torch.arange(8.0).repeat(1024, 1) + torch.rand(1024, 8)  # a stride of 16 would see the first column alone
+    exact = values.flatten().sort().values[: 1024 * 4].sum()
+    torch.testing.assert_close(removed(values, [HALF]), exact, rtol=1e-2, atol=0)
+
+
 def test_every_order_of_a_group_of_four():
     for values in itertools.permutations([1.0, 2.0, 4.0, 8.0]):
         assert removed(torch.tensor([values]), [NM(2, 4)]) == 3

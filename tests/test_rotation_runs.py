@@ -8,7 +8,7 @@ import torch
 from models import image_batches, make, token_batches
 from transformers import AutoModelForCausalLM
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.model.units import probe_inputs
 from optimum_moonshot.pruning import rotating
@@ -132,6 +132,18 @@ def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     assert done.model.config.tie_word_embeddings and not hasattr(done.model.config, "moonshot")
 
 
+def test_too_little_device_memory_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rotating, "learn", fail)
+    done = pruner()
+    dense = weights(done.model)
+    with pytest.raises(MoonshotError, match="out of device memory: lower max_memory, .*set rotation_rows"):
+        done.prune(token_batches(), progress=False)
+    assert same(weights(done.model), dense)
+
+
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
     whole = weights(prune().model)
@@ -220,6 +232,11 @@ def test_gradients_that_cannot_be_had_are_explained():
 def test_structured_patterns_are_refused():
     with pytest.raises(MoonshotError, match="rotation='learned': pattern='structured'"):
         MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.5, rotation="learned")
+
+
+def test_a_training_keeps_its_basis():
+    with pytest.raises(MoonshotError, match="rotation='learned': its optimizer's state .* rotate it before"):
+        MoonshotCallback(MoonshotConfig(**SETTINGS))
 
 
 def test_the_command_rotates_and_saves(tmp_path, capsys):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import naming, require
+from ..errors import NO_BACKWARD, naming, require
 from ..model.forms import Form, Pair
 from ..model.layers import PrunableLayer
 from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
@@ -49,7 +49,7 @@ class LayerCall:
         require(
             self.inputs._version == self.version,
             f"{self.layer.name}: the model changes this layer's input in place after the call; use inplace=False, or "
-            "set lam=1",
+            f"{NO_BACKWARD}",
         )
         with naming(self.layer.name):
             yield from self.form.pairs(self.inputs, delta, self.mask, self.samples)

@@ -274,7 +274,7 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
     rows: list[tuple[str, Any]] = [
         ("solver", config["solver"]),
-        ("pattern", config["pattern"] + (" (n of every m inputs survive)" if ":" in config["pattern"] else "")),
+        ("pattern", config["pattern"] + _explained(config["pattern"])),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
         ("layers with the Fisher loss", config["fisher"]),
     ]
@@ -298,6 +298,12 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         samples = f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}"
         rows += [("calibration", samples), ("SHA-256 of the calibration data", data["digest"])]
     return [(escaped(key), escaped(value)) for key, value in rows]
+
+
+def _explained(pattern: str) -> str:
+    if pattern.startswith("n:"):
+        return f" (of every {pattern[2:]} inputs n survive, with an n of its own for each layer)"
+    return " (n of every m inputs survive)" if ":" in pattern else ""
 
 
 def _kinds(report: PruneReport) -> list[tuple[str, ...]]:

@@ -173,6 +173,9 @@ def sort_metadata(path: Path) -> None:
 
     Args:
         path: of a file that safetensors has just written.
+
+    Raises:
+        MoonshotError: the sorted header is longer than what was written, which it never should be.
     """
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))

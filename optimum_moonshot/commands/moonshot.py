@@ -11,15 +11,14 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError
+from .calibration import add_calibration_options, calibration_source
 from .common import (  # fmt: skip
     FORMAT_HELP,
     FORMATS,
-    IMAGES_HELP,
     OUTPUT_HELP,
     UsageError,
     add_method_options,
     add_model_options,
-    calibration_source,
     check_data,
     check_source,
     expect,
@@ -44,11 +43,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
     parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
     parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
-    parser.add_argument(
-        "--calibration",
-        metavar="DATA",
-        help=f"c4 (the default; magnitude needs none), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
+    add_calibration_options(parser, "the default; magnitude needs none")
     parser.add_argument(
         "--eval",
         nargs="+",
@@ -98,7 +93,7 @@ def prune(args: argparse.Namespace) -> None:
     print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
-def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str | None, output: Output) -> list[str]:
+def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
     from ..data.text import short_name

@@ -22,7 +22,7 @@ _MANIFEST = "command.json"
 _WRITTEN = ("seed-*.json*", "command.json*")  # also what a kill leaves of them
 # Options that say where and how, not what.
 _PLACES = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
-_PATHS = ("model", "calibration", "metric", "allocation")
+_PATHS = ("model", "calibration", "prompts", "metric", "allocation")
 
 
 class Output:

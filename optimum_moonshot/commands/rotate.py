@@ -6,8 +6,8 @@ from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
+from .calibration import add_calibration_options, calibration_source
 from .common import (
-    IMAGES_HELP,
     add_method_options,
     add_model_options,
     check_data,
@@ -34,12 +34,7 @@ def add_rotate_options(parser: argparse.ArgumentParser) -> None:
         help="where the rotated model goes; a killed run leaves DIR.partial, and the same command goes on from there",
     )
     parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
-    parser.add_argument(
-        "--calibration",
-        default="c4",
-        metavar="DATA",
-        help=f"c4 (the default), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
+    add_calibration_options(parser, "the default")
     parser.add_argument(
         "--eval", nargs="+", action="extend", default=[], metavar="DATA", help="measure it on these before and after"
     )
@@ -58,14 +53,14 @@ def rotate(args: argparse.Namespace) -> None:
     args.rotation = getattr(args, "rotation", "learned")
     config = make_config(args)
     device = find_device(args.device)
-    check_data("--calibration", [args.calibration])
+    calibration = calibration_source(args, config) or "c4"
     check_data("--eval", args.eval)
     with open_output(args) as output:
-        lines = _rotate(args, config, device, output)
+        lines = _rotate(args, config, device, calibration, output)
     print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
-def _rotate(args: argparse.Namespace, config: Any, device: Any, output: Output) -> list[str]:
+def _rotate(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `rotate`, and what to tell of it."""
     from .. import MoonshotPruner
     from ..data.text import short_name
@@ -75,7 +70,7 @@ def _rotate(args: argparse.Namespace, config: Any, device: Any, output: Output) 
     size = min(config.batch_size, 4)
     meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
     before = {dataset: meter.measure(dataset) for dataset in args.eval}
-    report = pruner.rotate(args.calibration, progress=True, resume_dir=output.work())
+    report = pruner.rotate(calibration, progress=True, resume_dir=output.work())
     lines = [report.line()]
     for dataset, value in before.items():
         after = meter.measure(dataset)

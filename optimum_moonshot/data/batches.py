@@ -170,3 +170,26 @@ def without_padding(batch: Batch) -> Batch:
     tokens = mask.shape[1]
     aligned = {name for name in batch if name in TOKEN_INPUTS and batch[name].shape == (1, tokens)}
     return {name: tensor[:, part] if name in aligned else tensor for name, tensor in batch.items()}
+
+
+def spread_samples(batches: list[Batch], count: int) -> list[Batch]:
+    """Some of the samples, spread evenly over all, in their order and in batches no larger than those before.
+
+    Args:
+        batches: any.
+        count: how many; all, if there are no more.
+    """
+    size = max(map(batch_size, batches))
+    samples = split_batches(batches, 1)
+    count = min(count, len(samples))
+    merged: list[list[Batch]] = []
+    for sample in (samples[index * len(samples) // count] for index in range(count)):
+        alike = merged and len(merged[-1]) < size and _shapes(merged[-1][0]) == _shapes(sample)
+        if not alike:
+            merged.append([])
+        merged[-1].append(sample)
+    return [{name: torch.cat([one[name] for one in some]) for name in some[0]} for some in merged]
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, check_whole, reason, require
+from ..errors import NO_BACKWARD, MoonshotError, check_whole, reason, require
 from .batches import Batch, digest
 from .text import CORPORA, CalibrationData, describe
 
@@ -216,7 +216,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     require(
         source.label is not None,
         f"{source.name}: no labels, which λ < 1 and accuracy need; put the images in one sub-folder per class, add a "
-        "label column, or set lam=1 to prune without",
+        f"label column, or {NO_BACKWARD}",
     )
     config = getattr(model, "config", None)
     names = source.classes

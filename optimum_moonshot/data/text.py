@@ -284,18 +284,46 @@ def open_source(source: Any) -> _Texts | _Inputs:
     return _Inputs([source] if isinstance(source, Mapping) else source)
 
 
-def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
+def file_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON, JSON lines or Parquet file; of a .txt file its lines that are not blank, each as "text".
+
+    Raises:
+        MoonshotError: it does not exist, is empty, of an unknown format, or damaged.
+    """
+    path, suffix = _known_file(source)
+    if suffix != ".txt":
+        yield from _rows(_loader(path, suffix), str(source))
+        return
+    for row in _rows(partial(_lines, path), str(source)):
+        yield from ({"text": line} for line in row["text"].splitlines() if line.strip())
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [{"text": path.read_text(encoding="utf-8")}]
+
+
+def _known_file(source: str | os.PathLike[str]) -> tuple[Path, str]:
+    """A file and its suffix, one of `FORMATS`."""
     path = Path(os.path.expanduser(source))
     require(os.path.isfile(path), f"{_quoted(source)} is neither the name of a data set nor a file: {ACCEPTED}")
-    suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
-    require(suffix is not None, f'"{source}": a file of unknown format, use one of {", ".join(FORMATS)}')
+    suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), "")
+    require(bool(suffix), f'"{source}": a file of unknown format, use one of {", ".join(FORMATS)}')
     require(path.stat().st_size > 0, f'"{source}" is empty: give a file that holds text')
-    if suffix == ".txt":
-        return _Texts(partial(_texts, lambda: [{"text": path.read_text(encoding="utf-8")}], str(source)), joiner="")
+    return path, suffix
+
+
+def _loader(path: Path, suffix: str) -> Load:
     # `load_dataset` would take an unescaped path for a pattern.
     builder = "parquet" if suffix == ".parquet" else "json"
     where = {"data_files": glob.escape(str(path.resolve())), "split": "train", "streaming": True}
-    return _open_dataset(partial(load_dataset, builder, **where), str(source), counted=True)
+    return partial(load_dataset, builder, **where)
+
+
+def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
+    path, suffix = _known_file(source)
+    if suffix == ".txt":
+        return _Texts(partial(_texts, partial(_lines, path), str(source)), joiner="")
+    return _open_dataset(_loader(path, suffix), str(source), counted=True)
 
 
 def _quoted(source: str | os.PathLike[str]) -> str:

@@ -27,8 +27,7 @@ from .schedule import StatisticsSchedule
 from .student import Student, Task, Tensors, TunedLayer
 from .tuning import Tuner
 
-STAGES = 3
-PART = 6  # every stage but the last tunes for this part of the steps that follow the last
+STAGES = 6  # fewer lose, and each costs a pass of the data through the block and a solution of its layers
 
 
 def stage_patterns(pattern: Pattern) -> list[Pattern]:
@@ -83,7 +82,7 @@ class Gradual:
     Args:
         solver: of the run.
         patterns: layer → what it ends with.
-        steps: that follow the last stage.
+        steps: of a block in all; half of them follow the last stage, the others are between stages.
         sizes: samples of each batch.
         storage: where statistics live.
     """
@@ -97,7 +96,7 @@ class Gradual:
         storage: Storage,
     ):
         self.solver, self.patterns, self.sizes, self.storage = solver, patterns, sizes, storage
-        self.part = max(1, steps // PART)
+        self.between = steps // (2 * (STAGES - 1))
 
     def tune(self, student: Student, task: Task, tuner: Tuner) -> list[str]:
         """Recover a block from its dense weights on; returns notes.
@@ -116,7 +115,7 @@ class Gradual:
         notes: list[str] = []
         for stage in range(STAGES):
             if stage:
-                tuner.settle(self.part)
+                tuner.settle(self.between)
             patterns = {layer.name: stage_patterns(self.patterns(layer))[stage] for layer in student.layers}
             weights, damped = self._solve(student, task, patterns)
             student.prune({**pruned, **weights})

@@ -14,9 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
+from ..objective.loss_allocation import LossCurve
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
-from .run_folder import LAYERS, RECOVERED, ROTATION, RunFolder
+from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
+
+_POINTS = ("sparsities", "losses")  # of a curve
 
 
 class ResultStore:
@@ -33,6 +36,7 @@ class ResultStore:
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # recovered
+        self.curves: dict[str, LossCurve] = {}  # by which an allocation divides the sparsity
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
         self._rotation: Learned | None = None
@@ -45,6 +49,11 @@ class ResultStore:
 
     def _restore(self, folder: RunFolder) -> None:
         damaged = 0
+        for _, values, tensors in folder.saved(CURVES):
+            damaged += values is None
+            if values is not None:
+                points = tensors["sparsities"].tolist(), tensors["losses"].tolist()
+                self.curves[values["name"]] = LossCurve(values["size"], *map(tuple, points))
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
             if values is not None:
@@ -88,6 +97,21 @@ class ResultStore:
                 LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
             )
         self.reports[report.name] = report
+
+    def put_curve(self, name: str, curve: LossCurve) -> None:
+        """Keep what a layer loses at some sparsities.
+
+        Args:
+            name: of the layer.
+            curve: in place of one that is there.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
+        if self.folder is not None:
+            points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
+            self.folder.save(CURVES, name, points, {"name": name, "size": curve.size})
+        self.curves[name] = curve
 
     def put_rotation(self, state: Learned) -> None:
         """Keep how far learning a rotation has come.

@@ -35,6 +35,7 @@ from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
+from .run_folder import RunFolder
 from .selection import select
 from .statistics_source import StatisticsSource
 from .variant import Variant
@@ -99,13 +100,12 @@ def run_rotation(
         MoonshotError: as `rotate`, and bad data.
     """
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True):
             pass
-    except torch.OutOfMemoryError as error:
-        raise MoonshotError(f"out of device memory: lower max_memory, batch_size or num_samples ({error})") from None
     finally:
         variant.store.release()
     assert variant.rotated is not None
@@ -141,11 +141,15 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         found = rotations(spaces, state) if changed else {}
         if changed:
             basis.write(found)
-            check_same(model, batch, expected, "the learned rotation")
+            with all_present(structure.blocks):
+                check_same(model, batch, expected, "the learned rotation")
         else:
             basis.restore()
-    except BaseException:
+    except BaseException as error:
         basis.restore()
+        if isinstance(error, torch.OutOfMemoryError):
+            mend = "lower max_memory, batch_size or num_samples, or set rotation_rows"
+            raise MoonshotError(f"out of device memory: {mend} ({error})") from None
         raise
     report = RotationReport(
         spaces={space.name: (space.count, space.width) for space in spaces} if changed else {},
@@ -169,7 +173,8 @@ def _learned(
     state = store.rotation()
     if state is not None and state.done:
         return state
-    verify(prepared.model, basis, batch, expected)
+    with all_present(basis.blocks):
+        verify(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
     steps, shown = config.rotation_steps, prepared.subject.progress
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:

@@ -15,6 +15,7 @@ from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
 from .result_store import ResultStore
 from .rotating import rotated
+from .run_folder import RunFolder
 from .selection import select
 from .solving import prune_layers
 from .variant import Variant
@@ -39,7 +40,8 @@ def run(
     """
     started = time.perf_counter()
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True) as rotating:
@@ -47,8 +49,10 @@ def run(
     finally:
         variant.store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - rotating - variant.solving - recovering, "solver": variant.solving}
-    seconds |= {"rotation": rotating} if config.rotation is not None else {}
+    calibrating = total - rotating - variant.allocating - variant.solving - recovering
+    seconds = {"rotation": rotating} if config.rotation is not None else {}
+    seconds |= {"allocation": variant.allocating} if config.allocation == "fisher" else {}
+    seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
 

@@ -2,9 +2,11 @@
 
 run.json                     which run it is: a fingerprint of everything that its results depend on
 run.lock                     held by the process that writes; the system lets go of it when the process dies
+curves/NAME.safetensors      what a layer loses at some sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
 rotation/state.safetensors   what learning a rotation has come to
 recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
+samples/                     a folder of the same kind, in which samples/self.safetensors has what the model wrote
 """
 
 import contextlib
@@ -23,9 +25,9 @@ from torch import Tensor, uint8
 from ..errors import MoonshotError, require
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-LAYERS, RECOVERED, ROTATION = "layers", "recovered", "rotation"
+CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES = "curves", "layers", "recovered", "rotation", "samples"
 _MANIFEST, _LOCK = "run.json", "run.lock"
-_KINDS = (LAYERS, RECOVERED, ROTATION)
+_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES)
 _BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
 _WRITTEN = ("*.safetensors", *_BEGUN)
 
@@ -59,12 +61,9 @@ class RunFolder:
             MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
                 written.
         """
-        shown = f"{self.field}={str(self.path)!r}"
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM}
-            require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+            known = self._known()
             self._acquire()
             same = self._recorded() == fingerprint if known else None
             self._clear(_BEGUN if same else _WRITTEN)
@@ -72,6 +71,25 @@ class RunFolder:
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
+
+    def _known(self) -> bool:
+        """Whether a run was here; files of others are an error."""
+        known = (self.path / _MANIFEST).exists()
+        foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES}
+        shown = f"{self.field}={str(self.path)!r}"
+        require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+        return known
+
+    def for_samples(self) -> "RunFolder":
+        """The folder in this one for what the model writes before the run is known.
+
+        Raises:
+            MoonshotError: this one holds other files.
+        """
+        if self.path.is_dir():
+            with writing(self.field, self.path):
+                self._known()
+        return RunFolder(self.path / SAMPLES, self.field)
 
     def _acquire(self) -> None:
         try:
@@ -91,8 +109,8 @@ class RunFolder:
         """Write tensors and a report, whole or not at all.
 
         Args:
-            kind: `LAYERS`, `RECOVERED` or `ROTATION`.
-            name: of the layer or block, or "state".
+            kind: `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
+            name: of the layer or block, "state", or of the samples.
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
 
@@ -144,6 +162,7 @@ class RunFolder:
         """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
         (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
+        RunFolder.remove_all(self.path / SAMPLES)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # not a link, a mount point, or a folder with files of others

@@ -54,13 +54,19 @@ class StatisticsSource:
     Args:
         prepared: whose selection says what is gathered.
         variants: which layers they lack, and their patterns: the statistics serve all of them.
+        schedule: what of a layer is gathered, and how.
 
     `notes` and `losses` (ℓ_n of the dense model batch by batch, where a backward pass started from them) are complete
     after the last layer.
     """
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Wanting]):
-        self.prepared, self.variants = prepared, variants
+    def __init__(
+        self,
+        prepared: Prepared,
+        variants: Sequence[Wanting],
+        schedule: type[StatisticsSchedule] = StatisticsSchedule,
+    ):
+        self.prepared, self.variants, self.schedule = prepared, variants, schedule
         self.notes: list[str] = []
         self.losses: list[Tensor | None] = []
 
@@ -92,7 +98,7 @@ class StatisticsSource:
         selection = self.prepared.selection
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
-        return StatisticsSchedule(selection.solver, patterns, lams, samples, self.prepared.storage)
+        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage)
 
     def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""

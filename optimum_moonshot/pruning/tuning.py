@@ -70,8 +70,9 @@ class Tuner:
         return self.task.loss(self.heldout, self.student.rounded())
 
     def finish(self) -> list[str]:
-        """All steps, along a cosine; ends at the best of the states that were evaluated. Returns notes."""
-        total, every = self.total, max(1, self.total // EVALUATIONS)
+        """The steps that are left, along a cosine; ends at the best of the evaluated states. Returns notes."""
+        total = self.total - self.taken
+        every = max(1, total // EVALUATIONS)
         best, kept, since, step = math.inf, self.student.snapshot(), 0, 0
         for step in self._steps(total, lambda step: (1 + math.cos(math.pi * step / total)) / 2):
             if step % every and step < total:
@@ -83,7 +84,7 @@ class Tuner:
             if since == PATIENCE or not math.isfinite(loss):
                 break
         self.student.restore(kept)
-        return [] if step == total else [f"stopped after {step} of {total} steps"]
+        return [] if step == total else [f"stopped after {self.taken} of {self.total} steps"]
 
     def settle(self, steps: int) -> None:
         """Some steps at the first rate, undone where the held-out samples gain nothing.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern
+from ..objective.allocation_rules import METHODS
+from ..objective.patterns import MixedNM, Pattern
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
@@ -29,11 +30,12 @@ class Variant:
 
     def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
         self.selection, self.store = selection, store
-        self.patterns: dict[str, Pattern] = dict(selection.patterns)
+        self.patterns: dict[str, Pattern | MixedNM] = dict(selection.patterns)
         self.notes = [*selection.notes, *notes, *store.notes]
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
         self.rotated: Rotated | None = None  # the basis that the results are of
+        self.allocating = 0.0  # seconds that the curves of an allocation took
 
     @classmethod
     def open(
@@ -76,8 +78,9 @@ class Variant:
         return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """What a layer is pruned by; its own pattern where an allocation has left it out."""
-        return self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        """What a layer is pruned by; where an allocation has not divided yet, or has left it out, what was asked."""
+        pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's pruned weight, [d_out, d_in] in host memory."""
@@ -164,8 +167,14 @@ class Variant:
             versions=report.versions,
             dense=tuple(self.skipped),
             rotation=None if self.rotated is None else self.rotated.report.summary(),
+            allocated=self._allocated(layers),
         ).attach(prepared.model)
         return report
+
+    def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
+        """Layer → the sparsity that a method gave it."""
+        divided = self.selection.config.allocation in METHODS[1:]
+        return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
 
 
 def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:

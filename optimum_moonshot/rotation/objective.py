@@ -10,6 +10,7 @@ as it was, and a mean over the matrices by their weights.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from .spaces import Space
 
 # The threshold of a share is taken from so many scores, evenly chosen, of a matrix that has more. The objective is
 # stationary in the threshold, so that its error counts in the second order alone.
-SAMPLED_SCORES = 2**20
+SAMPLED_SCORES = 2**17
 
 
 class Coordinates(NamedTuple):
@@ -159,11 +160,19 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
     if count == 0:
         return values.new_zeros(())
     # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, reached where t is the largest of them.
-    flat = values.detach().flatten()
-    some = flat[:: max(1, flat.numel() // SAMPLED_SCORES)]
-    place = min(len(some), max(1, round(count * len(some) / flat.numel())))
-    threshold = some.kthvalue(place).values
+    some = _evenly(values.detach())
+    place = min(len(some), max(1, round(count * len(some) / values.numel())))
+    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
+    threshold = some.sort().values[place - 1] if some.is_cuda else some.kthvalue(place).values
     return values.clamp(max=threshold).sum() - (values.numel() - count) * threshold
+
+
+def _evenly(values: Tensor) -> Tensor:
+    """At least `SAMPLED_SCORES` of the values [rows, columns], all where they are fewer, of every column alike."""
+    stride = max(1, values.numel() // SAMPLED_SCORES)
+    while math.gcd(stride, values.shape[1]) > 1:
+        stride -= 1
+    return values.flatten()[::stride]
 
 
 def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:

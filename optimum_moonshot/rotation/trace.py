@@ -98,7 +98,6 @@ class Trace:
         self.results: list[Tensor] = []
         self._run(batch)
         self.place = {node.name: place for place, node in enumerate(self.nodes)}
-        self.unreached = [node for node in self.nodes if not node.leaves and not node.raw]
 
     def _run(self, batch: Batch) -> None:
         generator = torch.Generator().manual_seed(0)
