@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from bad_inputs_page import page
 from kills import KINDS, MEETINGS
 
@@ -15,29 +14,31 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """A process of its own: it forks, which one with threads must not."""
-    path = tmp_path_factory.mktemp("kills") / "results.json"
+FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
+
+
+def run(tmp_path, *options):
+    """In a process of its own: it forks, which one with threads must not."""
+    path = tmp_path / "results.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    few = ["--kills", "2", "--operations", "3", "--meetings", "1", "--json", path]
-    run = subprocess.run([sys.executable, TESTS / "kills.py", *few], capture_output=True, text=True, env=environment)
-    assert path.is_file(), run.stderr
+    command = [sys.executable, TESTS / "kills.py", *options, "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert path.is_file(), done.stderr
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["random moments", "file operations"])
-def test_a_killed_command_gives_the_same_files_when_it_is_repeated(results, kind, how):
-    found = results[kind][how]
-    assert found["wrong"] == []
-    assert found["kills"] >= 2 and found["identical"] == found["tries"] > 0
+def test_a_killed_command_gives_the_same_files_when_it_is_repeated(tmp_path):
+    results = run(tmp_path, "--kills", "1", "--operations", "1", "--meetings", "0", "--commands", *FEW)
+    assert tuple(results) == FEW
+    for found in (how for kind in results.values() for how in kind.values()):
+        assert found["wrong"] == [] and found["kills"] >= 1 and found["identical"] == found["tries"] > 0
 
 
-@pytest.mark.parametrize(("first", "second"), MEETINGS)
-def test_of_two_commands_that_write_to_one_folder_one_is_refused(results, first, second):
-    found = results[f"{first}, and {second}"]["two writers"]
-    assert found["wrong"] == [] and found["meetings"] == sum(found["refused"].values()) == 1
+def test_of_two_commands_that_write_to_one_folder_one_is_refused(tmp_path):
+    results = run(tmp_path, "--meetings", "1", "--commands")
+    assert len(results) == len(MEETINGS)
+    for found in (kind["two writers"] for kind in results.values()):
+        assert found["wrong"] == [] and sum(found["refused"].values()) == found["meetings"] == 1
 
 
 def test_the_guide_has_the_figures_of_the_programs():
