@@ -43,11 +43,11 @@ LOADERS = {
 }
 
 
-def build() -> MoonshotPruner:
+def build(layers: int = 11) -> MoonshotPruner:
     """207 million random weights, 136 million of them in layers that are pruned to 2:4 by magnitude."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=11, num_attention_heads=16,
+        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=16,
     )  # fmt: skip
     pruner = MoonshotPruner(LlamaForCausalLM(config).bfloat16(), MoonshotConfig(solver="magnitude", pattern="2:4"))

@@ -1,8 +1,8 @@
 """Ways to recover the shipped model after pruning, and what keeping the zeros costs a training step.
 
 Recovery: held-out perplexity at 0.7 and 2:4, before and after 200 steps of 4 windows with the Trainer (all weights with
-masks; LoRA; distillation) or block-wise. λ: block-wise at 0.8, from λ = 1 and below. Overhead: Trainer steps with
-and without masks, in turns.
+masks; LoRA; distillation) or block-wise. λ: block-wise at 0.8, from λ = 1 and below. Gradual: block-wise against
+gradual, from λ = 1. Overhead: Trainer steps with and without masks, in turns.
 """
 
 import copy
@@ -52,7 +52,7 @@ class Bench:
         def copied(prepared, recovery):
             pruned[0] = copy.deepcopy(self.dense)
             for layer in prepared.selection.layers:
-                pruned[0].get_submodule(layer.name).weight.data.copy_(recovery.results.weight(layer))
+                pruned[0].get_submodule(layer.name).weight.data.copy_(recovery.store.weight(layer))
             return original(prepared, recovery)
 
         original, pruning_run.recover = pruning_run.recover, copied
@@ -108,6 +108,16 @@ def lambdas(bench: Bench, seed: int, steps: int) -> Iterator[dict]:
         }
 
 
+def gradual(bench: Bench, seed: int, steps: int) -> Iterator[dict]:
+    for pattern, choice in {"0.6": {"sparsity": 0.6}, "0.8": {"sparsity": 0.8}, "2:4": {"pattern": "2:4"}}.items():
+        row: dict = {"case": pattern}
+        for how in ("blockwise", "gradual"):
+            _, recovered, report = bench.prune(**choice, lam=1.0, seed=seed, recover=how)
+            row |= {how: bench.perplexity(recovered), f"{how} seconds": report.seconds["recovery"]}
+            row[f"{how} losses"] = [(block.loss_before, block.loss_after) for block in report.recovery]
+        yield row
+
+
 class Switch(TrainerCallback):
     """Masks on in every other step, and the seconds of each step but the first ones."""
 
@@ -161,7 +171,7 @@ def merged(name: str, rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("part", choices=("recovery", "lambdas", "overhead"))
+    arguments.add_argument("part", choices=("recovery", "lambdas", "gradual", "overhead"))
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--samples", type=int, default=128)
     arguments.add_argument("--steps", type=int, default=200)
@@ -174,7 +184,9 @@ def main() -> None:
         return
     rows, dense = [], bench.perplexity(bench.dense)
     for seed in options.seeds:
-        for row in {"recovery": recovery, "lambdas": lambdas}[options.part](bench, seed, options.steps):
+        for row in {"recovery": recovery, "lambdas": lambdas, "gradual": gradual}[options.part](
+            bench, seed, options.steps
+        ):
             rows.append({"seed": seed, **row})
             print(rows[-1], flush=True)
     rows = merged(name, rows)

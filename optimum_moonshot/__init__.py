@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint.saving import convert
     from .checkpoint.verification import Verification, verify
     from .config import MoonshotConfig
+    from .data.self_calibration import SelfCalibration
     from .errors import MoonshotError
     from .evaluation.images import accuracy
     from .evaluation.text import perplexity
@@ -38,6 +39,7 @@ __all__ = [
     "MoonshotError",
     "MoonshotPruner",
     "PruneReport",
+    "SelfCalibration",
     "SweepReport",
     "Verification",
     "__version__",
@@ -62,6 +64,7 @@ _MODULES = {
     "MoonshotError": "errors",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
+    "SelfCalibration": "data.self_calibration",
     "SweepReport": "reports.sweep_report",
     "Verification": "checkpoint.verification",
     "accuracy": "evaluation.images",

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from .errors import MOST, MoonshotError, check_expressions, check_number, check_path, check_whole, require, shown
 from .objective.allocation_rules import PatternRules, check_allocation
-from .objective.patterns import NM, Pattern
+from .objective.patterns import NM, MixedNM, Pattern
+from .recipes import recipe
 from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
 from .solvers.hyperparameters import check_option, check_options
@@ -18,6 +19,7 @@ from .solvers.hyperparameters import check_option, check_options
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
 SHARED_OPTIONS = ("damping", "block_size")
+RECOVERIES = ("blockwise", "gradual")
 # In a dictionary of version 1, of every solver, also of one that has no damping.
 _DAMPING_OF_VERSION_1 = 0.01
 
@@ -36,12 +38,16 @@ class MoonshotConfig:
             "magnitude" only choose. Or a name that `register_solver` got, also in an installed package that names it as
             an entry point of the group `optimum_moonshot.solvers`.
         pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
-            which removes whole input columns. Not every solver takes every pattern.
-        sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m.
+            which removes whole input columns. Not every solver takes every pattern. With allocation="fisher" also
+            "n:4" (or any m, with the letter n): each layer gets 1:4, 2:4, 3:4 or stays dense.
+        sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m. Of "n:4" it is
+            the most that all layers lose together, as closely as whole steps of a quarter of a layer allow.
         group_size: consecutive columns that go or stay together; pattern="structured" only. In a model these are
             neurons, so that widths stay multiples of it; attention heads go whole, whatever it is.
-        allocation: "uniform"; "owl" or "alpha", which give the decoder layers sparsities of their own around the total
-            `sparsity` of an unstructured pattern; or a dict of layer → sparsity or "n:m". Its keys are names of
+        allocation: "uniform"; "fisher", which gives every weight matrix a sparsity of its own, so that the Fisher loss
+            of the whole model is least; "owl" or "alpha", which give one to every decoder layer. All keep the total
+            `sparsity` of an unstructured pattern. "fisher" passes some of the calibration samples once more, forwards
+            and backwards, also at λ = 1. Or a dict of layer → sparsity or "n:m". Its keys are names of
             layers, or regular expressions searched for in them: a layer's name decides, else the first expression
             found in it, else `pattern` and `sparsity`.
         owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 by OWL (arXiv 2310.05175) and the paper.
@@ -75,10 +81,22 @@ class MoonshotConfig:
             goes to host memory. None is 60% of what is free when pruning starts.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, until it does again what it did dense; None does not. Zeros stay zeros.
+            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in six
+            stages, each from its weights and inputs as they are by then. None does neither. Zeros stay zeros.
         recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
+            "gradual" takes a tenth of them after each of its first five stages, the others after the last.
         recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
             surviving weights; it falls to 0 along a cosine.
+        rotation: "learned" changes the basis of the residual stream and of what attention heads carry, before pruning,
+            by orthogonal matrices that leave the model's function as it is and that are learned so that pruning removes
+            little; they are merged into the weights. "heads" leaves the residual stream, and so tied embeddings, as
+            they are. None does neither.
+        rotation_weights: "fisher" weighs every matrix in what is learned by its absolute Fisher loss, which takes one
+            backward pass of the data, at λ = 1 too; "equal" weighs all alike.
+        rotation_steps: optimizer steps, at most; it ends earlier once it gains nothing.
+        rotation_lr: the learning rate that those steps begin with, in radians; it falls to 0 along a cosine.
+        rotation_rows: rows (or columns) of each matrix that the learning looks at, where its rotations allow; fewer are
+            faster on wide models. None is all.
         calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
             ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))`` prunes while loading. It
             is no part of `to_dict`, nor of the equality of two configurations.
@@ -116,6 +134,11 @@ class MoonshotConfig:
     recover: str | None = None
     recover_steps: int = 150
     recover_lr: float = 0.05
+    rotation: str | None = None
+    rotation_weights: str = "fisher"
+    rotation_steps: int = 100
+    rotation_lr: float = 0.02
+    rotation_rows: int | None = None
     calibration: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,10 +152,12 @@ class MoonshotConfig:
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
         self._settle_options(solver)
-        require(self.recover in (None, "blockwise"), f'recover={self.recover!r}: use "blockwise", or None for none')
+        known = " or ".join(f'"{name}"' for name in RECOVERIES)
+        require(self.recover in (None, *RECOVERIES), f"recover={self.recover!r}: use {known}, or None for none")
         check_number("recover_lr", self.recover_lr)
         require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
-        for field in ("num_samples", "batch_size", "recover_steps"):
+        self._check_rotation()
+        for field in ("num_samples", "batch_size", "recover_steps", "rotation_steps"):
             check_whole(field, getattr(self, field), least=1)
         check_whole("seed", self.seed, least=0)
         if self.sequence_length is not None:
@@ -144,13 +169,34 @@ class MoonshotConfig:
             check_path("offload_dir", self.offload_dir)
             require(isinstance(self.offload_dir, str), f"offload_dir={self.offload_dir!r}: give the path as a string")
 
+    def _check_rotation(self) -> None:
+        how = self.rotation
+        require(how in (None, "learned", "heads"), f'rotation={how!r}: use "learned" or "heads", or None for none')
+        require(
+            how is None or self.pattern != "structured",
+            f"rotation={how!r}: pattern='structured' removes neurons and heads as they are; leave one of them out",
+        )
+        weights = self.rotation_weights
+        require(weights in ("fisher", "equal"), f'rotation_weights={weights!r}: use "fisher" or "equal"')
+        check_number("rotation_lr", self.rotation_lr)
+        require(0 < self.rotation_lr < 1, f"rotation_lr={self.rotation_lr}: it lies above 0 and below 1")
+        if self.rotation_rows is not None:
+            check_whole("rotation_rows", self.rotation_rows, least=1)
+
     def _check_allocation(self) -> None:
         how = self.allocation
         check_allocation(how)
         named = isinstance(how, dict)
-        mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
+        mixed = isinstance(self.pattern, str) and self.pattern.startswith("n:")
         require(
-            how == "uniform" or self.pattern == "unstructured" or (named and self.pattern != "structured"),
+            not mixed or how == "fisher",
+            f"pattern={self.pattern!r}: which layer gets which of its patterns is an allocation's choice; add "
+            'allocation="fisher", or give a number for n',
+        )
+        mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
+        mend += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if how == "fisher" else ""
+        require(
+            how == "uniform" or self.pattern == "unstructured" or mixed or (named and self.pattern != "structured"),
             f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
         )
         if isinstance(how, dict):
@@ -197,8 +243,9 @@ class MoonshotConfig:
     def _check_patterns(self, solver: type[Solver]) -> None:
         """Every pattern that a layer may get is one that the solver takes."""
         takes, rules = " or ".join(kind.kind for kind in solver.patterns), self.pattern_rules
+        default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
         require(
-            rules.default is None or isinstance(rules.default, solver.patterns),
+            default is None or isinstance(default, solver.patterns),
             f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
         )
         named = self.allocation if isinstance(self.allocation, dict) else {}
@@ -214,12 +261,12 @@ class MoonshotConfig:
         return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
 
     @property
-    def parsed_pattern(self) -> Pattern | None:
+    def parsed_pattern(self) -> Pattern | MixedNM | None:
         """`pattern`, `sparsity` and `group_size` as one object; None where an allocation by name is all there is."""
         return self.pattern_rules.default
 
-    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern]:
-        """Every layer's pattern, as far as it is known before the model is (all but OWL's and AlphaPruning's).
+    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
+        """Every layer's pattern, as far as it is known before the model is: what OWL and others divide is not.
 
         Raises:
             MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
@@ -284,6 +331,22 @@ class MoonshotConfig:
         for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
             del values[name]
         return json.dumps(_whole_numbers(values))
+
+    @classmethod
+    def recipe(cls, pattern: str | float, budget: str = "one-shot", **changes: Any) -> "MoonshotConfig":
+        """What the measurements recommend (docs/choosing.md), in one word.
+
+        Args:
+            pattern: the share of the weights to remove, "n:m", or "n:4" with a `sparsity`.
+            budget: "paper" is the paper's own setting, λ · reconstruction + (1 - λ) · Fisher in the same share of every
+                layer. "one-shot" adds a learned basis and sparsity where it is cheap, without any training.
+                "recovered" tunes the surviving weights layer by layer besides, several times as long.
+            changes: fields that are set otherwise.
+
+        Raises:
+            MoonshotError: an unknown budget, a pattern without a recipe, or fields that contradict each other.
+        """
+        return cls(**recipe(pattern, budget, changes))
 
     @classmethod
     def check_version(cls, version: Any) -> None:

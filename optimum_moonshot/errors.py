@@ -11,6 +11,8 @@ class MoonshotError(ValueError):
     """Input that cannot be pruned as asked. The model is left as it was."""
 
 
+# The mend where something forbids a backward pass.
+NO_BACKWARD = 'set lam=1, without allocation="fisher"'
 MOST = 2**63 - 1  # the largest whole number that torch takes
 
 

@@ -26,20 +26,20 @@ WEIGHT_FILES = (
     "adapter_model.*",
     "adapter_config.json",
 )
+UNFINISHED = ".partial"  # at the end of a file's name until all of it is written
 STAGING_PREFIX = ".saving-"  # of the folders in which files wait for each other
 OF_THE_SYSTEM = "lost+found"  # where a file system begins
 _CONFIG = "config.json"
 
 
 @contextmanager
-def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
+def staged(field: str, directory: str | os.PathLike[str], model: bool = True) -> Iterator[Path]:
     """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
-
-    Weights that lie in `directory` and are not among the new files are removed.
 
     Args:
         field: the argument that the folder came with, for messages.
         directory: the folder, made if need be.
+        model: whether the files are one: weights that lie in `directory` and are not among them are removed.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
@@ -56,6 +56,10 @@ def staged(field: str, directory: str | os.PathLike[str]) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # a file system without locks
                 lock.enter_context(locked(staging))
             yield Path(staging)
+            with contextlib.suppress(OSError):
+                lock.enter_context(locked(directory, wait=True))  # of two saves, one comes whole after the other
+            if model:
+                _make_room(Path(staging), directory)
             _move(Path(staging), directory)
 
 
@@ -83,7 +87,7 @@ def replace_file(path: str | os.PathLike[str], content: str) -> None:
         content: its text.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + UNFINISHED)
     partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
@@ -101,8 +105,12 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 @contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
+def locked(folder: str | os.PathLike[str], wait: bool = False) -> Iterator[int]:
     """Hold the lock of a folder, which dies with its process; gives the folder's descriptor.
+
+    Args:
+        folder: to be locked.
+        wait: until nobody else holds it.
 
     Raises:
         BlockingIOError: another holds it.
@@ -110,18 +118,23 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield handle
     finally:
         os.close(handle)
 
 
-def _move(staging: Path, directory: Path) -> None:
-    """config.json goes first and comes last: a folder that a kill leaves half old, half new cannot be loaded."""
+def _make_room(staging: Path, directory: Path) -> None:
+    """Remove the model that was there, config.json first: without it the rest cannot be loaded."""
+    if (staging / _CONFIG).exists():
+        (directory / _CONFIG).unlink(missing_ok=True)
     for path in directory.iterdir():
-        replaced = (staging / path.name).exists()
-        if path.name == _CONFIG if replaced else is_weights(path):
+        if is_weights(path) and not (staging / path.name).exists():
             path.unlink()
+
+
+def _move(staging: Path, directory: Path) -> None:
+    """config.json comes last: a folder that a kill leaves half old, half new cannot be loaded."""
     for path in sorted(staging.iterdir(), key=lambda path: (path.name == _CONFIG, path.name)):
         target = directory / path.name
         if target.is_dir():

@@ -13,7 +13,7 @@ from .config import MoonshotConfig
 from .errors import check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
-from .objective.patterns import Pattern, Unstructured
+from .objective.patterns import MixedNM, Pattern, Unstructured
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 
@@ -113,7 +113,7 @@ def _problem(
         f"allocation={config.allocation!r}: it divides the sparsity between layers, and this is one; leave it out",
     )
     pattern = config.parsed_pattern
-    assert pattern is not None  # only an allocation by name goes without
+    assert pattern is not None and not isinstance(pattern, MixedNM)  # only allocations have such
     d_out, d_in = weight.shape
     require(
         pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern.width}"

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.packed_files import model_class
+from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
 from .checkpoint.verified import check_complete
 from .config import MoonshotConfig
@@ -24,11 +25,14 @@ from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
+from .pruning.rotating import run_rotation
 from .pruning.run import run
+from .pruning.run_folder import RunFolder
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord
+from .reports.rotation_report import RotationReport
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
 
@@ -67,8 +71,9 @@ class MoonshotPruner:
         self.report: PruneReport | None = getattr(
             model, "moonshot_report", None
         )  # of a model pruned while it was loaded
+        self.rotation: RotationReport | None = None  # of `rotate`
         self._sweep: Sweep | None = None
-        self._unsaved: list[ResultStore] = []  # whose files go once the model is saved
+        self._unsaved: list[ResultStore | RunFolder] = []  # whose files go once the model is saved
 
     def __repr__(self) -> str:
         """The model's class and size, and what differs from the default configuration."""
@@ -120,7 +125,8 @@ class MoonshotPruner:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
                 `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an
                 image model a folder with a sub-folder of images per class, Parquet, a Hub name or a `Dataset` with a
-                column of images. None is `config.calibration`. Magnitude pruning does without data; given some, it
+                column of images. "self" or a `SelfCalibration`: text that the dense model writes first. None is
+                `config.calibration`. Magnitude pruning does without data; given some, it
                 reports losses.
             loss: (model output, inputs) → [B] losses, in place of the cross-entropy that the Fisher loss starts from.
             forward: (model, inputs) → model output, in place of a plain call with the inputs by name (or by position,
@@ -139,9 +145,58 @@ class MoonshotPruner:
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
         with called_by(self.model, forward):
-            self.report, store = run(self._subject(loss, progress), self.config, data, resume_dir)
-        self._unsaved = [store]
+            self.report, store = run(self._subject(loss, progress), self._config(), data, resume_dir)
+        self._unsaved = [*self._unsaved, store]
+        self._note_rotation()
         return self.report
+
+    def rotate(
+        self,
+        calibration: Any = None,
+        *,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
+        progress: bool = True,
+        resume_dir: str | os.PathLike[str] | None = None,
+    ) -> RotationReport:
+        """Rotate the model in place, without pruning it: it computes what it did, and loses less when it is pruned.
+
+        The configuration says for which pattern, and how: as with ``rotation="learned"``, where it names no rotation. A
+        `prune` or `sweep` that follows takes the model as it is.
+
+        Args:
+            calibration, loss, forward, progress: as for `prune`.
+            resume_dir: a folder that keeps the state of learning until `save_pretrained` has the model safe. The same
+                call after a kill goes on from there.
+
+        Returns:
+            The report, also kept as `pruner.rotation`.
+
+        Raises:
+            MoonshotError: bad data, or nothing that can be rotated; the model is as it was.
+        """
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        require(self.rotation is None, "rotate: the model is rotated already")
+        data = self.config.calibration if calibration is None else calibration
+        config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
+        self._sweep = None
+        with called_by(self.model, forward):
+            self.rotation, store = run_rotation(self._subject(loss, progress), config, data, resume_dir)
+        self._unsaved = [store]
+        return self.rotation
+
+    def _config(self) -> MoonshotConfig:
+        """The configuration; without a rotation where the model has had its own."""
+        return self.config if self.rotation is None else dataclasses.replace(self.config, rotation=None)
+
+    def _note_rotation(self) -> None:
+        """Report and record of a pruned model name the rotation that went before."""
+        if self.rotation is None or self.report is None:
+            return
+        self.report.rotation = self.rotation
+        record = PruningRecord.of(self.model)
+        if record is not None:
+            dataclasses.replace(record, rotation=self.rotation.summary()).attach(self.model)
 
     def sweep(
         self,
@@ -178,7 +233,7 @@ class MoonshotPruner:
             MoonshotError: bad values, data, layers or statistics.
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
-        chosen = variants(self.config, lambdas, sparsities, patterns)
+        chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
         subject = self._subject(loss, progress)
         with called_by(self.model, forward):
@@ -223,11 +278,16 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         check_ranked(self.config, sparsities)
-        configs = variants(self.config, [self.config.lam], sparsities, None)
+        configs = variants(self._config(), [self.config.lam], sparsities, None)
         self._sweep = None
         subject = self._subject(loss, progress)
+
+        def applied(report: PruneReport) -> None:
+            self.report = report
+            self._note_rotation()
+
         with called_by(self.model, forward):
-            return prune_path(subject, configs, calibration, work_dir, lambda report: setattr(self, "report", report))
+            return prune_path(subject, configs, calibration, work_dir, applied)
 
     def choose(self, entry: SweepEntry) -> PruneReport:
         """Write one of the last sweep's variants into the model, such as ``sweep_report.best(sparsity=0.6)``.
@@ -237,7 +297,8 @@ class MoonshotPruner:
         """
         swept = self._swept()
         self.report = swept.choose(entry)
-        self._unsaved = [variant.store for variant in swept.solved.variants]
+        self._note_rotation()
+        self._unsaved = swept.solved.stores
         self._sweep = None
         return self.report
 
@@ -257,7 +318,7 @@ class MoonshotPruner:
         return done
 
     def save_pretrained(self, directory: str | os.PathLike[str], format: str = "dense", **options: Any) -> None:
-        """Write the pruned model, its tokenizer or image processor, the report, and a model card.
+        """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
 
@@ -272,7 +333,12 @@ class MoonshotPruner:
             MoonshotError: nothing was pruned yet, the folder cannot be written, or format="packed" for a layer that is
                 not n:m any more.
         """
-        save_model(self.model, (self.tokenizer, self.processor), self._pruned(), directory, format, **options)
+        processors = (self.tokenizer, self.processor)
+        if self.report is None and self.rotation is not None:
+            require(format == "dense", f"format={format!r}: a rotated model has no zeros to pack; prune it first")
+            save_rotated(self.model, processors, self.rotation, directory, **options)
+        else:
+            save_model(self.model, processors, self._pruned(), directory, format, **options)
         self._discard_results()
 
     def push_to_hub(

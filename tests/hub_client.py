@@ -3,7 +3,10 @@
 Usage: python hub_client.py FOLDER; prints what happened as JSON.
 """
 
+import contextlib
+import io
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from huggingface_hub import ModelCard
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
+from optimum_moonshot.__main__ import main as moonshot
 
 BASE_CARD = """---
 license: llama3.2
@@ -51,6 +55,37 @@ def without_the_package(repo):
     code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({repo!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.returncode, done.stderr[-1000:]
+
+
+def command(*argv):
+    """The status that a command ended with, what it printed, and what it complained of."""
+    printed, complained, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
+        try:
+            moonshot([str(part) for part in argv])
+        except SystemExit as ended:
+            status = ended.code
+    return status, printed.getvalue(), complained.getvalue()
+
+
+def commands(folder, pruner):
+    """`moonshot verify` and `moonshot convert` of names on the Hub, in a folder of their own."""
+    folder.mkdir()
+    os.chdir(folder)
+    done = {
+        "verified": command("verify", "me/shards", "--json"),
+        "verified at": command("verify", "me/shards", "--revision", "main"),
+        "no repository": command("verify", "me/nothing"),
+        "not pruned": command("verify", "org/base"),
+        "converted": command("convert", "me/shards", "--format", "dense"),
+        "named": command("convert", "me/shards", "--format", "dense", "--output", "named"),
+        "again": command("convert", "me/shards", "--format", "dense"),
+        "is packed": command("convert", "me/shards", "--format", "packed"),
+        "lost": command("convert", "me/nothing", "--format", "dense"),
+    }
+    done["folders"] = sorted(path.name for path in folder.iterdir())
+    done["weights"] = [same(pruner.model, load_pruned(folder / name)) for name in ("shards-dense", "named")]
+    return done
 
 
 def publish_base(folder):
@@ -92,6 +127,7 @@ def main(folder):
     done["same weights"] = same(pruner.model, loaded) and same(pruner.model, load_pruned("me/small"))
     push("me/shards", max_shard_size="10KB")
     shards = load_pruned("me/shards"), hf.AutoModelForCausalLM.from_pretrained("me/shards", dtype="auto")
+    done["commands"] = commands(folder / "commands", pruner)
     done["same shards"] = all(same(pruner.model, loaded) for loaded in shards)
     done["without the package"] = {repo: without_the_package(repo) for repo in ("me/small", "me/shards")}
     done["card"] = ModelCard.load("me/small").data.to_dict()

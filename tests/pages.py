@@ -7,6 +7,7 @@ fence says `python` or `bash`; `text` is what a program printed. One that cannot
 """
 
 import configparser
+import json
 import re
 import runpy
 import shlex
@@ -19,6 +20,7 @@ import datasets
 import torch
 import transformers as hf
 from models import make
+from PIL import Image
 from test_images import CLASSES, fill
 from test_zeroshot import TASK
 
@@ -39,6 +41,7 @@ KINDS = ("python", "bash", "text")
 # What a page says → what is run in its place: less work, and tasks that need no download.
 SMALLER = {
     "num_samples=512": "num_samples=20",
+    "num_samples=64": "num_samples=6",
     "--num-samples 512": "--num-samples 20",
     "lambdas=[0.25, 0.5, 0.75, 0.9, 1]": "lambdas=[0.5, 1]",
     "--seeds 0 1 2": "--seeds 0 --lambdas 0.5 1",
@@ -192,13 +195,42 @@ def lay_out(folder: Path) -> None:
     hf.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder / "microsoft" / "resnet-50")
     fill(folder / "train_images", each=4)
     fill(folder / "val_images", each=2)
+    lay_out_captions(folder)
     text = (DEMO / "calibration.txt").read_text(encoding="utf-8")
     (folder / "corpus.txt").write_text(text[:20_000], encoding="utf-8")
     rows = '{"question": "abc", "choices": ["de", "fg"], "answer": 1}\n'
+    (folder / "questions.txt").write_text("Why is the sky blue?\nWho are you?\n")
     (folder / "letters.jsonl").write_text(rows * 4)
     (folder / "letters.yaml").write_text(TASK.format(data=folder / "letters.jsonl", metric="acc"))
     (folder / "examples").mkdir()
     shutil.copytree(DEMO, folder / "examples" / "demo_model")
+
+
+def lay_out_captions(folder: Path) -> None:
+    """A vision–language model with its processor, and images with text."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    text = hf.LlamaConfig(**sizes, vocab_size=len(tokenizer), num_key_value_heads=1, max_position_embeddings=64)
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    vision = hf.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
+    processor = hf.LlavaProcessor(
+        hf.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    llava = folder / "llava-hf" / "llava-1.5-7b-hf"
+    hf.LlavaForConditionalGeneration(config).save_pretrained(llava)
+    processor.save_pretrained(llava)
+    (folder / "captions").mkdir()
+    rows = []
+    for i in range(8):
+        Image.new("RGB", (10 + i, 9), (20 * i, 5, 80)).save(folder / "captions" / f"{i}.png")
+        rows.append(json.dumps({"file_name": f"{i}.png", "text": f"The picture of number {i} and what is in it."}))
+    (folder / "captions" / "metadata.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
 
 def load_dataset(path: str, *args, split: str | None = None, **options):

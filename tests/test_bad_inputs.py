@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from bad_inputs_page import PAGE, page
 from datasets import Dataset
 from models import make, token_batches
 from PIL import Image
@@ -76,19 +77,19 @@ def test_matrices(arguments, settings, words):
     assert one_line(error.value)
 
 
-@pytest.mark.parametrize(
-    "settings, sparsities, words",
-    [
-        (config(**OBC), [[0.5]], "sparsities=[0.5]: give a number"),
-        (config(**OBC), ["0.5"], "sparsities='0.5': give a number"),
-        (config(**OBC), [NAN], "sparsities=nan: give a number"),
-        (config(**OBC), [0.5, 0.5], "a value is given twice"),
-        (config(**OBC), 0.5, "sparsities=0.5: give a list of numbers"),
-        (config(**OBC), [1.5], "sparsity=1.5"),
-        ({}, [0.5], "config is a dict"),
-        (config(), [0.5], "solver='wanda' has no path of sparsities"),
-    ],
-)
+PATHS = [
+    (config(**OBC), [[0.5]], "sparsities=[0.5]: give a number"),
+    (config(**OBC), ["0.5"], "sparsities='0.5': give a number"),
+    (config(**OBC), [NAN], "sparsities=nan: give a number"),
+    (config(**OBC), [0.5, 0.5], "a value is given twice"),
+    (config(**OBC), 0.5, "sparsities=0.5: give a list of numbers"),
+    (config(**OBC), [1.5], "sparsity=1.5"),
+    ({}, [0.5], "config is a dict"),
+    (config(), [0.5], "solver='wanda' has no path of sparsities"),
+]
+
+
+@pytest.mark.parametrize("settings, sparsities, words", PATHS)
 def test_paths_of_one_matrix(settings, sparsities, words):
     with pytest.raises(MoonshotError, match=re.escape(words)):
         weight_path(WEIGHT, GRAM, config=settings, sparsities=sparsities)
@@ -239,16 +240,16 @@ def meta(whole):
     return model
 
 
-@pytest.mark.parametrize(
-    "model, words",
-    [
-        (partial(meta, True), "model.layers.0.self_attn.q_proj: its weight is offloaded; load the model without"),
-        (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is offloaded"),
-        (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
-        (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
-        (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
-    ],
-)
+OBJECTS = [
+    (partial(meta, True), "model.layers.0.self_attn.q_proj: its weight is offloaded; load the model without"),
+    (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is offloaded"),
+    (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
+    (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
+    (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
+]
+
+
+@pytest.mark.parametrize("model, words", OBJECTS)
 def test_models(model, words):
     with pytest.raises(MoonshotError, match=re.escape(words)):
         MoonshotPruner(model(), config()).prune(BATCHES, progress=False)
@@ -341,20 +342,20 @@ def pruned():
     return found
 
 
-@pytest.mark.parametrize(
-    "directory, words",
-    [
-        ("file", "is a file: give a folder"),
-        ("file/in", "cannot be written: [Errno 20] Not a directory"),
-        ("link", "is a link to a folder that does not exist: make it, or give another"),
-        ("x" * 300, "cannot be written: [Errno 36] File name too long"),
-        ("a\0b", "give a path"),
-        (5, "directory=5: give a path"),
-        (None, "directory=None: give a path"),
-        ("", "directory='': give a path"),
-        (b"x", "directory=b'x': give a path"),
-    ],
-)
+PLACES = [
+    ("file", "is a file: give a folder"),
+    ("file/in", "cannot be written: [Errno 20] Not a directory"),
+    ("link", "is a link to a folder that does not exist: make it, or give another"),
+    ("x" * 300, "cannot be written: [Errno 36] File name too long"),
+    ("a\0b", "give a path"),
+    (5, "directory=5: give a path"),
+    (None, "directory=None: give a path"),
+    ("", "directory='': give a path"),
+    (b"x", "directory=b'x': give a path"),
+]
+
+
+@pytest.mark.parametrize("directory, words", PLACES)
 def test_where_models_are_saved(tmp_path, pruned, directory, words):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
@@ -421,11 +422,13 @@ SWEEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [("solver", 5), ("maximize", 1), ("dense", "x"), ("entries", None), ("entries", [5]), ("entries", [{}]),
-     ("entries", [{**SWEEP["entries"][0], "lam": "x"}]), ("seconds", 1), ("extra", 1)],
-)  # fmt: skip
+SWEEPS = [
+    ("solver", 5), ("maximize", 1), ("dense", "x"), ("entries", None), ("entries", [5]), ("entries", [{}]),
+    ("entries", [{**SWEEP["entries"][0], "lam": "x"}]), ("seconds", 1), ("extra", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", SWEEPS)
 def test_fields_of_a_sweeps_report(tmp_path, field, value):
     path = tmp_path / "sweep.json"
     assert read(SweepReport, path, {**SWEEP, "dense": None}).entries
@@ -433,14 +436,14 @@ def test_fields_of_a_sweeps_report(tmp_path, field, value):
         read(SweepReport, path, {**SWEEP, field: value})
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [], 5, {}, {"perplexity": {"a": 1.0}}, {"perplexity": {"a": "x"}, "measured_on": {"a": {}}},
-        {"accuracy": {"a": None}, "measured_on": {"a": {"images": 1}}}, {"zero_shot": {"accuracy": {"a": 1.0}}},
-        {"zero_shot": {"accuracy": {"a": "x"}, "stderr": {}, "num_fewshot": 0, "limit": None, "versions": {}}},
-    ],
-)  # fmt: skip
+EVALUATIONS = [
+    [], 5, {}, {"perplexity": {"a": 1.0}}, {"perplexity": {"a": "x"}, "measured_on": {"a": {}}},
+    {"accuracy": {"a": None}, "measured_on": {"a": {"images": 1}}}, {"zero_shot": {"accuracy": {"a": 1.0}}},
+    {"zero_shot": {"accuracy": {"a": "x"}, "stderr": {}, "num_fewshot": 0, "limit": None, "versions": {}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", EVALUATIONS)
 def test_results_of_an_evaluation(tmp_path, values):
     with pytest.raises(MoonshotError, match=r"result\.json holds no results of an evaluation"):
         read(EvalReport, tmp_path / "result.json", values)
@@ -599,11 +602,13 @@ def test_options(tmp_path, capsys, monkeypatch, command, options, status, words)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "option, value",
-    [("--lam", "much"), ("--sparsity", "half"), ("--num-samples", "1.5"), ("--seed", "x"), ("--format", "gguf"),
-     ("--dtype", "int8"), ("--no-such-option", "1")],
-)  # fmt: skip
+VALUES = [
+    ("--lam", "much"), ("--sparsity", "half"), ("--num-samples", "1.5"), ("--seed", "x"), ("--format", "gguf"),
+    ("--dtype", "int8"), ("--no-such-option", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option, value", VALUES)
 def test_values_that_are_no_numbers(tmp_path, capsys, option, value):
     from optimum_moonshot.__main__ import main
 
@@ -612,3 +617,10 @@ def test_values_that_are_no_numbers(tmp_path, capsys, option, value):
     told = capsys.readouterr().err
     assert caught.value.code == 2 and option in told.splitlines()[-1] and value in told.splitlines()[-1]
     assert "Traceback" not in told and not list(tmp_path.iterdir())
+
+
+def test_the_page_of_bad_inputs_says_what_the_tests_say():
+    """`python tests/bad_inputs_page.py` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+    rows = [line for line in page().splitlines() if line.startswith("| `") and not line.endswith("| what it gets |")]
+    assert len(rows) >= 200 and f"What {len(rows)} wrong inputs get" in page()

@@ -155,6 +155,7 @@ def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):
         ("vit", image_batches, {}),
         ("gpt2", token_batches, dict(pattern="unstructured", sparsity=0.6, allocation="alpha")),
         ("mixtral", token_batches, dict(solver="wanda", fisher="attention")),
+        ("llama", token_batches, dict(lam=1.0, recover="gradual", recover_steps=5)),
         ("bert", token_batches, dict(targets=["dense", "decoder"], lam=1.0)),
     ],
 )
@@ -177,6 +178,8 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     assert ("Left dense although chosen" in text) == bool(pruner.report.skipped)
     if "allocation" in settings:
         assert "| allocation of the sparsity | alpha |" in text and "% to " in text
+    row = "| recovery | gradual, at most 5 steps for each decoder layer |"
+    assert (row in text) == ("recover" in settings) == ("| recovery |" in text)
 
 
 def test_sizes_are_those_of_the_files(tmp_path):

@@ -304,3 +304,15 @@ def test_every_layer_is_packed_by_its_own_pattern(tmp_path):
         layers = json.loads(file.metadata()["moonshot"])["layers"]
     patterns = {name.split(".")[-2]: layer["pattern"] for name, layer in layers.items()}
     assert patterns["q_proj"] == "1:4" and patterns["up_proj"] == "2:4" and patterns["k_proj"] == "unstructured"
+
+
+def test_the_same_weights_are_the_same_bytes(tmp_path):
+    """safetensors orders a file's metadata by chance."""
+    pruner = pruned("llama", torch.bfloat16, pattern="2:4")
+    for number in range(6):
+        pruner.save_pretrained(tmp_path / "model", format="packed", max_shard_size="10KB")
+        convert(tmp_path / "model", tmp_path / f"{number}" / "dense", "dense")
+        (tmp_path / "model").rename(tmp_path / f"{number}" / "packed")
+    for first in (path for path in (tmp_path / "0").rglob("*.safetensors")):
+        copies = {(tmp_path / f"{n}" / first.relative_to(tmp_path / "0")).read_bytes() for n in range(6)}
+        assert len(copies) == 1, first.name

@@ -82,8 +82,14 @@ def test_only_given_options_reach_the_config(toy):
         "recover": "blockwise",
         "recover_steps": 20,
         "recover_lr": 0.002,
+        "rotation_weights": "equal",
+        "rotation_steps": 30,
+        "rotation_lr": 0.02,
+        "rotation_rows": 512,
     }
-    assert set(given) == set(common.CONFIG_OPTIONS)
+    assert set(given) == set(common.CONFIG_OPTIONS) - {"rotation"}  # which pattern="structured" rules out
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
+    assert common.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []
     for name, value in given.items():
         if isinstance(value, dict):
@@ -104,7 +110,7 @@ def test_an_allocation_may_be_a_file(tmp_path):
         path.write_text(content)
         with pytest.raises(cli.UsageError, match=re.escape(words)):
             common.make_config(parse("--allocation", str(path)))
-    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha nor"):
+    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha, fisher nor"):
         common.make_config(parse("--allocation", "nowhere"))
 
 

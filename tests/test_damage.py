@@ -11,14 +11,15 @@ def intact(request, tmp_path_factory):
     return folder, make_folder(folder, request.param), request.param
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in (0, 100, 200)], ids=str)
-def test_a_damaged_folder_gives_the_same_weights_or_is_refused(intact, seeds, tmp_path):
+@pytest.mark.parametrize("start", [0, 100, 200])
+def test_a_damaged_folder_gives_the_same_weights_or_is_refused(intact, start, tmp_path):
     folder, expected, format = intact
+    seeds = range(start, start + (20 if format == "run" else 100))
     found = {seed: trial(folder, expected, seed, tmp_path, format) for seed in seeds}
     wrong = {seed: done for seed, done in found.items() if any(v.startswith("WRONG") for v in done[1].values())}
     assert not wrong
     kinds = {verdict for _, verdicts in found.values() for verdict in verdicts.values()}
-    assert kinds >= {"refused", "same weights" if format == "packed" else "read"}
+    assert kinds >= {"refused", "same weights"}
 
 
 def test_the_trial_notices_what_is_wrong(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from statistics import fmean, stdev
 
@@ -160,3 +161,11 @@ def test_the_site_has_every_page():
     assert sorted(f"docs/{name}" for name in listed if (ROOT / "docs" / name).is_file()) == sorted(
         page for page in PAGES if page.startswith("docs/")
     )
+
+
+def test_the_survey_of_architectures_is_the_measured_one():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import architectures
+
+    results = json.loads((ROOT / "benchmarks/results/architectures.json").read_text(encoding="utf-8"))["results"]
+    assert architectures.table(results) in read("docs/architectures.md")

@@ -4,6 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,11 +48,38 @@ def test_a_save_that_runs_is_left_alone(tmp_path):
     assert names(tmp_path) == ["a", "b"]
 
 
+def test_two_saves_into_one_folder_come_one_after_the_other(tmp_path, monkeypatch):
+    """The files of each move together, so that the folder is never of both."""
+    real, turns = os.replace, []
+
+    def slow(source, target):
+        turns.append(Path(source).read_text())
+        time.sleep(0.01)
+        real(source, target)
+
+    def save(text):
+        with staged("directory", tmp_path) as folder:
+            for name in ("config.json", "model.safetensors", "tokenizer.json"):
+                (folder / name).write_text(text)
+            ready.wait()
+
+    monkeypatch.setattr(os, "replace", slow)
+    ready = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, "abcd"))
+    assert [len(set(turns[start : start + 3])) for start in range(0, 12, 3)] == [1] * 4
+    assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {turns[-1]}
+
+
 def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
     """Old weights would go unnoticed under a new config.json, and the other way round."""
-    for name in ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "mine.txt"):
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "mine.txt", "config.json"):
         (tmp_path / name).write_text("old")
-    moved = []
+    moved, unlink = [], Path.unlink
+
+    def unlinked(path, **options):
+        assert path.name == "config.json" or not (tmp_path / "config.json").exists()
+        unlink(path, **options)
 
     def interrupted(source, target):
         moved.append(target.name)
@@ -59,6 +89,8 @@ def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
         os.rename(source, target)
 
     monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(Path, "unlink", unlinked)
+    monkeypatch.setattr(Path, "iterdir", lambda folder: sorted(map(folder.joinpath, os.listdir(folder)), reverse=True))
     with pytest.raises(MoonshotError, match="interrupted"), staged("directory", tmp_path) as folder:
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             (folder / name).write_text("new")

@@ -54,6 +54,39 @@ def test_packed_shards_are_loaded_from_the_hub_and_only_with_this_package(sessio
         assert status == 1 and "import optimum_moonshot" in printed.splitlines()[-1]
 
 
+def test_commands_take_names_on_the_hub(session):
+    done = session[0]["commands"]
+    status, printed, _ = done["verified"]
+    found = json.loads(printed)
+    assert status == 0 and found["holds"] and found["checksums"] and found["path"] == "me/shards"
+    assert found["sparsity"] == 0.5 and all(layer["follows"] for layer in found["layers"])
+    status, printed, _ = done["verified at"]
+    assert status == 0 and "packed; every checksum holds" in printed
+    for name in ("converted", "named"):
+        assert done[name][0] == 0 and "weights" in done[name][1], done[name]
+    assert done["folders"] == ["named", "shards-dense"] and done["weights"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("no repository", 1, "me/nothing"),
+        ("lost", 1, "me/nothing"),
+        ("again", 2, "--output shards-dense: it is not empty; --overwrite writes there anyway"),
+        ("is packed", 1, "is a packed checkpoint already"),
+    ],
+)
+def test_commands_name_what_is_wrong_on_the_hub(session, name, status, words):
+    found, _, complained = session[0]["commands"][name]
+    assert found == status and "Traceback" not in complained
+    assert complained.splitlines()[-1].startswith("error: ") and words in complained.splitlines()[-1]
+
+
+def test_a_model_on_the_hub_that_nobody_pruned_is_no_claim(session):
+    status, printed, _ = session[0]["commands"]["not pruned"]
+    assert status == 0 and "no text claims that it is pruned" in printed
+
+
 def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
     done, hub = session
     assert "refused the token for me/refused (401" in done["refused"] and "hf auth login" in done["refused"]

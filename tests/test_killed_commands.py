@@ -16,6 +16,7 @@ from optimum_moonshot import SweepReport
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.output import open_output
+from optimum_moonshot.pruning.gradual import STAGES
 
 DATA = ["--calibration", DEMO / "calibration.txt", "--num-samples", "4", "--sequence-length", "16", "--device", "cpu"]
 PRUNE = ["--solver", "wanda", "--pattern", "2:4", "--lam", "1", "--targets", r"layers\.[01]\.", *DATA]
@@ -93,6 +94,48 @@ def test_a_kill_while_saving_loses_nothing(capsys, tmp_path):
         assert any("14 layers were taken over" in note for note in notes) == (moment != "moved")
     status, lines = failure(capsys, *command("prune", tmp_path / "moved", *PRUNE))  # it is done now
     assert status == 2 and "--overwrite" in lines[-1]
+
+
+# Dies in the second block of a gradual recovery, between two of its stages.
+KILLED_RECOVERING = """
+import os, signal, sys
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.pruning.tuning import Tuner
+
+real, calls = Tuner.settle, []
+
+def settle(*arguments):
+    calls.append(1)
+    if len(calls) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*arguments)
+
+Tuner.settle = settle
+main(sys.argv[2:])
+"""
+
+
+def test_a_kill_in_the_middle_of_a_recovery_goes_on_at_its_block(tmp_path):
+    options = [*PRUNE, "--recover", "gradual", "--recover-steps", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    argv = command("prune", tmp_path / "out", *options)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED_RECOVERING, str(STAGES + 1), *argv],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert left(tmp_path) == {"out.partial"}
+    assert len(list((tmp_path / "out.partial").glob("**/recovered/*.safetensors"))) == 1
+    main(argv)
+    main(command("prune", tmp_path / "whole", *options))
+    reports = [json.loads((tmp_path / name / "moonshot_report.json").read_text()) for name in ("out", "whole")]
+    assert any("14 layers, 1 recovered blocks were taken over" in note for note in reports[0]["notes"])
+    blocks = [[{**block, "seconds": 0} for block in report["recovery"]] for report in reports]
+    assert blocks[0] == blocks[1] and len(blocks[0]) == 2
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert left(tmp_path) == {"out", "whole"}
 
 
 def test_a_kill_while_the_chosen_model_is_saved(capsys, tmp_path, monkeypatch):
@@ -178,6 +221,20 @@ def test_one_command_at_a_time_writes_to_a_folder(capsys, tmp_path):
         assert status == 2 and "the model's own folder" in lines[0]
         assert left(tmp_path) == {"out.partial"}
     assert not left(tmp_path)
+
+
+def test_a_kill_before_the_first_file_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "command.json.partial").write_text("{")
+    main(command("prune", tmp_path / "out", *PRUNE))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_command_that_fails_before_it_writes_leaves_nothing(capsys, tmp_path):
+    main(command("prune", tmp_path / "packed", *PRUNE, "--format", "packed"))
+    status, lines = failure(capsys, "convert", tmp_path / "packed", "--format", "packed", "--output", tmp_path / "out")
+    assert status == 1 and lines[-1].endswith("is a packed checkpoint already")
+    assert left(tmp_path) == {"packed"}
 
 
 def test_files_of_others_in_the_partial_folder_are_named(capsys, tmp_path):

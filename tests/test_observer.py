@@ -9,7 +9,8 @@ from optimum_moonshot import MoonshotError
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import GradientStatistic, InputStatistic
-from optimum_moonshot.model.calls import batch_size, frozen, run_model
+from optimum_moonshot.data.batches import batch_size
+from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.forms import find_form
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
 from optimum_moonshot.model.losses import loss_gradient, token_mask

@@ -9,8 +9,10 @@ from reference_recovery import hidden_states, recover, relative_errors
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pruning import recovery as recovery_module
-from optimum_moonshot.pruning.recovery import STEP_SAMPLES, Recovery, divide, part_size
+from optimum_moonshot.pruning import tuning
+from optimum_moonshot.pruning.recovery import Recovery
+from optimum_moonshot.pruning.student import Task
+from optimum_moonshot.pruning.tuning import STEP_SAMPLES, Tuner, divide, part_size
 
 SAMPLES = 16
 
@@ -61,7 +63,7 @@ def test_survivors_move_and_nothing_else(name):
 
 @pytest.mark.parametrize(("name", "padded"), [("llama", False), ("gpt2", True)])
 def test_equals_the_literal_version(name, padded, monkeypatch):
-    monkeypatch.setattr(recovery_module, "EVALUATIONS", 1)
+    monkeypatch.setattr(tuning, "EVALUATIONS", 1)
     batches = [
         {key: value[row : row + 1] for key, value in batch.items()}
         for batch in token_batches(18, padded=padded)
@@ -99,14 +101,14 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_train_in_float32(dtype, monkeypatch):
     seen = set()
-    original = recovery_module.Task.error
+    original = Task.error
 
     def spy(self, index, tensors, widen=False):
         if widen:
             seen.update(tensor.dtype for tensor in tensors.values())
         return original(self, index, tensors, widen)
 
-    monkeypatch.setattr(recovery_module.Task, "error", spy)
+    monkeypatch.setattr(Task, "error", spy)
     model, plain = make("llama").to(dtype), make("llama").to(dtype)
     prune(plain, recover=None)
     report = prune(model, recover_lr=0.01)
@@ -173,7 +175,7 @@ def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
     whole, resumed = make("llama"), make("llama")
     before = state(whole)
     full = prune(whole, lam=0.9)
-    original, count = Recovery._tune, [0]
+    original, count = Tuner.finish, [0]
 
     def die(self, *args):
         count[0] += 1
@@ -181,7 +183,7 @@ def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(Recovery, "_tune", die)
+    monkeypatch.setattr(Tuner, "finish", die)
     folder = tmp_path / "partial"
     with pytest.raises(KeyboardInterrupt):
         prune(resumed, lam=0.9, resume_dir=folder)

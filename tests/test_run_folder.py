@@ -57,18 +57,24 @@ def test_results_come_back_whole(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report", "other report", "other shape", "other name"])
 def test_a_damaged_result_is_none(tmp_path, damage):
     folder, _ = opened(tmp_path)
     path = folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
     content = bytearray(path.read_bytes())
+    if damage == "other name":
+        path = path.rename(path.with_name("another.safetensors"))
     if damage == "flip":
         content[-3] ^= 4
     elif damage == "cut":
         content = content[:-5]
     elif damage == "empty":
         content = b""
-    else:
+    elif damage == "other report":
+        content = content.replace(b"layer", b"lager", 1)
+    elif damage == "other shape":
+        content = content.replace(b"[2,3]", b"[3,2]")
+    elif damage == "no report":
         content = content.replace(b'"report"', b'"rapport'[:7] + b'"', 1)
     path.write_bytes(content)
     assert [report for _, report, _ in folder.saved(LAYERS)] == [None]
@@ -102,6 +108,31 @@ def test_one_process_at_a_time(tmp_path):
         holder.kill()  # a dead process holds no lock
         holder.wait()
     assert prune(tmp_path / "run").report.sparsity == 0.5
+
+
+def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("run.json.partial", "run.lock"):
+        (tmp_path / "run" / name).write_text("{")
+    assert prune(tmp_path / "run").report.sparsity == 0.5
+    (tmp_path / "run" / "run.json.partial").write_text("{")
+    prune(tmp_path / "run").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_kill_left_of_a_result_goes(tmp_path):
+    """safetensors writes to a name by chance, which it changes at the end."""
+    expected = prune(None).model.state_dict()
+    prune(tmp_path / "run")
+    begun = [tmp_path / "run" / LAYERS / name for name in (".tmpBTSjPq", "model.layers.0.mlp.up_proj.partial")]
+    for path in begun:
+        path.write_text("half")
+    again = prune(tmp_path / "run")
+    assert not any(path.exists() for path in begun)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.model.state_dict().items())
+    begun[0].write_text("half")
+    again.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
 
 
 def test_files_of_others_stay(tmp_path):

@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_moonshot import MoonshotError, PruneReport
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.evaluation import zeroshot
 from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, ZeroShot, zero_shot
 
@@ -179,3 +182,20 @@ def test_a_baseline_that_is_none_is_named(tmp_path, text):
     (tmp_path / "found.json").write_text(text)
     with pytest.raises(MoonshotError, match="baseline"):
         ZeroShot.load(tmp_path / "found.json")
+
+
+def test_the_harness_itself_reads_a_packed_checkpoint(task, tokenizer, tmp_path):
+    """As a process of its own with one import before, which is all that a packed folder needs."""
+    pruner = MoonshotPruner.from_pretrained(DEMO, MoonshotConfig(solver="magnitude", pattern="2:4"), dtype="float32")
+    pruner.prune(progress=False)
+    packed, path = tmp_path / "packed", task()
+    pruner.save_pretrained(packed, format="packed")
+    code = "import optimum_moonshot; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    options = ["--model", "hf", "--model_args", f"pretrained={packed},dtype=float32", "--tasks", path]
+    options += ["--device", "cpu", "--batch_size", "3", "--output_path", tmp_path / "results.json"]
+    environment = {**os.environ, "PYTHONPATH": str(DEMO.parents[1]), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    (written,) = tmp_path.glob("results*.json")
+    found = json.loads(written.read_text())["results"]["letters"]["acc,none"]
+    assert found == pytest.approx(expected_accuracy(pruner.model.eval(), tokenizer))

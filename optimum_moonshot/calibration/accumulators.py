@@ -28,8 +28,10 @@ class Plan:
     """What to gather of a layer's gradients."""
 
     column_block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
-    rows: slice | None = None  # of the layer: a whole number of its groups, or inside of one; None is all
+    # Of the layer: a whole number of its groups or, also with a step, inside of one; None is all.
+    rows: slice | None = None
     totals: int | None = None  # also L_F(0), of column blocks of so many inputs, and Σ A², both of all rows
+    nothing: bool = False  # but the further statistics that the observer was asked for
 
 
 def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
@@ -191,13 +193,13 @@ class Part:
 
     def __init__(self, layer: PrunableLayer, rows: slice | None):
         self.rows = slice(0, layer.shape[0]) if rows is None else rows
-        self.count = self.rows.stop - self.rows.start
+        self.count = len(range(*self.rows.indices(layer.shape[0])))
         self.d_in = layer.shape[1]
         size = layer.shape[0] // layer.groups
         self.groups = slice(self.rows.start // size, -(-self.rows.stop // size))
         first = self.groups.start * size
         within = self.groups.stop - self.groups.start == 1
-        self.within = slice(self.rows.start - first, self.rows.stop - first) if within else slice(None)
+        self.within = slice(self.rows.start - first, self.rows.stop - first, self.rows.step) if within else slice(None)
 
     def add(self, out: Tensor, inputs: Tensor, delta: Tensor) -> None:
         """Add δᵀx of these rows to `out` [samples, rows, d_in].

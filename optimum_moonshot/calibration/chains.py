@@ -4,11 +4,12 @@ A model may have several: an encoder and a decoder, a vision tower and a text mo
 the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..data.batches import Batch
@@ -125,6 +126,8 @@ def is_chain(model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradient
     deltas = None
     if gradients:
         logits, gradient, _ = loss_gradient(model, result, batch, loss)
+        if not logits.requires_grad:
+            return False  # the loss follows from them by choices alone, which have no gradient
         wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
         deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
         if any(delta is None for delta in deltas):
@@ -146,3 +149,30 @@ def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequenc
         return True
     (delta,) = torch.autograd.grad(output, [hidden], deltas[i + 1])
     return close(delta, deltas[i])
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the parameters that functions are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameters: set[nn.Parameter] = set()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        tree_map_only(nn.Parameter, self.parameters.add, (args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def parameters_read(model: nn.Module, batch: Batch) -> set[nn.Parameter]:
+    """The parameters that a forward pass gives to any function, in the call of their own module or elsewhere.
+
+    Args:
+        model: in evaluation mode, its weights present.
+        batch: a small sample on its device.
+    """
+    with _Reads() as reads:
+        run_model(model, batch)
+    return reads.parameters

@@ -137,9 +137,10 @@ class Observer(AbstractContextManager["Observer"]):
         inputs = found[kind].result()
         if sums is None:
             return LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra)
-        gradients = sums.gradients.result()
-        finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
-        _check_finite(finite, f"{name}: its gradients")
+        gradients = None if sums.gradients is None else sums.gradients.result()
+        if gradients is not None:
+            finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
+            _check_finite(finite, f"{name}: its gradients")
         extra |= {other: statistic.result() for other, statistic in sums.extra.items()}
         return LayerStatistics(inputs, gradients, self.samples, self.diagonal, sums.totals, extra)
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..data.batches import Batch
+from ..data.batches import Batch, batch_size
 from ..model.calls import (
     BlockCall,
-    batch_size,
     first_tensor,
     join_hidden,
     model_device,
@@ -122,7 +121,8 @@ class FullModelPasses:
                     output = run_model(self.model, batch)
                     if gradients:
                         logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
-                        torch.autograd.backward(logits, gradient)
+                        if logits.requires_grad:  # else nothing that is observed has a gradient
+                            torch.autograd.backward(logits, gradient)
                 observer.end()
                 first += count
 

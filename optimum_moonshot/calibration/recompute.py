@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ..data.batches import Batch
+from ..data.batches import Batch, batch_size
 from ..model.calls import (
     BlockCall,
-    batch_size,
     close,
     first_tensor,
     join_hidden,

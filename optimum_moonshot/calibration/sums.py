@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import naming, require
+from ..errors import NO_BACKWARD, naming, require
 from ..model.forms import Form, Pair
 from ..model.layers import PrunableLayer
 from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
@@ -49,7 +49,7 @@ class LayerCall:
         require(
             self.inputs._version == self.version,
             f"{self.layer.name}: the model changes this layer's input in place after the call; use inplace=False, or "
-            "set lam=1",
+            f"{NO_BACKWARD}",
         )
         with naming(self.layer.name):
             yield from self.form.pairs(self.inputs, delta, self.mask, self.samples)
@@ -219,12 +219,16 @@ class GradientSums:
         kinds: Iterable[type[GradientStatistic]],
     ):
         self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
-        if diagonal:
-            self.gradients: GradientStatistic = Squares(layer, storage)
+        self.gradients: GradientStatistic | None = None
+        if plan.nothing:
+            pass
+        elif diagonal:
+            self.gradients = Squares(layer, storage)
         else:
             self.gradients = (Samples if plan.column_block is None else RowMatrices)(layer, samples, storage, plan)
         self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
-        self.statistics = [self.gradients, *([self.totals] if self.totals else []), *self.extra.values()]
+        own = [each for each in (self.gradients, self.totals) if each is not None]
+        self.statistics = [*own, *self.extra.values()]
         self.open = 0  # calls of this batch whose gradient is to come
 
     def begin(self, first: int, count: int) -> None:

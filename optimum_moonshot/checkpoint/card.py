@@ -274,7 +274,7 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
     rows: list[tuple[str, Any]] = [
         ("solver", config["solver"]),
-        ("pattern", config["pattern"] + (" (n of every m inputs survive)" if ":" in config["pattern"] else "")),
+        ("pattern", config["pattern"] + _explained(config["pattern"])),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
         ("layers with the Fisher loss", config["fisher"]),
     ]
@@ -282,6 +282,15 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     rows += [(name, f"{v:g}" if isinstance(v, float) else v) for name, v in options.items() if v is not None]
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
+    if report.rotation is not None and report.rotation.rotated:
+        turned = report.rotation
+        change = f"objective {turned.objective_before:.4f} → {turned.objective_after:.4f}"
+        untied = f"; the head is untied, {turned.untied_bytes / 2**20:.2f} MiB more" if turned.untied_bytes else ""
+        rows.append(("rotations, learned and merged", f"{turned.rotations}; {change}{untied}"))
+    if config.get("recover") is not None:
+        rows.append(
+            ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
+        )
     if data is None:
         rows.append(("calibration", "none"))
     else:
@@ -289,6 +298,12 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         samples = f"{data['num_samples']} samples{length} of {data['source']}, seed {data['seed']}"
         rows += [("calibration", samples), ("SHA-256 of the calibration data", data["digest"])]
     return [(escaped(key), escaped(value)) for key, value in rows]
+
+
+def _explained(pattern: str) -> str:
+    if pattern.startswith("n:"):
+        return f" (of every {pattern[2:]} inputs n survive, with an n of its own for each layer)"
+    return " (n of every m inputs survive)" if ":" in pattern else ""
 
 
 def _kinds(report: PruneReport) -> list[tuple[str, ...]]:

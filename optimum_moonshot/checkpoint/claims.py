@@ -103,7 +103,11 @@ def _of_report(report: PruneReport) -> Claim:
         REPORT_NAME,
         _named(config),
         report.sparsity if report.layers else None,
-        PatternRules.parse(*settings[:3], settings[3] or "uniform"),
+        PatternRules.parse(
+            *settings[:3],
+            settings[3] or "uniform",
+            {layer.name: layer.asked for layer in report.layers if layer.asked is not None},
+        ),
         {layer.name: layer.sparsity for layer in report.layers},
         {layer.name: layer.shape for layer in report.layers},
         compacted=report.compaction is not None,

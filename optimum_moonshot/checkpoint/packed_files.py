@@ -25,7 +25,7 @@ from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from .keys import parameter_names
 from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
-from .weight_files import index_path, new_names, packed_version, read_config, weight_files
+from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
 
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
@@ -192,6 +192,8 @@ def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
         if packed:
             metadata[METHOD] = Description.of(tensors, layers, len(files)).to_json()
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / new, metadata)
+        if metadata:
+            sort_metadata(target / new)
         if path.parent == target:
             path.unlink()
         places |= dict.fromkeys(tensors, new)

@@ -57,14 +57,22 @@ def save_model(
             pack_files(staging, staging, model)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):
-                _save_processor(processor, staging)
+                save_processor(processor, staging)
         report.save(staging)
         if not plain:
             write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
 
 
-def _save_processor(processor: Any, folder: Path) -> None:
-    """A tokenizer or an image processor; the tokenizers library raises a bare Exception where it cannot write."""
+def save_processor(processor: Any, folder: Path) -> None:
+    """Write a tokenizer or an image processor; the tokenizers library raises a bare Exception where it cannot.
+
+    Args:
+        processor: with a `save_pretrained`.
+        folder: that exists.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     try:
         processor.save_pretrained(folder)
     except Exception as error:

@@ -107,12 +107,11 @@ def verify(name_or_path: str | os.PathLike, *, trust_remote_code: bool = False, 
     require(not unknown, f"{', '.join(unknown)}: verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}")
     folder = local_folder(name_or_path, whole=True, **hub)
     version, claims = packed_version(folder), read_claims(folder)
-    files, damage = weight_files(folder, version), _damage(folder, version)
+    files, damage, other = weight_files(folder, version), _damage(folder, version), _other_tool(folder)
     with _opened(folder, files, damage) as stored:
         places = find_places(folder, claims, stored.names(), trust_remote_code=trust_remote_code)
-        reading = _Reading.of(stored, places, claims)
+        reading = _Reading.of(stored, places, claims, other)
     broken = [*claims.damaged, *damage, *reading.broken(), *_wrong_format(claims, version)]
-    other = _other_tool(folder)
     notes = [*places.notes, *([f"config.json: another tool has quantized it ({other})"] if other else [])]
     return Verification(
         path=str(name_or_path),
@@ -172,8 +171,9 @@ class _Reading:
     held: Mapping[tuple[str, NM], bool]  # whether a layer is of a pattern
 
     @classmethod
-    def of(cls, stored: StoredWeights, places: Places, claims: Claims) -> "_Reading":
-        """One pass over all weights, one in memory at a time."""
+    def of(cls, stored: StoredWeights, places: Places, claims: Claims, other: str | None) -> "_Reading":
+        """One pass over all weights, one in memory at a time; `other` is the method of another tool."""
+        by = f", quantized by {other}," if other else ""
         patterns = {claim.source: _patterns(claim, claims, places.layers) for claim in claims.found.values()}
         found, held, whole, zeros = {}, {}, 0, 0
         for weight in stored.names():
@@ -183,7 +183,7 @@ class _Reading:
             except _UNREADABLE as error:
                 whole = None
                 if name is not None:
-                    found[name] = {"problem": f"its weight cannot be read: {reason(error)}"}
+                    found[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
                 continue
             count = int(mask.sum())
             whole, zeros = None if whole is None else whole + mask.numel(), zeros + count

@@ -166,6 +166,27 @@ def read_header(path: Path) -> Header:
     return Header(metadata, frozenset(header))
 
 
+def sort_metadata(path: Path) -> None:
+    """Put a file's metadata in the order of its names: safetensors writes it in another one each time.
+
+    So the same weights are the same bytes.
+
+    Args:
+        path: of a file that safetensors has just written.
+
+    Raises:
+        MoonshotError: the sorted header is longer than what was written, which it never should be.
+    """
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        require(len(text) <= length, f"{path}: safetensors wrote a header of {length} bytes for one of {len(text)}")
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
 def layer_of(stored: str) -> str:
     """The layer that a stored tensor belongs to, for messages."""
     return weight_of(stored).removesuffix(".weight")

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MoonshotError, reason
+from ..recipes import BUDGETS
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
 
+RECIPE = (
+    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a learned "
+    "basis and sparsity where it is cheap, recovered tunes the weights besides; options that are given override it"
+)
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
@@ -28,14 +33,16 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "pattern": {
         "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
-        'or "structured": whole input columns go'
+        'or "structured": whole input columns go; n:4, with the letter n, gives each layer 1:4, 2:4, 3:4 or leaves it '
+        "dense, with --allocation fisher and a --sparsity"
     },
     "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
     "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",
-        "help": '"uniform" (the default), "owl" or "alpha" (AlphaPruning): how unstructured sparsity is divided '
-        "between the layers; or a JSON file of layer names or regular expressions, each with a sparsity or n:m",
+        "help": '"uniform" (the default), "fisher" (by what each weight matrix costs the model), "owl" or "alpha" '
+        "(AlphaPruning): how unstructured sparsity is divided between the layers; or a JSON file of layer names or "
+        "regular expressions, each with a sparsity or n:m",
     },
     "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
     "owl_lambda": {"type": float, "metavar": "LAMBDA", "help": "OWL: densities spread over twice this (0.08)"},
@@ -88,9 +95,23 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "const": "blockwise",
         "metavar": "HOW",
         "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
-        "on the calibration data; zeros stay zeros. Default: none",
+        "on the calibration data; gradual: prune each in stages meanwhile; zeros stay zeros. Default: none",
     },
     "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
+    "rotation": {
+        "nargs": "?",
+        "const": "learned",
+        "metavar": "HOW",
+        "help": "learned (also when no HOW is given): rotate the residual stream and the heads before pruning, by "
+        "matrices learned on the calibration data and merged into the weights; heads: these alone. Default: none",
+    },
+    "rotation_weights": {
+        "metavar": "HOW",
+        "help": '"fisher" (the default) weighs every matrix in that by its Fisher loss; "equal" needs no backward pass',
+    },
+    "rotation_steps": {"type": int, "help": "steps of that, at most (100)"},
+    "rotation_lr": {"type": float, "help": "their first learning rate, in radians (0.02)"},
+    "rotation_rows": {"type": int, "help": "rows of each matrix that it looks at (all); fewer are faster"},
     "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
 }
 
@@ -105,7 +126,7 @@ FORMATS = ("dense", "packed")
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
 SWITCHES = tuple(name for name, options in CONFIG_OPTIONS.items() if options.get("action") == "store_true")
 # Fields that a sweep has several values of, and that the commands share with other functions.
-_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format")
+_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format", "prompts", "temperature")
 _NAMES = "|".join(sorted((*CONFIG_OPTIONS, *FOLDERS, *_LISTS), key=len, reverse=True))
 _QUOTES = "'\""
 _VALUE = r"""'[^']*'|"[^"]*"|\[[^]]*\]|\{[^}]*\}|[^\s:;,()]+"""
@@ -138,6 +159,8 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
         without: fields that the command has in another form.
     """
     group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
+    if not without:
+        group.add_argument("--recipe", choices=BUDGETS, help=RECIPE)
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
@@ -211,7 +234,12 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
     try:
         if "solver_options" in given:
             given["solver_options"] = read_options(given.get("solver", MoonshotConfig.solver), given["solver_options"])
-        return MoonshotConfig(**given)
+        budget = getattr(args, "recipe", None)
+        if budget is None:
+            return MoonshotConfig(**given)
+        wanted = "pattern" if "pattern" in given else "sparsity"
+        expect(wanted in given, f"--recipe {budget}: give a --sparsity, or a --pattern such as 2:4")
+        return MoonshotConfig.recipe(given.pop(wanted), budget, **given)
     except MoonshotError as error:
         raise UsageError(str(error)) from None
 
@@ -277,24 +305,6 @@ def find_device(name: str | None) -> "torch.device":
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UsageError(f"--device {name}: not a device of this machine") from None
     return device
-
-
-def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> str | None:
-    """What `--calibration` says, or C4 where the method needs data.
-
-    Args:
-        args: of the command.
-        config: the `MoonshotConfig` that they make.
-
-    Raises:
-        UsageError: there is no such data.
-    """
-    from ..solvers import solver_class
-
-    if args.calibration is None:
-        return "c4" if solver_class(config.solver).calibrated or config.allocation == "owl" else None
-    check_data("--calibration", [args.calibration])
-    return args.calibration
 
 
 def check_data(flag: str, sources: list[str]) -> None:

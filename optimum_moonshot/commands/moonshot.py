@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep` and `eval` are beside this file.
+"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep`, `rotate`, `eval` are beside this file.
 
 `optimum-cli` imports this module on every call: torch and transformers wait for `run`.
 """
@@ -11,15 +11,14 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError
+from .calibration import add_calibration_options, calibration_source
 from .common import (  # fmt: skip
     FORMAT_HELP,
     FORMATS,
-    IMAGES_HELP,
     OUTPUT_HELP,
     UsageError,
     add_method_options,
     add_model_options,
-    calibration_source,
     check_data,
     check_source,
     expect,
@@ -33,6 +32,7 @@ from .common import (  # fmt: skip
 )
 from .evaluate import EvalCommand
 from .output import Output, open_output
+from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
 
@@ -43,11 +43,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
     parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
     parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
-    parser.add_argument(
-        "--calibration",
-        metavar="DATA",
-        help=f"c4 (the default; magnitude needs none), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
+    add_calibration_options(parser, "the default; magnitude needs none")
     parser.add_argument(
         "--eval",
         nargs="+",
@@ -97,7 +93,7 @@ def prune(args: argparse.Namespace) -> None:
     print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
-def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: str | None, output: Output) -> list[str]:
+def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
     from ..data.text import short_name
@@ -183,5 +179,5 @@ class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
     SUBCOMMANDS = tuple(
         CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, SweepCommand, EvalCommand, ConvertCommand, VerifyCommand)
+        for command in (PruneCommand, SweepCommand, RotateCommand, EvalCommand, ConvertCommand, VerifyCommand)
     )

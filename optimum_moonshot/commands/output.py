@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MoonshotError
-from ..files import OF_THE_SYSTEM, STAGING_PREFIX, check_folder, locked, read_json, replace_file, writing
+from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, expect
 
 _MANIFEST = "command.json"
 _WRITTEN = ("seed-*.json*", "command.json*")  # also what a kill leaves of them
 # Options that say where and how, not what.
 _PLACES = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
-_PATHS = ("model", "calibration", "metric", "allocation")
+_PATHS = ("model", "calibration", "prompts", "metric", "allocation")
 
 
 class Output:
@@ -149,7 +149,8 @@ class Output:
             if not any(folder.rglob("*.safetensors")):
                 RunFolder.remove_all(folder)
         with contextlib.suppress(OSError):
-            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not self._begun():
+            written = self._begun() and self.path.is_dir() and _filled(self.path)
+            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not written:
                 (self.partial / _MANIFEST).unlink()
             self.partial.rmdir()
 
@@ -172,9 +173,9 @@ def open_output(args: argparse.Namespace) -> Iterator[Output]:
 
 
 def _filled(folder: Path) -> bool:
-    """Whether files lie there, beside those that a file system or a killed save leaves."""
-    names = [path.name for path in folder.iterdir()]
-    return any(name != OF_THE_SYSTEM and not name.startswith(STAGING_PREFIX) for name in names)
+    """Whether files lie there, beside those that a file system or a kill leaves."""
+    names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _MANIFEST + UNFINISHED}
+    return any(not name.startswith(STAGING_PREFIX) for name in names)
 
 
 def asked(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError, require
+from .calibration import add_calibration_options, calibration_source
 from .common import (
     FORMAT_HELP,
     FORMATS,
-    IMAGES_HELP,
     UsageError,
     add_method_options,
     add_model_options,
-    calibration_source,
     check_data,
     expect,
     find_device,
@@ -45,11 +44,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="shares of the weights to remove")
     parser.add_argument("--patterns", nargs="+", default=["unstructured"], help='default: "unstructured"; or 2:4, …')
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="calibration samples, one sweep each (0)")
-    parser.add_argument(
-        "--calibration",
-        metavar="DATA",
-        help=f"c4 (the default), wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
+    add_calibration_options(parser, "the default")
     parser.add_argument(
         "--metric",
         default="calibration",
@@ -71,9 +66,11 @@ def sweep(args: argparse.Namespace) -> None:
         UsageError: options that make no sense, before the model is loaded.
         MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
     """
+    from ..objective.patterns import own_sparsity
+
     started = time.perf_counter()
     import_modules(args.imports)
-    needed = any(":" not in pattern for pattern in args.patterns)
+    needed = any(not own_sparsity(pattern) for pattern in args.patterns)
     expect(not needed or args.sparsities, f"--patterns {' '.join(args.patterns)}: give --sparsities too")
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
     expect(not (args.save and several), "--save: give one pattern and one sparsity, of which the best λ is saved")
@@ -87,7 +84,7 @@ def sweep(args: argparse.Namespace) -> None:
     print(f"written     {output.path}\nseconds     {time.perf_counter() - started:.1f}")
 
 
-def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: str, output: Output) -> None:
+def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: Any, output: Output) -> None:
     """Sweep every seed that is not finished, write what all have in common, and save the best model."""
     from .. import MoonshotPruner
     from ..reports.seeds import choice, table
@@ -129,10 +126,11 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
+    from ..objective.patterns import own_sparsity
     from ..pruning.sweep import variants
 
     single = {"seed": seed, "pattern": args.patterns[0]}
-    if ":" not in args.patterns[0]:
+    if not own_sparsity(args.patterns[0]):
         single["sparsity"] = args.sparsities[0]
     config = make_config(argparse.Namespace(**{**vars(args), **single}))
     try:

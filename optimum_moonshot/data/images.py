@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, check_whole, reason, require
+from ..errors import NO_BACKWARD, MoonshotError, check_whole, reason, require
 from .batches import Batch, digest
 from .text import CORPORA, CalibrationData, describe
 
@@ -59,6 +59,30 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
     """
+    opened = open_rows(source, splits)
+    if opened is None or "pixel_values" in opened[1]:
+        return None
+    rows, row, name = opened
+    image = image_column(rows, row)
+    if image is None:
+        raise MoonshotError(f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
+    label = next((column for column in LABEL_COLUMNS if column in row), None)
+    classes = getattr((rows.features or {}).get(label), "names", None)
+    return ImageSource(rows, image, label, classes, name)
+
+
+def open_rows(
+    source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS
+) -> tuple[Dataset | IterableDataset, Mapping[str, Any], str] | None:
+    """A data set, its first row and its name; None where `source` names or is none.
+
+    Args:
+        source: a folder, a .parquet file, the name of a data set on the Hub, or a data set.
+        splits: of a data set with several, in order of preference.
+
+    Raises:
+        MoonshotError: data that does not exist, cannot be read, or has no rows.
+    """
     name = describe(source)
     if isinstance(source, str | os.PathLike):
         source = _load(source)
@@ -66,17 +90,38 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
         source = _split(source, splits, name)
     if not isinstance(source, Dataset | IterableDataset):
         return None
-    row = _first(source, name)
-    if "pixel_values" in row:
-        return None
-    features = source.features or {}
-    found = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
-    image = next(iter(found or [column for column in IMAGE_COLUMNS if column in row]), None)
-    if image is None:
-        raise MoonshotError(f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
-    label = next((column for column in LABEL_COLUMNS if column in row), None)
-    classes = getattr(features.get(label), "names", None)
-    return ImageSource(source, image, label, classes, name)
+    return source, _first(source, name), name
+
+
+def image_column(rows: Dataset | IterableDataset, row: Mapping[str, Any]) -> str | None:
+    """The column that holds an image in every row; None where none does.
+
+    Args:
+        rows: whose features may say so.
+        row: the first of them.
+    """
+    typed = [column for column, feature in (rows.features or {}).items() if isinstance(feature, datasets.Image)]
+    return next(iter(typed or [column for column in IMAGE_COLUMNS if column in row]), None)
+
+
+def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> Dataset | IterableDataset:
+    """Rows in random order; those of a stream shuffled within a buffer (`shuffle_buffer`).
+
+    Args:
+        rows: all there are.
+        seed: of the order.
+        count: how many of them, at most; None is all.
+    """
+    if isinstance(rows, Dataset):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+        return rows.select(order.tolist())
+    mixed = rows.shuffle(seed=seed, buffer_size=shuffle_buffer(count))
+    return mixed if count is None else mixed.take(count)
+
+
+def shuffle_buffer(count: int | None) -> int:
+    """Among how many rows of a stream `count` of them are drawn."""
+    return max(SHUFFLE_LEAST, SHUFFLE_BUFFER * (count or 0))
 
 
 def load_images(
@@ -108,12 +153,9 @@ def load_images(
     if isinstance(rows, Dataset):
         mend = f"give more or set num_samples={len(rows)}"
         require(num_samples <= len(rows), f"num_samples={num_samples}: {source.name} has {len(rows)} images, {mend}")
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_samples]
-        rows = rows.select(order.tolist())
     else:
-        buffer = max(SHUFFLE_LEAST, SHUFFLE_BUFFER * num_samples)
-        rows = rows.shuffle(seed=seed, buffer_size=buffer).take(num_samples)
-        notes.append(f"images drawn from a stream, shuffled {buffer} at a time")
+        notes.append(f"images drawn from a stream, shuffled {shuffle_buffer(num_samples)} at a time")
+    rows = shuffled(rows, seed, num_samples)
     numbers, note = class_numbers(source, model) if labels else (None, None)
     chosen = ImageSource(rows, source.image, source.label, source.classes, source.name)
     batches = list(image_batches(chosen, model, processor, numbers, batch_size))
@@ -144,9 +186,9 @@ def image_batches(
         "processor=None: images need the model's image processor; give it, or batches of pixel_values",
     )
     mode = MODES.get(getattr(getattr(model, "config", None), "num_channels", 3))
-    rows = enumerate(_rows(_undecoded(source), source.name))
+    rows = enumerate(read_rows(undecoded(source.rows, source.image), source.name))
     while chunk := list(islice(rows, batch_size)):
-        pictures = [_picture(row[source.image], mode, f"image {i} of {source.name}") for i, row in chunk]
+        pictures = [picture(row[source.image], mode, f"image {i} of {source.name}") for i, row in chunk]
         try:
             batch = _process(processor, pictures)
         except Exception as error:
@@ -174,7 +216,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     require(
         source.label is not None,
         f"{source.name}: no labels, which λ < 1 and accuracy need; put the images in one sub-folder per class, add a "
-        "label column, or set lam=1 to prune without",
+        f"label column, or {NO_BACKWARD}",
     )
     config = getattr(model, "config", None)
     names = source.classes
@@ -236,7 +278,16 @@ def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], na
     return found[chosen]
 
 
-def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
+def read_rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
+    """The rows, in order.
+
+    Args:
+        rows: of a data set.
+        name: of their source, for errors.
+
+    Raises:
+        MoonshotError: a row cannot be read.
+    """
     try:
         yield from rows
     except Exception as error:
@@ -244,25 +295,30 @@ def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str,
 
 
 def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
-    row = next(_rows(rows, name), None)
+    row = next(read_rows(rows, name), None)
     if row is None:
         raise MoonshotError(f"{name} has no rows: {ACCEPTED}")
     return row
 
 
-def _undecoded(source: ImageSource) -> Dataset | IterableDataset:
-    """The rows with their images as files or bytes, where they are at hand: an error then names the image."""
-    if isinstance(source.rows, Dataset) and isinstance(source.rows.features.get(source.image), datasets.Image):
-        return source.rows.cast_column(source.image, datasets.Image(decode=False))
-    return source.rows
+def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
+    """The rows with their images as files or bytes, where they are at hand: an error then names the image.
+
+    Args:
+        rows: of a data set.
+        column: the one of the images.
+    """
+    if isinstance(rows, Dataset) and isinstance(rows.features.get(column), datasets.Image):
+        return rows.cast_column(column, datasets.Image(decode=False))
+    return rows
 
 
-def _picture(value: Any, mode: str | None, what: str) -> Any:
+def picture(value: Any, mode: str | None, what: str) -> Any:
     """A PIL image in the model's colours.
 
     Args:
         value: what a column may hold: an image, its bytes, its path, or a dictionary of the last two.
-        mode: of the colours; None leaves them.
+        mode: PIL's name of the colours, such as "RGB"; None leaves them.
         what: names it in errors.
 
     Raises:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import MoonshotError, check_whole, reason, require
-from .batches import INPUT_RANKS, Batch, as_batch, digest
+from .batches import INPUT_RANKS, Batch, as_batch, digest, take, unpack
+from .batches import batch_size as samples_of
 
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 Load = Callable[[], Dataset | IterableDataset]
@@ -230,15 +231,15 @@ class _Inputs:
         """One batch for each item; all have the inputs of the first, but for a mask where nothing is padded."""
         first: set[str] | None = None
         for index, item in enumerate(self._read()):
-            batch = as_batch(item, f"item {index} of the data", self.single)
+            what = f"item {index} of the data"
+            batch = as_batch(item, what, self.single)
             names = set(batch) - {"attention_mask"}
             first = names if first is None else first
             require(
                 names == first,
-                f"item {index} of the data has {', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}: "
-                "give all the same inputs",
+                f"{what} has {', '.join(sorted(names))}, item 0 {', '.join(sorted(first))}: give all the same inputs",
             )
-            yield batch
+            yield from unpack(batch, what)
 
     def _read(self) -> Iterator[Any]:
         """The items; an error of the code that makes them says which was the last."""
@@ -283,18 +284,46 @@ def open_source(source: Any) -> _Texts | _Inputs:
     return _Inputs([source] if isinstance(source, Mapping) else source)
 
 
-def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
+def file_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON, JSON lines or Parquet file; of a .txt file its lines that are not blank, each as "text".
+
+    Raises:
+        MoonshotError: it does not exist, is empty, of an unknown format, or damaged.
+    """
+    path, suffix = _known_file(source)
+    if suffix != ".txt":
+        yield from _rows(_loader(path, suffix), str(source))
+        return
+    for row in _rows(partial(_lines, path), str(source)):
+        yield from ({"text": line} for line in row["text"].splitlines() if line.strip())
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [{"text": path.read_text(encoding="utf-8")}]
+
+
+def _known_file(source: str | os.PathLike[str]) -> tuple[Path, str]:
+    """A file and its suffix, one of `FORMATS`."""
     path = Path(os.path.expanduser(source))
     require(os.path.isfile(path), f"{_quoted(source)} is neither the name of a data set nor a file: {ACCEPTED}")
-    suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
-    require(suffix is not None, f'"{source}": a file of unknown format, use one of {", ".join(FORMATS)}')
+    suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), "")
+    require(bool(suffix), f'"{source}": a file of unknown format, use one of {", ".join(FORMATS)}')
     require(path.stat().st_size > 0, f'"{source}" is empty: give a file that holds text')
-    if suffix == ".txt":
-        return _Texts(partial(_texts, lambda: [{"text": path.read_text(encoding="utf-8")}], str(source)), joiner="")
+    return path, suffix
+
+
+def _loader(path: Path, suffix: str) -> Load:
     # `load_dataset` would take an unescaped path for a pattern.
     builder = "parquet" if suffix == ".parquet" else "json"
     where = {"data_files": glob.escape(str(path.resolve())), "split": "train", "streaming": True}
-    return _open_dataset(partial(load_dataset, builder, **where), str(source), counted=True)
+    return partial(load_dataset, builder, **where)
+
+
+def _open_file(source: str | os.PathLike[str]) -> _Texts | _Inputs:
+    path, suffix = _known_file(source)
+    if suffix == ".txt":
+        return _Texts(partial(_texts, partial(_lines, path), str(source)), joiner="")
+    return _open_dataset(_loader(path, suffix), str(source), counted=True)
 
 
 def _quoted(source: str | os.PathLike[str]) -> str:
@@ -447,10 +476,9 @@ def _take(inputs: _Inputs, num_samples: int, batch_size: int, seed: int, longest
             tokens = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
             fits = not longest or tokens <= longest
             require(fits, f"item {index} has {tokens} tokens: cut it to the {longest} positions of the model")
-            count = min(len(next(iter(batch.values()))), num_samples - taken)
+            count = min(samples_of(batch), num_samples - taken)
             for start in range(0, count, batch_size):
-                part = slice(start, min(start + batch_size, count))
-                batches.append({name: tensor[part] for name, tensor in batch.items()})
+                batches.append(take(batch, start, min(start + batch_size, count)))
             taken += count
             if taken == num_samples:
                 return batches

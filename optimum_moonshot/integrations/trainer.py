@@ -91,6 +91,8 @@ class MoonshotCallback(TrainerCallback):
             require(alone, "config=None: nothing is pruned; begin_step, end_step, every and calibration need a config")
         else:
             require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
+            why = "its optimizer's state is in the basis that the model has: rotate it before the training"
+            require(config.rotation is None, f"rotation={config.rotation!r}: {why}")
             calibration = config.calibration if calibration is None else calibration
             once = end_step is not None and hasattr(calibration, "__next__")
             require(not once, "calibration: an iterator serves one pruning; a schedule needs a list, or other data")

@@ -147,7 +147,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         return model(**inputs) if named else model(*inputs.values())
     except (MoonshotError, torch.OutOfMemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
         raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
 
@@ -169,11 +169,6 @@ def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def batch_size(batch: Batch) -> int:
-    """How many samples a batch has."""
-    return len(next(iter(batch.values())))
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 # Not from transformers itself: some releases hide it there where torchvision is missing.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -98,17 +98,26 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
         return None
 
 
+def reads_images_and_text(model: nn.Module) -> bool:
+    """Whether a model reads both, as vision–language models do."""
+    modalities = getattr(model, "input_modalities", ())
+    return not isinstance(modalities, str) and {"image", "text"} <= set(modalities)
+
+
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """The image processor that lies beside an image model; None for other models, or where there is none.
+    """The processor that lies beside a model which reads images: of images and text where it reads both.
+
+    None for other models, or where there is none: calibration on images then says so.
 
     Args:
-        model: which says whether it takes images.
+        model: which says what it reads.
         name_or_path: where it was loaded from, a folder or a Hub repository.
-        options: for `AutoImageProcessor`, such as `trust_remote_code`.
+        options: for `from_pretrained`, such as `trust_remote_code`.
     """
-    if not takes_images(model):
-        return None
-    try:
-        return AutoImageProcessor.from_pretrained(name_or_path, **options)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None  # calibration on images then says so
+    loaders = [AutoProcessor] if reads_images_and_text(model) else []
+    for loader in [*loaders, AutoImageProcessor] if takes_images(model) else loaders:
+        try:
+            return loader.from_pretrained(name_or_path, **options)
+        except (OSError, ValueError, KeyError, ImportError, TypeError):
+            continue
+    return None

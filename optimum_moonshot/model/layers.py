@@ -109,11 +109,23 @@ class Structure:
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The elements of the outermost module lists that hold weight matrices inside, in the model's order."""
     found: list[tuple[str, nn.Module]] = []
+    outer: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(block + ".") for block, _ in found) or not isinstance(module, nn.ModuleList):
-            continue
-        found += [(f"{name}.{key}", element) for key, element in module.named_children() if _is_block(element)]
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{above}.") for above in outer):
+            elements = list(_elements(name, module, nested=False))
+            found += elements
+            outer += [name] if elements else []
     return found
+
+
+def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a list. Nobody calls a list: one in it holds blocks, and each of its elements is one."""
+    for key, element in module.named_children():
+        inner = f"{name}.{key}"
+        if isinstance(element, nn.ModuleList | nn.ModuleDict):
+            yield from _elements(inner, element, nested=True)
+        elif _is_block(element) or (nested and find_form(element) is not None):
+            yield inner, element
 
 
 def _is_block(module: nn.Module) -> bool:

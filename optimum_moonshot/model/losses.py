@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import require
+from ..errors import NO_BACKWARD, require
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
@@ -51,13 +51,23 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     else:
         require(
             is_causal(model) and "input_ids" in batch,
-            f"labels: {type(model).__name__} needs them for its loss; give calibration data with labels, or set lam=1",
+            f"labels: {type(model).__name__} needs them for its loss; give calibration data with labels, or "
+            f"{NO_BACKWARD}",
         )
         mask = token_mask(batch)
         labels = batch["input_ids"].masked_fill(~mask, IGNORED)
+        for token in _placeholders(model):
+            labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
     if is_causal(model) and labels.ndim == 2:
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return labels
+
+
+def _placeholders(model: nn.Module) -> set[int]:
+    """The token ids that stand where an image's features go, or a video's or a sound's: nobody predicts them."""
+    config = getattr(model, "config", None)
+    names = (f"{kind}_token_{field}" for kind in ("image", "video", "audio") for field in ("id", "index"))
+    return {token for name in names if isinstance(token := getattr(config, name, None), int)}
 
 
 def loss_gradient(
@@ -144,7 +154,8 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     require(
         isinstance(logits, Tensor),
-        f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or set lam=1",
+        f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or "
+        f"{NO_BACKWARD}",
     )
     return logits
 
@@ -198,7 +209,9 @@ def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: in
         MoonshotError: the tokenizer has no mask token.
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
-    require(mask_token is not None, "the tokenizer has no mask token: give calibration data with labels, or set lam=1")
+    require(
+        mask_token is not None, f"the tokenizer has no mask token: give calibration data with labels, or {NO_BACKWARD}"
+    )
     generator = torch.Generator().manual_seed(seed)
     labelled = []
     for batch in batches:

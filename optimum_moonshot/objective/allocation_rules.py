@@ -8,29 +8,37 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..errors import MoonshotError, require
-from .patterns import NM, Pattern, Unstructured, parse_pattern
+from .patterns import NM, MixedNM, Pattern, Unstructured, own_sparsity, parse_pattern
 
-METHODS = ("uniform", "owl", "alpha")
+METHODS = ("uniform", "owl", "alpha", "fisher")
+NEEDING_DATA = ("owl", "fisher")  # whatever the solver
 
 
 @dataclass(frozen=True)
 class PatternRules:
-    """Every layer's pattern, as far as it is known before the model is: all but OWL's and AlphaPruning's shares."""
+    """Every layer's pattern, as far as it is known before the model is: all but the shares that a method gives."""
 
-    default: Pattern | None  # of the layers that no rule decides; None where all layers need one
+    default: Pattern | MixedNM | None  # of the layers that no rule decides; None where all layers need one
     rules: Mapping[str, Pattern]  # layer or expression → pattern; empty without an allocation by name
 
     @classmethod
     def parse(
-        cls, pattern: str, sparsity: float | None, group_size: int, allocation: str | dict[str, float | str]
+        cls,
+        pattern: str,
+        sparsity: float | None,
+        group_size: int,
+        allocation: str | dict[str, float | str],
+        allocated: Mapping[str, float] | None = None,
     ) -> PatternRules:
         """From the four fields of a configuration that say it.
 
         Args:
-            pattern: "unstructured", "structured" or "n:m".
+            pattern: "unstructured", "structured", "n:m" or, with a literal n, "n:4".
             sparsity: share of the weights (of the groups of columns) to remove; follows from n:m.
             group_size: columns that go or stay together, where they are structured.
             allocation: a method's name, or a layer's name or expression → sparsity or "n:m".
+            allocated: layer → the sparsity that a method gave it, once that is known; "n:4" says by it which layer has
+                which n, and that all others are dense.
 
         Raises:
             MoonshotError: an unknown pattern or method, a sparsity outside [0, 1], or an entry that is neither of both.
@@ -38,9 +46,13 @@ class PatternRules:
         check_allocation(allocation)
         rules = parse_rules(allocation) if isinstance(allocation, dict) else {}
         all_named = isinstance(allocation, dict) and pattern == Unstructured.kind and sparsity is None
-        return cls(None if all_named else parse_pattern(pattern, sparsity, group_size), rules)
+        default = None if all_named else parse_pattern(pattern, sparsity, group_size)
+        if isinstance(default, MixedNM) and allocated:
+            given = {name: NM(round((1 - share) * default.m), default.m) for name, share in allocated.items()}
+            return cls(default.choices[0], given)
+        return cls(default, rules)
 
-    def of(self, names: Iterable[str]) -> dict[str, Pattern]:
+    def of(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
         """Every layer's pattern.
 
         Raises:
@@ -62,7 +74,7 @@ def check_allocation(allocation: object) -> None:
     named = isinstance(allocation, dict)
     require(
         named or (isinstance(allocation, str) and allocation in METHODS),
-        f'allocation={allocation!r}: use "uniform", "owl", "alpha", or a dict of layer → sparsity or "n:m"',
+        f'allocation={allocation!r}: use "uniform", "owl", "alpha", "fisher", or a dict of layer → sparsity or "n:m"',
     )
     require(not named or bool(allocation), f"allocation={allocation!r}: it has no entry; leave it out")
 
@@ -73,7 +85,7 @@ def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
     Raises:
         MoonshotError: an entry that is neither, or a key that is no regular expression.
     """
-    parsed = {}
+    parsed: dict[str, Pattern] = {}
     for key, value in rules.items():
         require(isinstance(key, str) and key != "", f"allocation: {key!r} is not the name of a layer or an expression")
         try:
@@ -82,15 +94,17 @@ def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
             raise MoonshotError(f"allocation: {key!r} is not a regular expression ({error})") from None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         usage = f'allocation[{key!r}]={value!r}: give a sparsity between 0 and 1, or "n:m"'
-        require((number and 0 <= value <= 1) or isinstance(value, str) and ":" in value, usage)
+        require((number and 0 <= value <= 1) or own_sparsity(value), usage)
         try:
-            parsed[key] = Unstructured(float(value)) if number else parse_pattern(value, None)
+            parsed[key] = Unstructured(float(value)) if number else cast(Pattern, parse_pattern(value, None))
         except MoonshotError as error:
             raise MoonshotError(f"allocation[{key!r}]: {error}") from None
     return parsed
 
 
-def apply_rules(rules: Mapping[str, Pattern], names: Iterable[str], default: Pattern | None) -> dict[str, Pattern]:
+def apply_rules(
+    rules: Mapping[str, Pattern], names: Iterable[str], default: Pattern | MixedNM | None
+) -> dict[str, Pattern | MixedNM]:
     """Every layer's pattern: of the entry with its exact name, else of the first whose expression is found in it.
 
     A layer's whole name is no expression: it speaks of that layer alone.
@@ -120,4 +134,4 @@ def apply_rules(rules: Mapping[str, Pattern], names: Iterable[str], default: Pat
         found = any(re.search(key, name) for name in names)
         why = "every layer that it is found in has an earlier entry" if found else "it is found in no pruned layer"
         raise MoonshotError(f"allocation: {key!r} decides nothing: {why}, such as {', '.join(names[:3])}")
-    return {name: cast(Pattern, default) if key is None else rules[key] for name, key in chosen.items()}
+    return {name: cast("Pattern | MixedNM", default) if key is None else rules[key] for name, key in chosen.items()}

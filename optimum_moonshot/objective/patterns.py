@@ -7,6 +7,7 @@ comparison group that it is given, ties by index, the first index first.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -145,6 +146,77 @@ class Structured:
 Pattern = Unstructured | NM | Structured
 
 
+@dataclass(frozen=True)
+class MixedNM:
+    """What a whole run is asked for by ``pattern="n:4"``: each matrix gets 1:4, 2:4, 3:4 or stays dense.
+
+    Together they have at most so much sparsity. No solver sees it: an allocation puts an `NM` in its place.
+    """
+
+    sparsity: float
+    m: int
+
+    kind: ClassVar[str] = "n:m"
+
+    @property
+    def width(self) -> int:
+        return self.m
+
+    @property
+    def choices(self) -> tuple[NM, ...]:
+        """From the dense one to the sparsest."""
+        return tuple(NM(n, self.m) for n in range(self.m, 0, -1))
+
+    @property
+    def nearest(self) -> NM:
+        """The choice whose sparsity is nearest to the asked one: what a layer gets, as far as nobody knows better."""
+        return min(self.choices, key=lambda choice: abs(choice.sparsity - self.sparsity))
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether every row of a [d_out, d_in] weight divides into groups of m."""
+        return shape[-1] % self.m == 0
+
+    def __str__(self) -> str:
+        return f"n:{self.m}"
+
+
+@dataclass(frozen=True)
+class _StackedUnstructured(Unstructured):
+    parts: tuple[Unstructured, ...] = ()
+
+    def keep(self, scores: Tensor, before: int = 0) -> Tensor:
+        shares = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
+        return torch.cat([pattern.keep(some) for pattern, some in shares])
+
+
+@dataclass(frozen=True)
+class _StackedNM(NM):
+    parts: tuple[NM, ...] = ()
+
+    def keep(self, scores: Tensor) -> Tensor:
+        return torch.cat(
+            [pattern.keep(some) for pattern, some in zip(self.parts, scores.chunk(len(self.parts)), strict=True)]
+        )
+
+
+def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
+    """One pattern for scores [rows, …] of several copies of a matrix, one below the other, each by its own pattern.
+
+    Args:
+        patterns: of the copies, in their order.
+
+    Returns:
+        A pattern whose `keep` takes the scores of all; None unless all are unstructured, or n:m with the same m.
+    """
+    shares = tuple(pattern for pattern in patterns if isinstance(pattern, Unstructured) and not pattern.exact)
+    groups = tuple(pattern for pattern in patterns if isinstance(pattern, NM))
+    if len(shares) == len(patterns):
+        return _StackedUnstructured(shares[0].sparsity, parts=shares)
+    if len(groups) == len(patterns) and len({pattern.m for pattern in groups}) == 1:
+        return _StackedNM(groups[0].n, groups[0].m, groups)
+    return None
+
+
 def smallest(scores: Tensor, count: int) -> Tensor:
     """Exactly so many smallest scores of every comparison group, ties by index.
 
@@ -166,11 +238,16 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     return below | (tied & (tied.cumsum(-1) <= room))
 
 
-def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> Pattern:
+def own_sparsity(pattern: object) -> bool:
+    """Whether the text of a pattern says the sparsity, as "2:4" does, and "n:4" does not."""
+    return isinstance(pattern, str) and ":" in pattern and not pattern.startswith("n:")
+
+
+def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> "Pattern | MixedNM":
     """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
 
     Args:
-        pattern: "unstructured", "structured" or "n:m", such as "2:4".
+        pattern: "unstructured", "structured", "n:m", such as "2:4", or "n:4" with a literal n, for any of them.
         sparsity: share to remove, in [0, 1]; None, or the same, where n:m says it.
         group_size: columns that go or stay together, of "structured" alone.
 
@@ -189,6 +266,9 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
         require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
         share = float(sparsity)
         return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)
+    mixed = re.fullmatch(r"n:(\d+)", pattern)
+    if mixed is not None:
+        return _parse_mixed(pattern, sparsity, int(mixed[1]))
     match = re.fullmatch(r"(\d+):(\d+)", pattern)
     if match is None:
         raise MoonshotError(usage)
@@ -200,3 +280,15 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
         f"sparsity={sparsity} contradicts pattern={pattern!r}, which has sparsity {parsed.sparsity:g}: leave it out",
     )
     return parsed
+
+
+def _parse_mixed(pattern: str, sparsity: float | None, m: int) -> MixedNM:
+    require(m > 1, f"pattern={pattern!r}: m is at least 2")
+    if sparsity is None:
+        raise MoonshotError(f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
+    most = 1 - 1 / m
+    require(
+        0 <= sparsity <= most,
+        f"sparsity={sparsity}: pattern={pattern!r} keeps at least 1 of every {m}; give 0 to {most:g}",
+    )
+    return MixedNM(float(sparsity), m)

@@ -6,14 +6,21 @@ from typing import Any
 from torch import nn
 
 from ..calibration.memory import Storage
-from ..data.batches import Batch, split_batches
+from ..calibration.samples import unshown_samples
+from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
+from ..data.image_text import ImageTextSource, load_image_text, open_image_text, reads_both
 from ..data.images import load_images, open_images
+from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, load_calibration
 from ..errors import require
-from ..model.calls import model_device
-from ..model.facts import check_tokens, max_positions, takes_images, vocabulary_size
-from ..model.losses import Loss, add_masked_labels, needs_masked_labels
+from ..model.calls import frozen, model_device, to_device
+from ..model.facts import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
+from ..model.presence import present_in_turn
+from ..objective.allocation_rules import NEEDING_DATA
+from .run_folder import RunFolder
 from .selection import Selection, check_weights
+from .self_samples import load_self
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
 LOGITS_BYTES = 2 * 2**30
@@ -45,6 +52,7 @@ class Prepared:
     selection: Selection
     data: CalibrationData | None
     storage: Storage
+    kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
 
     @property
     def model(self) -> nn.Module:
@@ -56,24 +64,69 @@ class Prepared:
         return [] if self.data is None else self.data.batches
 
 
-def prepare(subject: Subject, selection: Selection, calibration: Any) -> Prepared:
+def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
     """Check the model and read the data.
 
     Args:
         subject: the model, which stays as it is.
         selection: of `select` for that model.
         calibration: what `MoonshotPruner.prune` takes; None for a solver that needs no data.
+        kept: a folder for samples that the model writes; None keeps them in memory.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed.
     """
     check_weights(selection)
-    data = None if calibration is None else _read(subject, selection, calibration)
+    data = None if calibration is None else _read(subject, selection, calibration, kept)
+    if data is not None:
+        data = _with_samples_shown(subject, selection, data)
     if data is None:
         _check_without_data(selection)
     config = selection.config
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
-    return Prepared(subject, selection, data, storage)
+    own = SelfCalibration.of(calibration) is not None
+    return Prepared(subject, selection, data, storage, kept if own else None)
+
+
+def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:
+    """Images with text; the loss is that of the text."""
+    config = selection.config
+    options = {name: getattr(config, name) for name in ("num_samples", "sequence_length", "seed")}
+    data = load_image_text(pairs, subject.processor, max_positions=max_positions(subject.model), **options)
+    _check_ids(subject.model, data, "processor")
+    return data
+
+
+def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:
+    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
+        check_tokens(model, ids, given_by)
+
+
+def _with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:
+    """The data in batches in which every layer shows whose inputs it reads: of one sample each where some do not.
+
+    A forward pass of two samples and one of a sample tell, where it matters: for gradients, or with padding.
+    """
+    batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
+    padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
+    if batch is None or (padded is None and not selection.needs_losses):
+        return data
+    batch = batch if padded is None else padded
+    structure = selection.structure
+    probe = to_device(shorten(batch, samples=2), model_device(subject.model))
+    with frozen(subject.model), present_in_turn(structure.blocks):
+        unshown = unshown_samples(subject.model, list(structure.layers()), probe)
+    if not unshown:
+        return data
+    more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
+    note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
+    batches = [without_padding(each) for each in split_batches(data.batches, 1)]
+    return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
+
+
+def _is_padded(batch: Batch) -> bool:
+    mask = token_mask(batch)
+    return mask is not None and not bool(mask.all())
 
 
 def _check_without_data(selection: Selection) -> None:
@@ -83,8 +136,9 @@ def _check_without_data(selection: Selection) -> None:
         "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
     )
     require(
-        config.allocation != "owl",
-        'calibration=None: allocation="owl" needs data to find outliers in; give some, or use "alpha"',
+        config.allocation not in NEEDING_DATA,
+        f'calibration=None: allocation="{config.allocation}" needs data to see what a layer does; give some, or use '
+        '"alpha"',
     )
     require(
         not selection.solver.calibrated,
@@ -93,23 +147,37 @@ def _check_without_data(selection: Selection) -> None:
     )
 
 
-def _read(subject: Subject, selection: Selection, calibration: Any) -> CalibrationData:
+def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
     """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
     model, config = subject.model, selection.config
-    gradients = selection.needs_gradients
+    written = SelfCalibration.of(calibration)
+    if written is not None:
+        data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
+        return _with_room(data, selection, model)
+    gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
+    if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
+        require(
+            reads_both(subject.processor),
+            f"processor: {pairs.name} has images and text, which need the model's processor; give "
+            "AutoProcessor.from_pretrained(...), or batches of model inputs",
+        )
+        return _read_pairs(subject, selection, pairs)
     if takes_images(model) and (source := open_images(calibration)) is not None:
         labels = gradients and (subject.loss is None or source.label is not None)
         return load_images(source, model, subject.processor, labels=labels, **options)
     options["sequence_length"] = config.sequence_length
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
-    given_by = "input_ids" if data.given else "tokenizer"
-    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
-        check_tokens(model, ids, given_by)
+    _check_ids(model, data, "input_ids" if data.given else "tokenizer")
     if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
         labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
         data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
-    if (gradients or config.allocation == "owl") and data.sequence_length:
+    return _with_room(data, selection, model)
+
+
+def _with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
+    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where there are any."""
+    if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
         itemsize = selection.layers[0].parameter.dtype.itemsize
         per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize
         data = dataclasses.replace(data, batches=split_batches(data.batches, max(1, LOGITS_BYTES // per_sample)))

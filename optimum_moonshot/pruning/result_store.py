@@ -14,8 +14,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
+from ..objective.loss_allocation import LossCurve
 from ..reports.prune_report import BlockReport, LayerReport
-from .run_folder import LAYERS, RECOVERED, RunFolder
+from ..rotation.learning import Learned
+from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
+
+_POINTS = ("sparsities", "losses")  # of a curve
 
 
 class ResultStore:
@@ -32,8 +36,10 @@ class ResultStore:
         self.weights: dict[str, Tensor] = {}
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # recovered
+        self.curves: dict[str, LossCurve] = {}  # by which an allocation divides the sparsity
         self.files: dict[str, Path] = {}  # of every layer's latest weight
         self.notes: list[str] = []
+        self._rotation: Learned | None = None
         if self.folder is not None:
             same = self.folder.open(fingerprint)
             if same:
@@ -43,6 +49,11 @@ class ResultStore:
 
     def _restore(self, folder: RunFolder) -> None:
         damaged = 0
+        for _, values, tensors in folder.saved(CURVES):
+            damaged += values is None
+            if values is not None:
+                points = tensors["sparsities"].tolist(), tensors["losses"].tolist()
+                self.curves[values["name"]] = LossCurve(values["size"], *map(tuple, points))
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
             if values is not None:
@@ -56,6 +67,12 @@ class ResultStore:
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
+        for _, values, tensors in folder.saved(ROTATION):
+            damaged += values is None
+            if values is not None:
+                self._rotation = Learned(tensors, **values)
+                steps = len(self._rotation.history) - 1
+                self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
         if damaged:
             self.notes.append(f"{damaged} damaged results of an interrupted run were thrown away and made again")
 
@@ -80,6 +97,35 @@ class ResultStore:
                 LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
             )
         self.reports[report.name] = report
+
+    def put_curve(self, name: str, curve: LossCurve) -> None:
+        """Keep what a layer loses at some sparsities.
+
+        Args:
+            name: of the layer.
+            curve: in place of one that is there.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
+        if self.folder is not None:
+            points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
+            self.folder.save(CURVES, name, points, {"name": name, "size": curve.size})
+        self.curves[name] = curve
+
+    def put_rotation(self, state: Learned) -> None:
+        """Keep how far learning a rotation has come.
+
+        Raises:
+            MoonshotError: the folder cannot be written, or the disk is full.
+        """
+        if self.folder is not None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+            self.folder.save(ROTATION, "state", tensors, state.values())
+
+    def rotation(self) -> Learned | None:
+        """How far learning a rotation had come in an earlier run; None where it had not begun."""
+        return self._rotation
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
         """Keep the recovered weights of a block's layers, in place of their pruned ones.

@@ -14,6 +14,8 @@ from ..reports.prune_report import PruneReport
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
 from .result_store import ResultStore
+from .rotating import rotated
+from .run_folder import RunFolder
 from .selection import select
 from .solving import prune_layers
 from .variant import Variant
@@ -38,14 +40,19 @@ def run(
     """
     started = time.perf_counter()
     selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
-        recovering = solve_and_write(prepared, variant)
+        with rotated(prepared, [variant], stays=True) as rotating:
+            recovering = solve_and_write(prepared, variant)
     finally:
         variant.store.release()
     total = time.perf_counter() - started
-    seconds = {"calibration": total - variant.solving - recovering, "solver": variant.solving}
+    calibrating = total - rotating - variant.allocating - variant.solving - recovering
+    seconds = {"rotation": rotating} if config.rotation is not None else {}
+    seconds |= {"allocation": variant.allocating} if config.allocation == "fisher" else {}
+    seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
 

@@ -2,8 +2,11 @@
 
 run.json                     which run it is: a fingerprint of everything that its results depend on
 run.lock                     held by the process that writes; the system lets go of it when the process dies
+curves/NAME.safetensors      what a layer loses at some sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
+rotation/state.safetensors   what learning a rotation has come to
 recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
+samples/                     a folder of the same kind, in which samples/self.safetensors has what the model wrote
 """
 
 import contextlib
@@ -20,12 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor, uint8
 
 from ..errors import MoonshotError, require
-from ..files import OF_THE_SYSTEM, check_folder, read_json, replace_file, writing
+from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
-LAYERS, RECOVERED = "layers", "recovered"
+CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES = "curves", "layers", "recovered", "rotation", "samples"
 _MANIFEST, _LOCK = "run.json", "run.lock"
-_KINDS = (LAYERS, RECOVERED)
-_WRITTEN = ("*.safetensors", "*.partial")
+_KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES)
+_BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
+_WRITTEN = ("*.safetensors", *_BEGUN)
 
 
 class RunFolder:
@@ -57,19 +61,35 @@ class RunFolder:
             MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
                 written.
         """
-        shown = f"{self.field}={str(self.path)!r}"
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            known = (self.path / _MANIFEST).exists()
-            foreign = {path.name for path in self.path.iterdir()} - {_LOCK, OF_THE_SYSTEM}
-            require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+            known = self._known()
             self._acquire()
             same = self._recorded() == fingerprint if known else None
+            self._clear(_BEGUN if same else _WRITTEN)
             if not same:
-                self._clear()
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
+
+    def _known(self) -> bool:
+        """Whether a run was here; files of others are an error."""
+        known = (self.path / _MANIFEST).exists()
+        foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES}
+        shown = f"{self.field}={str(self.path)!r}"
+        require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
+        return known
+
+    def for_samples(self) -> "RunFolder":
+        """The folder in this one for what the model writes before the run is known.
+
+        Raises:
+            MoonshotError: this one holds other files.
+        """
+        if self.path.is_dir():
+            with writing(self.field, self.path):
+                self._known()
+        return RunFolder(self.path / SAMPLES, self.field)
 
     def _acquire(self) -> None:
         try:
@@ -89,8 +109,8 @@ class RunFolder:
         """Write tensors and a report, whole or not at all.
 
         Args:
-            kind: `LAYERS` or `RECOVERED`.
-            name: of the layer or block.
+            kind: `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
+            name: of the layer or block, "state", or of the samples.
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
 
@@ -101,7 +121,8 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         with writing(self.field, self.path):
             path.parent.mkdir(exist_ok=True)
-            save_file(tensors, partial, {"report": json.dumps(report), "sha256": _digest(tensors)})
+            told = json.dumps(report)
+            save_file(tensors, partial, {"report": told, "sha256": _digest(path, told, tensors)})
             os.replace(partial, path)
         return path
 
@@ -112,7 +133,7 @@ class RunFolder:
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata() or {}
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                intact = metadata.get("sha256") == _digest(tensors)
+                intact = metadata["sha256"] == _digest(path, metadata["report"], tensors)
                 report = json.loads(metadata["report"]) if intact else None
             except (SafetensorError, KeyError, ValueError):
                 report, tensors = None, {}
@@ -140,6 +161,8 @@ class RunFolder:
     def _remove(self) -> None:
         """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
+        (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
+        RunFolder.remove_all(self.path / SAMPLES)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
         self.path.rmdir()  # not a link, a mount point, or a folder with files of others
@@ -155,20 +178,20 @@ class RunFolder:
         with contextlib.suppress(OSError):
             top.rmdir()
 
-    def _clear(self) -> None:
-        """Remove all results."""
+    def _clear(self, patterns: tuple[str, ...] = _WRITTEN) -> None:
+        """Remove all results, or other files beside them."""
         for kind in _KINDS:
             folder = self.path / kind
-            for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+            for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                 path.unlink()
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of names and bytes."""
-    found = sha256()
+def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of a result: of what it is, what is told of it, and of its tensors' names, dtypes, shapes and bytes."""
+    found = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode())
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         found.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
     return found.hexdigest()

@@ -11,7 +11,7 @@ from ..model.facts import takes_images
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.units import structured_patterns
 from ..objective.linalg import all_finite
-from ..objective.patterns import Pattern, Structured
+from ..objective.patterns import MixedNM, Pattern, Structured
 from ..solvers import Solver
 
 
@@ -22,7 +22,7 @@ class Selection:
     config: MoonshotConfig
     solver: Solver
     structure: Structure
-    patterns: Mapping[str, Pattern]  # of every layer, by its name
+    patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; what is asked, where an allocation divides
     lam: float  # the configuration's, or the default for this kind of model
     notes: tuple[str, ...] = ()
 
@@ -39,6 +39,16 @@ class Selection:
     def needs_gradients(self) -> bool:
         """Whether some layer has a Fisher loss."""
         return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
+
+    @property
+    def rotates_by_gradients(self) -> bool:
+        """Whether a rotation weighs the layers by their Fisher losses."""
+        return self.config.rotation is not None and self.config.rotation_weights == "fisher"
+
+    @property
+    def needs_losses(self) -> bool:
+        """Whether a backward pass starts from the samples' losses, for these layers, their shares, or a rotation."""
+        return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
         """The same layers and patterns at another λ.
@@ -67,7 +77,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     """
     found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
     pattern = config.parsed_pattern
-    patterns: Mapping[str, Pattern]
+    patterns: Mapping[str, Pattern | MixedNM]
     notes: list[str] = []
     if isinstance(pattern, Structured):
         found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
@@ -77,7 +87,9 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
 
 
-def _fitting(found: Structure, patterns: Mapping[str, Pattern], solver: Solver, config: MoonshotConfig) -> Structure:
+def _fitting(
+    found: Structure, patterns: Mapping[str, Pattern | MixedNM], solver: Solver, config: MoonshotConfig
+) -> Structure:
     """Without the layers that their pattern does not fit or that the solver cannot take, each with the reason."""
     skipped = dict(found.skipped)
     for layer in found.layers():

@@ -16,6 +16,7 @@ from ..reports.environment import peak_memory
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
 from .allocation import allocate, block_scores
+from .fisher_allocation import fisher_patterns, gather_curves
 from .layer_solving import Statistics, solve_layer
 from .preparation import Prepared
 from .statistics_source import StatisticsSource, input_squares
@@ -51,8 +52,15 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
 
 
 def _allocate(prepared: Prepared, variants: Sequence[Variant], source: StatisticsSource) -> None:
-    """Give every variant the patterns that follow from OWL's or AlphaPruning's scores of the dense model."""
+    """Give every variant the patterns that follow from scores or curves of the dense model."""
     selection = prepared.selection
+    if selection.config.allocation == "fisher":
+        gather_curves(prepared, variants)
+        for variant in variants:
+            patterns, note = fisher_patterns(variant)
+            variant.patterns |= patterns
+            variant.notes.append(note)
+        return
     if selection.config.allocation not in ("owl", "alpha") or not source.unfinished():
         return
     squares = input_squares(prepared) if selection.config.allocation == "owl" else {}

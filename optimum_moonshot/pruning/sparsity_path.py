@@ -14,6 +14,7 @@ from ..config import MoonshotConfig
 from ..errors import require
 from ..reports.prune_report import PruneReport
 from .preparation import Subject
+from .rotating import rotated
 from .sweep import Solved, choose_layers, open_variants, released_on_failure, solve_variants
 from .variant import Variant
 
@@ -85,6 +86,6 @@ def prune_path(
     selections = choose_layers(subject.model, configs)
     started = time.perf_counter()
     prepared, variants = open_variants(subject, selections, calibration, work_dir)
-    with released_on_failure(variants):
+    with released_on_failure(variants), rotated(prepared, variants, stays=False):
         source = solve_variants(prepared, variants)
     return SparsityPath(Solved(prepared, variants, source, time.perf_counter() - started), report)

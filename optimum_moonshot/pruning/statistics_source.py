@@ -1,16 +1,17 @@
 """Every layer of a run with its statistics, in the order in which the passes over the data come by."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..calibration.chains import find_chains
+from ..calibration.chains import find_chains, parameters_read
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
-from ..data.batches import shorten
-from ..model.calls import model_device, to_device
+from ..data.batches import Batch, shorten
+from ..model.calls import frozen, model_device, to_device
 from ..model.layers import Block, PrunableLayer
 from ..model.presence import all_present
 from ..objective.patterns import Pattern
@@ -20,6 +21,10 @@ from .preparation import Prepared
 from .schedule import StatisticsSchedule
 
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
+READ = (
+    "its weight is read where its forward is not called, so that no inputs are seen: prune it alone by "
+    "solver='magnitude' without data and targets=, or name it in ignore="
+)
 
 
 class Wanting(Protocol):
@@ -49,13 +54,19 @@ class StatisticsSource:
     Args:
         prepared: whose selection says what is gathered.
         variants: which layers they lack, and their patterns: the statistics serve all of them.
+        schedule: what of a layer is gathered, and how.
 
     `notes` and `losses` (ℓ_n of the dense model batch by batch, where a backward pass started from them) are complete
     after the last layer.
     """
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Wanting]):
-        self.prepared, self.variants = prepared, variants
+    def __init__(
+        self,
+        prepared: Prepared,
+        variants: Sequence[Wanting],
+        schedule: type[StatisticsSchedule] = StatisticsSchedule,
+    ):
+        self.prepared, self.variants, self.schedule = prepared, variants, schedule
         self.notes: list[str] = []
         self.losses: list[Tensor | None] = []
 
@@ -68,7 +79,7 @@ class StatisticsSource:
                     yield layer, None
             return
         schedule = self._schedule(prepared.data.num_samples)
-        for step in self._steps():
+        for step in self.steps():
             for layer, statistics in schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)]):
                 if statistics is None:
                     self._skip(layer)
@@ -87,14 +98,14 @@ class StatisticsSource:
         selection = self.prepared.selection
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
-        return StatisticsSchedule(selection.solver, patterns, lams, samples, self.prepared.storage)
+        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage)
 
-    def _steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""
         if not self.unfinished():
             return
         prepared, selection = self.prepared, self.prepared.selection
-        probe = to_device(shorten(prepared.batches[0]), model_device(prepared.model))
+        probe = self._probe
         if selection.config.recompute:
             yield from self._recomputed(probe)
             return
@@ -112,8 +123,10 @@ class StatisticsSource:
         if not self.losses:
             self.losses = whole.losses
         if loose:
-            cost = f"the whole model passed {whole.passes} times for their layers"
-            self.notes.append(f"{len(found.loose)} blocks are no chain: {cost}")
+            cost = (
+                f"{whole.passes} passes of the whole model, with all its activations in memory, were for their layers"
+            )
+            self.notes.append(f"blocks that are no chain: {len(found.loose)}; {cost}")
 
     def _blockwise(self, chain: tuple[Block, ...]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
@@ -136,11 +149,23 @@ class StatisticsSource:
 
     def _skip(self, layer: PrunableLayer) -> None:
         """Leave a layer dense that the data do not reach."""
+        reason = READ if layer.parameter in self._parameters_read else UNREACHED
         for variant in self.variants:
             if variant.lacks(layer):
-                variant.skip(layer, UNREACHED)
+                variant.skip(layer, reason)
 
-    def _recomputed(self, probe: dict[str, Tensor]) -> Iterator[Step]:
+    @property
+    def _probe(self) -> Batch:
+        return to_device(shorten(self.prepared.batches[0]), model_device(self.prepared.model))
+
+    @cached_property
+    def _parameters_read(self) -> set[nn.Parameter]:
+        """By a pass of its own, which only a layer that no data reach asks for."""
+        model = self.prepared.model
+        with frozen(model), all_present(self.prepared.selection.structure.blocks):
+            return parameters_read(model, self._probe)
+
+    def _recomputed(self, probe: Batch) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
         (variant,) = self.variants  # a sweep refuses to recompute: each variant has a prefix of its own
         passes = RecomputedPasses(

@@ -18,16 +18,21 @@ import torch
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..data.batches import batch_size
 from ..errors import MoonshotError, require
 from ..files import writing
-from ..model.calls import batch_size, evaluation_mode, frozen, model_device, run_model, to_device
+from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
+from ..objective.patterns import own_sparsity
 from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from .preparation import Prepared, Subject, prepare
+from .result_store import ResultStore
+from .rotating import rotated
+from .run_folder import SAMPLES, RunFolder
 from .selection import Selection, select
 from .solving import prune_layers
 from .statistics_source import StatisticsSource
@@ -65,7 +70,7 @@ def variants(
         plain = all(isinstance(value, int | float | str) or value is None for value in values)
         require(plain, f"{name}={list(values)}: give a list of {'strings' if name == 'patterns' else 'numbers'}")
         require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
-    settings = [(p, s) for p in patterns for s in ((None,) if isinstance(p, str) and ":" in p else own)]
+    settings = [(p, s) for p in patterns for s in ((None,) if own_sparsity(p) else own)]
     return [
         dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
         for (pattern, sparsity), lam in itertools.product(settings, lambdas)
@@ -84,10 +89,16 @@ class Solved:
     source: StatisticsSource
     seconds: float  # of all of it, from reading the data on
 
+    @property
+    def stores(self) -> list[ResultStore | RunFolder]:
+        """What keeps the results, and the samples that the model wrote."""
+        kept = self.prepared.kept
+        return [*(variant.store for variant in self.variants), *([] if kept is None else [kept])]
+
     def discard(self) -> None:
         """Remove the folders of the results, if they are in some."""
-        for variant in self.variants:
-            variant.store.discard()
+        for store in self.stores:
+            store.discard()
 
 
 def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selection]:
@@ -131,13 +142,15 @@ def open_variants(
     Raises:
         MoonshotError: bad weights or data, none at all, or a folder that cannot be used.
     """
-    prepared = prepare(subject, leading(selections), calibration)
-    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
     path = work_dir is None or isinstance(work_dir, str | os.PathLike)
     require(path, f"work_dir={work_dir!r}: give the path of a folder")
+    kept = None
     if work_dir is not None:
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
+        kept = RunFolder(Path(work_dir) / SAMPLES, "work_dir")
+    prepared = prepare(subject, leading(selections), calibration, kept)
+    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
     folders = [None if work_dir is None else Path(work_dir) / _folder(selection) for selection in selections]
     opened: list[Variant] = []
     with released_on_failure(opened):
@@ -248,7 +261,9 @@ def sweep(
     with released_on_failure(opened):
         meter = Meter(prepared, metric)
         dense = meter.value() if callable(metric) else None
-        solved = Solved(prepared, opened, solve_variants(prepared, opened), time.perf_counter() - started)
+        with rotated(prepared, opened, stays=False):
+            source = solve_variants(prepared, opened)
+        solved = Solved(prepared, opened, source, time.perf_counter() - started)
         if dense is None:
             dense = meter.seen(solved.source.losses)
         bar = progress_bar(opened, desc="measuring", unit="variant", shown=subject.progress)

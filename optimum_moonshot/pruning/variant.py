@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern
+from ..objective.allocation_rules import METHODS
+from ..objective.patterns import MixedNM, Pattern
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
+from ..rotation.rotated import Rotated
 from .preparation import Prepared
 from .result_store import ResultStore, fingerprint
 from .selection import Selection
@@ -28,10 +30,12 @@ class Variant:
 
     def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
         self.selection, self.store = selection, store
-        self.patterns: dict[str, Pattern] = dict(selection.patterns)
+        self.patterns: dict[str, Pattern | MixedNM] = dict(selection.patterns)
         self.notes = [*selection.notes, *notes, *store.notes]
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
+        self.rotated: Rotated | None = None  # the basis that the results are of
+        self.allocating = 0.0  # seconds that the curves of an allocation took
 
     @classmethod
     def open(
@@ -74,8 +78,9 @@ class Variant:
         return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """What a layer is pruned by; its own pattern where an allocation has left it out."""
-        return self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        """What a layer is pruned by; where an allocation has not divided yet, or has left it out, what was asked."""
+        pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's pruned weight, [d_out, d_in] in host memory."""
@@ -97,22 +102,38 @@ class Variant:
 
         Each pruned weight gives its place to the dense one, so that the two never add up to two models.
         """
-        swapped = _swap(self, self.store.pop)
-        swapped.clear()
+        with self._in_its_basis():
+            swapped = _swap(self, self.store.pop)
+            swapped.clear()
 
     @torch.no_grad()
     def write(self) -> dict[str, Tensor]:
         """Write every result into the model, and return the dense weights; if that fails, these are put back."""
-        return _swap(self, self.store.weight)
+        with self._in_its_basis():
+            return _swap(self, self.store.weight)
+
+    @contextmanager
+    def _in_its_basis(self) -> Iterator[None]:
+        """Rotate the model where the results ask for it and it is not yet; back if the block fails."""
+        before = self.rotated is None or self.rotated.written
+        if self.rotated is not None:
+            self.rotated.write()
+        try:
+            yield
+        except BaseException:
+            if self.rotated is not None and not before:
+                self.rotated.undo()
+            raise
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Meanwhile the model has the results' weights; dense again on exit."""
-        dense = self.write()
-        try:
-            yield
-        finally:
-            _restore(self.selection, dense)
+        with nullcontext() if self.rotated is None else self.rotated.applied():
+            dense = self.write()
+            try:
+                yield
+            finally:
+                _restore(self.selection, dense)
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
         """What was done; it is noted in the model's configuration too.
@@ -135,6 +156,7 @@ class Variant:
             notes=notes,
             parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+            rotation=None if self.rotated is None else self.rotated.report,
         )
         PruningRecord(
             config=report.config,
@@ -144,8 +166,15 @@ class Variant:
             calibration=report.calibration,
             versions=report.versions,
             dense=tuple(self.skipped),
+            rotation=None if self.rotated is None else self.rotated.report.summary(),
+            allocated=self._allocated(layers),
         ).attach(prepared.model)
         return report
+
+    def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
+        """Layer → the sparsity that a method gave it."""
+        divided = self.selection.config.allocation in METHODS[1:]
+        return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
 
 
 def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from ..files import read_json, replace_file
 from ..objective.quadratic import RelativeLoss
 from .conform import check_fields, check_value
 from .measurement import Measured
+from .rotation_report import RotationReport
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
@@ -111,6 +112,7 @@ class PruneReport:
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
     compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
+    rotation: RotationReport | None = None  # None without one
     parameters: int | None = None  # of the whole model as it was pruned, shared ones once; None in older reports
 
     @property
@@ -250,6 +252,7 @@ class PruneReport:
     def _summary(self) -> list[str]:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
         lines += [f"note: {note}" for note in self.notes]
+        lines += [self.rotation.line()] if self.rotation else []
         lines += [block.line() for block in self.recovery]
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines += [self.mostly_dense] if self.mostly_dense else []
@@ -282,7 +285,9 @@ class PruneReport:
         require(len(values["layers"]) > 0, "layers: there are none")
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
-        return cls(layers=layers, recovery=recovery, **values)
+        turned = values.pop("rotation", None)
+        rotation = None if turned is None else RotationReport.from_dict(turned)
+        return cls(layers=layers, recovery=recovery, rotation=rotation, **values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""

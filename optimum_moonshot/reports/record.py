@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_expressions, check_number, check_whole, require
 from ..objective.allocation_rules import PatternRules
-from ..objective.patterns import NM, Pattern
+from ..objective.patterns import NM, MixedNM, Pattern
 
 KEY = "moonshot"  # of the record in a model's configuration
 NOT_PRUNED = f"config.json has no entry {KEY}: the model is not pruned"
@@ -34,7 +34,9 @@ class PruningRecord:
         calibration: source, number and digest of the samples; None without any.
         versions: of the libraries it was made with.
         compaction: what a `Compaction` says; None unless the model was made smaller.
+        rotation: what a `RotationReport` says in short; None where the model has the basis that it had.
         dense: names of layers that were chosen and stayed dense all the same: no data reached them.
+        allocated: layer → the sparsity that a method of `allocation` gave it; empty where none did.
 
     Raises:
         MoonshotError: a field of another type, or a configuration that is none; it names the field.
@@ -50,16 +52,21 @@ class PruningRecord:
     versions: Mapping[str, str]
     compaction: Mapping[str, Any] | None = None
     dense: Sequence[str] = ()
+    rotation: Mapping[str, Any] | None = None
+    allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with _explained():
-            for name in ("config", "solver_options", "versions", "calibration", "compaction"):
-                value, optional = getattr(self, name), name in ("calibration", "compaction")
+            for name in ("config", "solver_options", "versions", "calibration", "compaction", "rotation", "allocated"):
+                value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
                 good = isinstance(value, Mapping) or (optional and value is None)
                 require(good, f"{name}={reprlib.repr(value)}: it must be an object{' or null' if optional else ''}")
             for name in ("lam", "sparsity"):
                 check_number(name, getattr(self, name))
                 require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: it lies between 0 and 1")
+            for name, share in self.allocated.items():
+                check_number(f"allocated: {name}", share)
+                require(0 <= share <= 1, f"allocated: {name}={share}: it lies between 0 and 1")
         with _explained("config."):
             MoonshotConfig.check_version(self.config.get("version", MoonshotConfig.VERSION))
             check_number("sparsity", self._setting("sparsity"), optional=True)
@@ -87,10 +94,11 @@ class PruningRecord:
     @property
     def pattern_rules(self) -> PatternRules:
         """Which pattern each layer got."""
-        return PatternRules.parse(*map(self._setting, ("pattern", "sparsity", "group_size", "allocation")))
+        pattern, sparsity, size, how = map(self._setting, ("pattern", "sparsity", "group_size", "allocation"))
+        return PatternRules.parse(pattern, sparsity, size, how, self.allocated)
 
-    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern]:
-        """The pattern of every layer; of OWL's and AlphaPruning's shares, what all layers have in common.
+    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
+        """The pattern of every layer; of a method's shares, what all layers have in common.
 
         Raises:
             MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
@@ -104,11 +112,13 @@ class PruningRecord:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, with the version of this format; `from_dict` is its inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        if self.compaction is None:
-            del values["compaction"]
+        for name in ("compaction", "rotation"):
+            if values[name] is None:
+                del values[name]
         values["dense"] = list(self.dense)
-        if not self.dense:
-            del values["dense"]
+        for name in ("dense", "allocated"):
+            if not values[name]:
+                del values[name]
         return {"version": self.VERSION, **values}
 
     @classmethod
@@ -127,7 +137,8 @@ class PruningRecord:
         newer = f"config.json, {KEY}: version={version}: this release reads up to {cls.VERSION}; update it"
         require(version <= cls.VERSION, newer)
         fields = dataclasses.fields(cls)
-        missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in values]
+        needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+        missing = [name for name in needed if name not in values]
         with _explained():
             require(not missing, f"{', '.join(missing)}: missing")
         return cls(**{field.name: values[field.name] for field in fields if field.name in values})

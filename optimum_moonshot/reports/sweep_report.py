@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MoonshotError, check_path, require
-from ..files import read_json, writing
+from ..files import read_json, staged
 from .conform import check_fields
 from .seeds import SweepEntry, cells, choice, heading, label, table
 from .tables import html_table
@@ -113,10 +113,10 @@ class SweepReport:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
-        save_all([self], folder)
-        with writing("output", Path(folder)):
+        with staged("output", folder, model=False) as staging:
+            _write_all([self], staging)
             text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-            (Path(folder) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+            (staging / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def _with_nan(values: Any, *fields: str) -> Any:
@@ -136,7 +136,7 @@ def _finite(values: Any) -> Any:
 
 
 def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> None:
-    """Write sweep.csv with every entry of every report, and the plots of their means.
+    """Write sweep.csv with every entry of every report, and the plots of their means: all of it or nothing.
 
     Args:
         reports: of the same variants, with a seed each.
@@ -145,19 +145,21 @@ def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> 
     Raises:
         MoonshotError: they are of different variants, or the folder cannot be written.
     """
-    folder = Path(folder)
-    with writing("output", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
-            fields = [field.name for field in dataclasses.fields(SweepEntry)]
-            writer = csv.DictWriter(file, ["solver", "seed", *fields])
-            writer.writeheader()
-            for report in reports:
-                for entry in report.entries:
-                    shared = {"solver": report.solver, "seed": report.config["seed"]}
-                    writer.writerow({**shared, **dataclasses.asdict(entry)})
-        from .sweep_plots import plot_by_lambda, plot_by_sparsity  # matplotlib takes its time
+    with staged("output", folder, model=False) as staging:
+        _write_all(reports, staging)
 
-        plot_by_lambda(reports, folder / "metric_by_lambda.png")
-        if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:
-            plot_by_sparsity(reports, folder / "metric_by_sparsity.png")
+
+def _write_all(reports: Sequence[SweepReport], folder: Path) -> None:
+    with open(folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
+        fields = [field.name for field in dataclasses.fields(SweepEntry)]
+        writer = csv.DictWriter(file, ["solver", "seed", *fields])
+        writer.writeheader()
+        for report in reports:
+            for entry in report.entries:
+                shared = {"solver": report.solver, "seed": report.config["seed"]}
+                writer.writerow({**shared, **dataclasses.asdict(entry)})
+    from .sweep_plots import plot_by_lambda, plot_by_sparsity  # matplotlib takes its time
+
+    plot_by_lambda(reports, folder / "metric_by_lambda.png")
+    if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:
+        plot_by_sparsity(reports, folder / "metric_by_sparsity.png")

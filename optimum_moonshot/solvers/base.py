@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_args
 
 import torch
@@ -101,6 +101,23 @@ class Solver(ABC):
             FactorizationError: the quadratic stays singular at the largest damping.
         """
 
+    def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
+        """Pruned weights by several patterns of one class, to compare their losses: those of `solve` up to rounding.
+
+        A solver that can share work between them says how; here each is solved.
+
+        Args:
+            objective: as for `solve`.
+            patterns: one or more.
+
+        Returns:
+            [d_out, d_in] for each.
+
+        Raises:
+            FactorizationError: as `solve`.
+        """
+        return [self.solve(objective, pattern).weight for pattern in patterns]
+
 
 # The methods of a solver that ranks removals, as `ranked.Ranked` has them.
 RANKING = ("rank", "minimise", "solve_path")
@@ -122,7 +139,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block"):
+        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)

@@ -9,6 +9,7 @@ weights that survive,
 which is what all the updates on the way would have added up to. A row's damping is ``μ_k = p · mean(diag F_k)``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -101,6 +102,19 @@ class Ranked(Solver):
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
         weights = self.minimise(objective, keeps, damping)
         return [finish(objective, *pair, damping, self.damping) for pair in zip(weights, keeps, strict=True)]
+
+    def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
+        """As `Solver.trials`: one elimination serves the unstructured ones, and every n:m has its own.
+
+        Args:
+            objective: of the layer.
+            patterns: of one class.
+
+        Raises:
+            FactorizationError: as `solve`.
+        """
+        families = [list(patterns)] if isinstance(patterns[0], Unstructured) else [[pattern] for pattern in patterns]
+        return [result.weight for family in families for result in self.solve_path(objective, family)]
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.

@@ -13,7 +13,8 @@ factor of F_k⁻¹. Three ways to have what this needs of it, all exact:
   convolutions, whose rows share no matrix and have few inputs.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..objective.linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
 from ..objective.parallel import parallel_map
-from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.patterns import NM, Pattern, Unstructured, stacked
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import split_range
 from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
@@ -66,6 +67,22 @@ class SparseGPT(Solver):
             self.damping, lambda damping: self._sweep(objective, pattern, damping * unit)
         )
         return finish(objective, weight, keep, damping, self.damping)
+
+    def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
+        """As `Solver.trials`: where all rows share a factor, a copy of them for each pattern passes the columns once.
+
+        Args:
+            objective: of the whole layer.
+            patterns: of one class.
+
+        Raises:
+            FactorizationError: as `solve`.
+        """
+        together = stacked(patterns)
+        if together is None or objective.scales.b or objective.gram.ndim > 2:
+            return super().trials(objective, patterns)
+        copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1))
+        return list(self.solve(copies, together).weight.chunk(len(patterns)))
 
     def _sweep(self, objective: Quadratic, pattern: Pattern, ridge: float) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, with `ridge` on every diagonal."""

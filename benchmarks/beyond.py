@@ -1,0 +1,156 @@
+"""What each step beyond the paper adds: allocation, a learned basis, recovery, and all of them together.
+
+    python benchmarks/beyond.py                   # everything, hours; what is in the file is not repeated
+    python benchmarks/beyond.py --settings 0.8 --seeds 0  # one column of the table, one seed
+    python benchmarks/beyond.py --model FOLDER --name beyond-opt   # another language model with the same tokenizer
+    python benchmarks/beyond.py --show                    # the table and the picture of what is there
+
+One run of the product for every cell: pruning (and recovery) from the dense model in float32, held-out perplexity, and
+seconds. The file is written after every cell, so a benchmark that was stopped goes on.
+"""
+
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from common import RESULTS, machine, parser
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "examples" / "demo_model"
+SETTINGS = {
+    **{share: {"sparsity": float(share)} for share in ("0.5", "0.6", "0.7", "0.8")},
+    **{pattern: {"pattern": pattern} for pattern in ("2:4", "4:8")},
+}
+ALLOCATION, ROTATION, GRADUAL = {"allocation": "fisher"}, {"rotation": "learned"}, {"recover": "gradual"}
+STEPS = {
+    "SparseGPT": {},
+    "allocation": ALLOCATION,
+    "basis": ROTATION,
+    "basis, allocation": {**ROTATION, **ALLOCATION},
+    "block-wise recovery": {"recover": "blockwise"},
+    "gradual recovery": GRADUAL,
+    "basis, allocation, gradual recovery": {**ROTATION, **ALLOCATION, **GRADUAL},
+}
+LAMBDAS = (1.0, 0.5)
+
+
+def cells(options) -> list[tuple[int, str, str, float]]:
+    """(seed, setting, step, λ), one seed after the other."""
+    return [
+        (seed, setting, step, lam)
+        for seed in options.seeds
+        for setting in options.settings
+        for step in options.steps
+        for lam in options.lambdas
+        if not ("allocation" in STEPS[step] and ":" in setting)  # n:m is the same in every layer
+    ]
+
+
+def measure(model_folder: str, seed: int, setting: str, step: str, lam: float) -> dict:
+    """One cell: perplexity and seconds."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    config = MoonshotConfig(
+        **SETTINGS[setting], **STEPS[step], lam=lam, seed=seed, num_samples=128, sequence_length=256
+    )
+    started = time.perf_counter()
+    report = MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)
+    seconds = time.perf_counter() - started
+    value = perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
+    return {"perplexity": value, "seconds": seconds, "sparsity": report.sparsity}
+
+
+def dense_perplexity(model_folder: str) -> float:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
+
+
+def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+    """A cell's values over the seeds that were run."""
+    wanted = (setting, step, lam)
+    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+
+
+def mean_error(values: list[float]) -> str:
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+
+
+def table(found: dict) -> str:
+    """Markdown: perplexity, mean ± standard error over the seeds, and seconds at 0.8."""
+    lines = ["| step | λ | " + " | ".join(SETTINGS) + " | seconds |", "|---|---|" + "---:|" * (len(SETTINGS) + 1)]
+    for step in STEPS:
+        for lam in LAMBDAS:
+            values = [mean_error(gather(found, setting, step, lam)) for setting in SETTINGS]
+            if any(values):
+                seconds = gather(found, "0.8", step, lam, "seconds")
+                cost = f"{statistics.fmean(seconds):.0f}" if seconds else ""
+                lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, cost]) + " |")
+    return "\n".join(lines)
+
+
+def picture(found: dict, path: Path) -> None:
+    """Excess loss over the dense model by step: one group of bars for each setting."""
+    settings = [setting for setting in SETTINGS if gather(found, setting, "SparseGPT", 1.0)]
+    figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+    colours = plt.get_cmap("viridis")([i / (len(STEPS) - 1) for i in range(len(STEPS))])
+    width = 0.8 / len(STEPS)
+    for k, (step, colour) in enumerate(zip(STEPS, colours, strict=True)):
+        for i, setting in enumerate(settings):
+            values = [gather(found, setting, step, lam) for lam in LAMBDAS]
+            best = min((statistics.fmean(value) for value in values if value), default=None)
+            if best is not None:
+                height = math.log(best / found["dense"])
+                axes.bar(i + (k - len(STEPS) / 2) * width, height, width, color=colour, label=step if i == 0 else None)
+    axes.set(xticks=range(len(settings)), xticklabels=settings, ylabel="loss above the dense model's, nats")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", default=str(DEMO))
+    arguments.add_argument("--name", default="beyond-llama", help="of the files in results/")
+    arguments.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    arguments.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
+    arguments.add_argument("--lambdas", nargs="+", type=float, default=list(LAMBDAS))
+    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
+    arguments.add_argument("--show", action="store_true")
+    options = arguments.parse_args()
+    path = RESULTS / f"{options.name}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if found is None:
+        found = {"machine": machine(), "dense": dense_perplexity(options.model), "cells": []}
+    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
+    started = time.perf_counter()
+    for cell in [] if options.show else cells(options):
+        if cell in known:
+            continue
+        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
+            break
+        row = measure(options.model, *cell)
+        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
+    print(table(found))
+    picture(found, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What `allocation="fisher"` gains and costs on the shipped model, against uniform sparsity and six solves of all rows.
+
+"six solves" takes its curves from all samples and rows, by six runs of the solver at the run's own λ. Seconds are of
+processor time; the ratio is to the uniform run. A former file of results is continued.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import time
+from itertools import product
+
+import torch
+from common import RESULTS, parser, write
+from quality import DEMO
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.objective.loss_allocation import LossCurve
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.pruning import solving
+from optimum_moonshot.pruning.preparation import Subject, prepare
+from optimum_moonshot.pruning.result_store import ResultStore
+from optimum_moonshot.pruning.selection import select
+from optimum_moonshot.pruning.statistics_source import StatisticsSource
+from optimum_moonshot.pruning.variant import Variant
+
+SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
+    arguments.add_argument("--sparsities", type=float, nargs="+", default=[0.7, 0.8])
+    arguments.add_argument("--lambdas", type=float, nargs="+", default=[1.0, 0.5])
+    arguments.add_argument("--solvers", nargs="+", default=["sparsegpt"])
+    arguments.add_argument("--samples", type=int, default=128)
+    arguments.add_argument("--tokens", type=int, default=256)
+    arguments.add_argument("--name", default="fisher_allocation")
+    options = arguments.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    bench, path = Bench(model, tokenizer, options.tokens), RESULTS / f"{options.name}.json"
+    found = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
+    for seed, solver, lam, sparsity in product(options.seeds, options.solvers, options.lambdas, options.sparsities):
+        config = MoonshotConfig(
+            solver=solver,
+            lam=lam,
+            seed=seed,
+            sparsity=sparsity,
+            num_samples=options.samples,
+            sequence_length=options.tokens,
+        )
+        row = found.setdefault(f"{solver} λ={lam:g} {sparsity:g} seed {seed}", {})
+        for name, run in (("uniform", bench.uniform), ("fisher", bench.fisher), ("six solves", bench.six)):
+            if name not in row:
+                row[name] = run(config)
+                print(f"{solver} λ={lam:g} {sparsity:g} seed {seed} {name}: {row[name]}", flush=True)
+                write(options.name, {"options": vars(options), "dense": bench.dense, "runs": found})
+    show(found)
+
+
+class Bench:
+    """The shipped model, pruned in three ways.
+
+    Args:
+        model: dense; it stays so.
+        tokenizer: of the model.
+        tokens: of a window.
+    """
+
+    def __init__(self, model, tokenizer, tokens: int):
+        self.model, self.tokenizer, self.tokens = model, tokenizer, tokens
+        self.dense = self.measure(model)
+        self.curves: dict[MoonshotConfig, dict[str, LossCurve]] = {}
+
+    def measure(self, model) -> float:
+        return perplexity(model, self.tokenizer, str(DEMO / "heldout.txt"), sequence_length=self.tokens).value
+
+    def uniform(self, config: MoonshotConfig) -> dict:
+        return self.run(config)
+
+    def fisher(self, config: MoonshotConfig) -> dict:
+        return self.run(dataclasses.replace(config, allocation="fisher"))
+
+    def six(self, config: MoonshotConfig) -> dict:
+        """By curves of six solves of everything, which a store then lends to the run."""
+        curves = self.six_curves(dataclasses.replace(config, sparsity=0.5))
+        original = solving.gather_curves
+
+        def lend(_, variants):
+            for variant in variants:
+                variant.store.curves.update(curves)
+
+        solving.gather_curves = lend
+        try:
+            return self.run(dataclasses.replace(config, allocation="fisher"))
+        finally:
+            solving.gather_curves = original
+
+    def run(self, config: MoonshotConfig) -> dict:
+        pruner = MoonshotPruner(copy.deepcopy(self.model), config, self.tokenizer)
+        started = time.process_time()
+        report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
+        seconds, value = time.process_time() - started, self.measure(pruner.model)
+        asked = {layer.name: layer.asked for layer in report.layers} if config.allocation == "fisher" else {}
+        excess = math.log(value / self.dense)
+        return {"perplexity": value, "excess": excess, "seconds": seconds, "sparsity": report.sparsity, "asked": asked}
+
+    def six_curves(self, config: MoonshotConfig) -> dict[str, LossCurve]:
+        if config in self.curves:
+            return self.curves[config]
+        selection = select(self.model, dataclasses.replace(config, lam=min(config.lam, 0.5)))
+        subject = Subject(self.model, self.tokenizer, progress=False)
+        prepared = prepare(subject, selection, str(DEMO / "calibration.txt"))
+        variant = Variant(selection, ResultStore(None, ""))
+        found = {}
+        with frozen(self.model), torch.no_grad():
+            for layer, statistics in StatisticsSource(prepared, [variant]).layers():
+                weight, pruned = layer.matrix, []
+                objective = statistics.objective(weight, config.lam)
+                for sparsity in SIX:
+                    pruned.append(selection.solver.solve(objective, Unstructured(sparsity)).weight)
+                deltas = torch.stack([each - weight for each in [*pruned, torch.zeros_like(weight)]])
+                losses = tuple(statistics.gradients.losses(deltas).tolist())
+                found[layer.name] = LossCurve(weight.numel(), (*SIX, 1.0), losses)
+        self.curves[config] = found
+        return found
+
+
+def show(found: dict) -> None:
+    ways = ("uniform", "fisher", "six solves")
+    table = Table("", *ways, "excess / six solves", "time / uniform")
+    for name, row in found.items():
+        values = (f"{row[way]['perplexity']:.2f}" for way in ways)
+        worse = row["fisher"]["excess"] / row["six solves"]["excess"]
+        slower = row["fisher"]["seconds"] / row["uniform"]["seconds"]
+        table.add_row(name, *values, f"{worse:.3f}", f"{slower:.2f}")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Which layers show whose inputs they read: samples of a batch one after another, on the first axis of a call.
+
+Gradients are gathered sample by sample, and padding counts in no statistic, so that it must be known which part of a
+layer's inputs belongs to which sample. Most layers read [samples, tokens, features]. Others read tokens first, what all
+samples share (tables of relative positions), the tokens that were sent to one expert, or patches of all images in one
+row. Shapes alone do not tell these apart: a batch of two samples and its second sample alone are compared.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import Batch, batch_size, take
+from ..errors import MoonshotError
+from ..model.calls import close, run_model
+from ..model.forms import Form, find_form
+from ..model.layers import PrunableLayer
+from ..model.losses import token_mask
+
+
+def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> list[str]:
+    """The names of the layers whose inputs do not show the samples of a batch.
+
+    Args:
+        model: in evaluation mode, its weights present while it is called.
+        layers: to ask; one that is not called shows all.
+        batch: two samples on the model's device.
+    """
+    both = _calls(model, layers, batch)
+    alone = _calls(model, layers, take(batch, 1, 2))
+    return [layer.name for layer in layers if not _follow(both[layer.name], alone[layer.name])]
+
+
+@torch.no_grad()
+def _calls(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> dict[str, list[Tensor | None]]:
+    """One number for each element of the first axis of every call's inputs; None for a call that shows no samples."""
+    found: dict[str, list[Tensor | None]] = {layer.name: [] for layer in layers}
+    mask, samples = token_mask(batch), batch_size(batch)
+
+    def see(name: str, form: Form, inputs: Tensor, output: Tensor) -> None:
+        found[name].append(_print(inputs) if _accepts(form, inputs, output, mask, samples) else None)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            for module in layer.modules:
+                form = find_form(module)
+                stack.callback(form.watch(partial(see, layer.name, form)).remove)
+        run_model(model, batch)
+    return found
+
+
+def _accepts(form: Form, inputs: Tensor, output: Tensor, mask: Tensor | None, samples: int) -> bool:
+    try:
+        kept = form.token_mask(inputs, mask)
+        next(form.pairs(inputs, output, kept, samples))
+    except MoonshotError:
+        return False
+    return True
+
+
+def _print(inputs: Tensor) -> Tensor:
+    """[first axis], each a weighted sum of what lies behind it."""
+    rows = inputs.detach().float().flatten(1) if inputs.ndim > 1 else inputs.detach().float()[:, None]
+    return rows @ torch.arange(rows.shape[1], device=rows.device).cos()
+
+
+def _follow(both: list[Tensor | None], alone: list[Tensor | None]) -> bool:
+    """Whether every call's second half is the second sample's."""
+    if len(both) != len(alone):
+        return False
+    for two, one in zip(both, alone, strict=True):
+        if two is None or one is None or len(two) != 2 * len(one) or not close(two[len(one) :], one):
+            return False
+    return True

@@ -1,0 +1,92 @@
+"""Write a rotated model that is not pruned: an ordinary checkpoint with its report and a card."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from torch import nn
+
+from ..errors import require
+from ..files import replace_file, staged
+from ..reports.rotation_report import ROTATION_NAME, RotationReport
+from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, find_base
+from .card import find_auto_class
+from .markdown import escaped
+from .saving import check_saving, save_processor
+
+_TEXT = """# {title}
+
+This is {base}in another basis: it computes what it did before, up to rounding, and loses less when it is pruned. The
+change was learned and merged into the weights by optimum-moonshot; it adds no parameter{untied} and no operation.
+
+```python
+from transformers import {cls}
+
+model = {cls}.from_pretrained({literal}, dtype="auto")
+```
+
+| | |
+|---|---|
+| rotations | {rotations} |
+| objective, the share of the scores that pruning would remove | {before:.4f} before, {after:.4f} after |
+| steps of learning | {steps}, {seconds:.1f} s |
+
+`{report}` has all of this as JSON.
+"""
+
+
+def save_rotated(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: RotationReport,
+    directory: str | os.PathLike[str],
+    **options: Any,
+) -> None:
+    """Model, tokenizer or processor, report and card in `directory`; the files appear there only when all are written.
+
+    Args:
+        model: rotated; a `PreTrainedModel`.
+        processors: tokenizer and image processor; None among them is left out.
+        report: of the rotation.
+        directory: the folder, made if need be.
+        options: of the model's `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        MoonshotError: the folder cannot be written, the disk is full, or the model cannot be saved in this way.
+    """
+    check_saving(model, "dense", options)
+    require(hasattr(model, "save_pretrained"), f"{type(model).__name__} is no PreTrainedModel: save its state_dict")
+    with staged("directory", directory) as staging:
+        model.save_pretrained(staging, **options)  # type: ignore[operator]
+        for processor in processors:
+            if hasattr(processor, "save_pretrained"):
+                save_processor(processor, staging)
+        report.save(staging)
+        replace_file(staging / "README.md", str(_card(model, report, Path(directory).resolve().name)))
+
+
+def _card(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
+    base, (cls, task) = find_base(getattr(model, "name_or_path", "")), find_auto_class(type(model).__name__)
+    taken = {field: base.data[field] for field in (*TEXTS, *TEXTS_OR_LISTS) if field in base.data}
+    taken.setdefault("pipeline_tag", task)
+    tags = ["moonshot", "rotated", *base.data.get("tags", ())]
+    data = ModelCardData(model_name=name, base_model=base.name, library_name="transformers", tags=tags, **taken)
+    untied = f" but an untied head of {report.untied_bytes / 2**20:.2f} MiB" if report.untied_bytes else ""
+    text = _TEXT.format(
+        title=escaped(name),
+        base=f"[{base.name}](https://huggingface.co/{base.name}) " if base.name else "a model ",
+        untied=untied,
+        cls=cls,
+        literal=json.dumps(name, ensure_ascii=False),
+        rotations=escaped(report.rotations or "none"),
+        before=report.objective_before,
+        after=report.objective_after,
+        steps=report.steps,
+        seconds=report.seconds,
+        report=ROTATION_NAME,
+    )
+    below = f"\n{MARKER}\n\n# Card of the model as it was\n\n{base.text}\n" if base.text else ""
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{below}")

@@ -1,0 +1,219 @@
+"""`allocation="fisher"`: every matrix gets the sparsity at which a further weight costs the model as much as elsewhere.
+
+The Fisher loss is a loss of the whole model, in one unit for all matrices. What a matrix l loses at a sparsity s,
+
+    F_l(s) = 1/N Σ_n Σ_k (a_nk · (w_k - ŵ_k(s)))²
+
+is a curve, and `objective/loss_allocation.py` divides the total so that the curves' values add up to the least. They
+are found before the run proper, in passes of their own over the dense model, which need far less than pruning does:
+
+* an eighth of the calibration samples, spread evenly, but at least `SAMPLES`;
+* every eighth row of a matrix, but at least `ROWS`: all rows share the inputs' Gram matrix, and their losses add up;
+* ŵ(s) by the run's solver at λ = 1, where one factorisation (one elimination) serves the matrix at every s.
+
+So no more than one block's statistics are alive, less than a pruning holds; the curves do not depend on λ; and the
+variants of a sweep share them. A run at λ = 1 has its only backward pass here, one with ``recompute`` its only look
+at the dense model. The results' store keeps every curve, so that a killed run goes on with the same allocation.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..calibration.accumulators import Plan, numbers_per_row
+from ..calibration.layer_statistics import LayerStatistics
+from ..data.batches import batch_size, spread_samples
+from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
+from ..objective.fisher import Fisher
+from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
+from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
+from ..progress import progress_bar
+from ..solvers import Solver
+from .allocation import exact_patterns
+from .preparation import Prepared
+from .schedule import StatisticsSchedule
+from .statistics_source import StatisticsSource
+from .variant import Variant
+
+# What the curves are measured at. A matrix's sparsity lies between (`loss_allocation.bounds`).
+SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985)
+# One in so many samples and rows, and at least so many of both.
+SHARE, SAMPLES, ROWS = 8, 16, 256
+
+
+def trial_patterns(asked: Pattern | MixedNM) -> tuple[Pattern, ...]:
+    """The patterns whose losses make a matrix's curve, sparser and sparser.
+
+    Args:
+        asked: of the matrix, before the allocation; its own sparsity plays no part.
+    """
+    if isinstance(asked, MixedNM):
+        return asked.choices[1:]
+    return tuple(Unstructured(sparsity) for sparsity in SPARSITIES)
+
+
+def sampled_rows(layer: PrunableLayer) -> slice:
+    """The rows of a matrix that its curve is measured on."""
+    d_out = layer.shape[0]
+    step = 1 if layer.groups > 1 else min(SHARE, max(1, d_out // ROWS))
+    return slice(step // 2, d_out, step)
+
+
+@torch.no_grad()
+def loss_curve(
+    solver: Solver, layer: PrunableLayer, statistics: LayerStatistics, patterns: Sequence[Pattern]
+) -> LossCurve:
+    """What a matrix loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
+
+    Args:
+        solver: which prunes them, at λ = 1.
+        layer: at its dense weight.
+        statistics: G, and the gradients A_n of the rows `sampled_rows`.
+        patterns: of one class, sparser and sparser.
+
+    Raises:
+        FactorizationError: the matrix's quadratic stays singular at the largest damping, with the layer's name.
+    """
+    weight, gradients = layer.matrix[sampled_rows(layer)].float(), statistics.gradients
+    assert isinstance(gradients, Fisher)
+    known = statistics
+    if solver.objective.diagonal_only:
+        squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
+        known = LayerStatistics(squares, None, statistics.samples, diagonal=True)
+    objective = known.objective(weight, 1.0, solver.column_block(layer.shape[1], patterns[0]))
+    try:
+        found = solver.trials(objective, patterns)
+    except FactorizationError as error:
+        raise FactorizationError(f"{layer.name}: {error}") from None
+    sparsities = [pattern.sparsity for pattern in patterns]
+    if isinstance(patterns[-1], Unstructured):
+        found, sparsities = [*found, torch.zeros_like(weight)], [*sparsities, 1.0]
+    losses = gradients.losses(torch.stack([pruned - weight for pruned in found]))
+    scale = layer.shape[0] / len(weight)
+    return LossCurve(
+        layer.shape[0] * layer.shape[1], tuple(sparsities), tuple(scale * loss for loss in losses.tolist())
+    )
+
+
+class SampledRows(StatisticsSchedule):
+    """Gives every layer G and the gradients of some of its rows, whatever the solver."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.diagonal = False
+
+    def _plan(self, layer: PrunableLayer) -> Plan:
+        return Plan(rows=sampled_rows(layer))
+
+    def _bytes(self, layer: PrunableLayer) -> int:
+        d_out, d_in = layer.shape
+        rows = len(range(*sampled_rows(layer).indices(d_out)))
+        return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
+
+    def _chunks(self, together: list[PrunableLayer], step: object) -> None:
+        return None
+
+
+class _Curves:
+    """Stands for variants where their statistics are asked for: what they lack is a curve."""
+
+    def __init__(self, variants: Sequence[Variant]):
+        self.variants, self.unreached = variants, set[str]()
+
+    def of(self, layer: PrunableLayer) -> dict[tuple[Pattern, ...], list[Variant]]:
+        """The variants that lack a layer's curve, by the patterns that make it."""
+        found: dict[tuple[Pattern, ...], list[Variant]] = {}
+        for variant in self.variants:
+            if layer.name not in variant.store.curves:
+                found.setdefault(trial_patterns(variant.selection.patterns[layer.name]), []).append(variant)
+        return found
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return layer.name not in self.unreached and bool(self.of(layer))
+
+    def pattern_of(self, layer: PrunableLayer) -> Pattern:
+        return trial_patterns(self.variants[0].selection.patterns[layer.name])[0]
+
+    def weight(self, layer: PrunableLayer) -> torch.Tensor:
+        raise AssertionError("statistics of the dense model ask for no pruned weight")
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        self.unreached.add(layer.name)
+
+
+def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
+    """Give every variant the curves that it lacks, of all layers that the data reach.
+
+    Args:
+        prepared: the model, dense and frozen, and the data.
+        variants: of the same layers and solver.
+
+    Raises:
+        MoonshotError: bad statistics, or too little memory.
+        FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
+    """
+    started, curves = time.perf_counter(), _Curves(variants)
+    source = StatisticsSource(_sampled(prepared), [curves], SampledRows)
+    layers = prepared.selection.layers
+    missing = sum(map(curves.lacks, layers))
+    with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
+        for layer, statistics in source.layers():
+            assert isinstance(statistics, LayerStatistics)
+            for patterns, lacking in curves.of(layer).items():
+                curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
+                for variant in lacking:
+                    variant.store.put_curve(layer.name, curve)
+            bar.update(1)
+    for variant in variants:
+        variant.allocating = (time.perf_counter() - started) / len(variants)
+
+
+def _sampled(prepared: Prepared) -> Prepared:
+    """The same model, to be seen dense and with gradients, and some of the data."""
+    selection, data = prepared.selection, prepared.data
+    assert data is not None  # `prepare` refuses to allocate without
+    batches = spread_samples(data.batches, max(SAMPLES, data.num_samples // SHARE))
+    count = sum(map(batch_size, batches))
+    config = dataclasses.replace(selection.config, fisher="all", recompute=False)
+    return dataclasses.replace(
+        prepared,
+        selection=dataclasses.replace(selection, config=config, lam=0.0),
+        data=dataclasses.replace(data, batches=batches, num_samples=count),
+    )
+
+
+def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
+    """The pattern of every layer that has a curve, and a note for the report.
+
+    Args:
+        variant: with its curves.
+    """
+    known = variant.store.curves
+    curves = {layer.name: known[layer.name] for layer in variant.selection.layers if layer.name in known}
+    asked = variant.selection.config.parsed_pattern
+    sizes = {name: curve.size for name, curve in curves.items()}
+    found: dict[str, Pattern]
+    if isinstance(asked, MixedNM):
+        losses = {name: (0.0, *curve.losses) for name, curve in curves.items()}
+        steps = {name: size // asked.m for name, size in sizes.items()}
+        taken = divide_steps(losses, steps, round(asked.sparsity * sum(sizes.values())))
+        found = {name: NM(asked.m - count, asked.m) for name, count in taken.items()}
+        total = sum(taken[name] * steps[name] for name in taken) / max(1, sum(sizes.values()))
+        return found, f"Fisher allocation: {_counts(found)}; sparsity {total:.6f} of {asked.sparsity:g} asked"
+    assert asked is not None  # an allocation by name is another
+    sparsities = divide_sparsity(curves, asked.sparsity)
+    found = exact_patterns(sizes, sparsities, asked.sparsity)
+    low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
+    return found, f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(found)} layers"
+
+
+def _counts(patterns: dict[str, Pattern]) -> str:
+    """Such as "3 layers dense, 4 layers 2:4"."""
+    found: dict[float, list[str]] = {}
+    for pattern in patterns.values():
+        found.setdefault(pattern.sparsity, []).append("dense" if not pattern.sparsity else str(pattern))
+    return ", ".join(f"{len(names)} layers {names[0]}" for _, names in sorted(found.items()))

@@ -1,0 +1,294 @@
+"""A run's rotation: find what may be rotated, learn it on the calibration data, merge it into the weights.
+
+The model is another checkpoint of the same function afterwards, and everything that follows sees nothing else. If that
+fails, `Rotated.undo` puts the weights back as they were.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calibration.accumulators import Plan
+from ..calibration.observer import Observer
+from ..calibration.passes import Step
+from ..config import MoonshotConfig
+from ..data.batches import Batch, shorten
+from ..errors import MoonshotError, require
+from ..model.calls import frozen, model_device, to_device
+from ..model.layers import Block, PrunableLayer
+from ..model.presence import all_present
+from ..objective.patterns import Pattern
+from ..progress import progress_bar
+from ..reports.rotation_report import RotationReport
+from ..rotation.basis import Basis
+from ..rotation.learning import Learned, learn, rotations
+from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
+from ..rotation.rotated import Rotated
+from ..rotation.search import check_same, find, outputs, verify
+from ..rotation.spaces import Space
+from ..rotation.statistics import FisherAtZero, coordinates, inverse
+from .preparation import Prepared, Subject, prepare
+from .result_store import ResultStore
+from .run_folder import RunFolder
+from .selection import select
+from .statistics_source import StatisticsSource
+from .variant import Variant
+
+# How many steps of learning pass between two states that outlive a kill.
+SAVED_EVERY = 10
+PatternsOf = Callable[[PrunableLayer], Sequence[Pattern]]
+
+
+@contextmanager
+def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Iterator[float]:
+    """Rotate the model as its configuration says; if the block fails, it is put back as it was.
+
+    Args:
+        prepared: the model, dense, and the data.
+        variants: for whose patterns it is learned, and whose reports say what was done. The first one's store keeps the
+            state of learning.
+        stays: whether the model stays in its new basis; otherwise each variant brings it there with its weights.
+
+    Yields:
+        The seconds it took; 0 where the configuration asks for no rotation.
+
+    Raises:
+        MoonshotError: as `rotate`.
+    """
+    if prepared.selection.config.rotation is None:
+        yield 0.0
+        return
+
+    def patterns(layer: PrunableLayer) -> list[Pattern]:
+        return list(dict.fromkeys(variant.pattern_of(layer) for variant in variants))
+
+    done = rotate(prepared, variants[0].store, patterns)
+    try:
+        for variant in variants:
+            variant.rotated = done
+        yield done.report.seconds
+    except BaseException:
+        done.undo()
+        raise
+    if stays:
+        done.forget()
+    else:
+        done.undo()
+
+
+def run_rotation(
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
+) -> tuple[RotationReport, ResultStore]:
+    """Rotate a model, and leave it at that.
+
+    Args:
+        subject: the model and what belongs to it.
+        config: for which pattern, and how.
+        calibration: what `MoonshotPruner.prune` takes.
+        resume_dir: a folder that keeps the state of learning, or None.
+
+    Returns:
+        The report, and what holds the state: its files outlive the run, to be discarded once the model is saved.
+
+    Raises:
+        MoonshotError: as `rotate`, and bad data.
+    """
+    selection = select(subject.model, config)
+    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    prepared = prepare(subject, selection, calibration, kept)
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    try:
+        with rotated(prepared, [variant], stays=True):
+            pass
+    finally:
+        variant.store.release()
+    assert variant.rotated is not None
+    return variant.rotated.report, variant.store
+
+
+def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rotated:
+    """Rotate a model for the patterns that it is going to be pruned by.
+
+    Args:
+        prepared: the model, dense, and the data; its configuration says how.
+        store: of the run, which keeps the state of learning.
+        patterns: of a layer, one or several.
+
+    Raises:
+        MoonshotError: no data, nothing that may be rotated, or a model whose function would change; the model is as it
+            was.
+    """
+    config = prepared.selection.config
+    require(prepared.data is not None, f"rotation={config.rotation!r}: it is learned on calibration data; give some")
+    started, model = time.perf_counter(), prepared.model
+    structure = prepared.selection.structure
+    batch = to_device(shorten(prepared.batches[0]), model_device(model))
+    with all_present(structure.blocks):
+        spaces, refused = find(model, batch, heads_only=config.rotation == "heads")
+        expected = outputs(model, batch)
+    basis = Basis(model, structure.blocks, spaces)
+    untied = basis.untied_bytes
+    try:
+        basis.keep()
+        state = _learned(prepared, store, patterns, basis, batch, expected)
+        changed = state.after < state.before
+        found = rotations(spaces, state) if changed else {}
+        if changed:
+            basis.write(found)
+            with all_present(structure.blocks):
+                check_same(model, batch, expected, "the learned rotation")
+        else:
+            basis.restore()
+    except BaseException as error:
+        basis.restore()
+        if isinstance(error, torch.OutOfMemoryError):
+            mend = "lower max_memory, batch_size or num_samples, or set rotation_rows"
+            raise MoonshotError(f"out of device memory: {mend} ({error})") from None
+        raise
+    report = RotationReport(
+        spaces={space.name: (space.count, space.width) for space in spaces} if changed else {},
+        refused=refused,
+        objective_before=state.before,
+        objective_after=state.after,
+        steps=len(state.history) - 1,
+        seconds=time.perf_counter() - started,
+        weighted=config.rotation_weights,
+        untied_bytes=untied if changed else 0,
+        rotated=changed,
+    )
+    return Rotated(report, basis, found, changed)
+
+
+def _learned(
+    prepared: Prepared, store: ResultStore, patterns: PatternsOf, basis: Basis, batch: Batch, expected: list[Tensor]
+) -> Learned:
+    """The state at the end of learning, from the store as far as it is there."""
+    config, device = prepared.selection.config, model_device(prepared.model)
+    state = store.rotation()
+    if state is not None and state.done:
+        return state
+    with all_present(basis.blocks):
+        verify(prepared.model, basis, batch, expected)
+    objective = gather(prepared, basis.spaces, patterns)
+    steps, shown = config.rotation_steps, prepared.subject.progress
+    with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
+        bar.update(len(state.history) if state else 0)
+
+        def done(state: Learned) -> None:
+            bar.update(1)
+            bar.set_postfix_str(f"objective {state.after:.4f}")
+            if state.done or len(state.history) % SAVED_EVERY == 0:
+                store.put_rotation(state)
+
+        return learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
+
+
+def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) -> Objective:
+    """The objective of a model whose norms' gains are folded, from one pass over the data.
+
+    Args:
+        prepared: the model and the data.
+        spaces: that may be rotated.
+        patterns: of a layer.
+
+    Raises:
+        MoonshotError: bad data or statistics, or no memory for them.
+    """
+    selection = prepared.selection
+    fisher = selection.rotates_by_gradients
+    config = dataclasses.replace(selection.config, recompute=False, fisher="all")
+    # The passes go backwards where λ < 1, whatever it is.
+    dense = dataclasses.replace(selection, config=config, lam=0.5 if fisher else 1.0)
+    prepared = dataclasses.replace(prepared, selection=dense)
+    gathering = _Gathering(prepared, spaces, patterns)
+    try:
+        with frozen(prepared.model):
+            for step in StatisticsSource(prepared, [_Everything()]).steps():
+                gathering.step(step)
+    except MoonshotError as error:
+        if not fisher or selection.needs_gradients:
+            raise
+        raise MoonshotError(f'rotation_weights="fisher": {error}; "equal" needs no gradients') from None
+    objective = gathering.objective()
+    found = next(objective.matrices, None) is not None
+    require(found, "rotation: no calibration data reached a layer that it could be learned for")
+    set_totals(objective, gathering.fisher if fisher else None)
+    return objective
+
+
+class _Everything:
+    """Wants the statistics of every layer; see `statistics_source.Wanting`."""
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        return True
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """The run itself reports layers without data."""
+
+
+class _Gathering:
+    """Groups of matrices that read the same inputs, block by block in whatever order the passes have."""
+
+    def __init__(self, prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf):
+        self.prepared, self.spaces, self.patterns = prepared, spaces, patterns
+        self.fisher: dict[str, float] = {}
+        self.found: dict[str | None, list[Group]] = {}
+        self.block_of = {layer.name: block for block in prepared.selection.structure.blocks for layer in block.layers}
+
+    def step(self, step: Step) -> None:
+        """Pass the data once for the layers of a step, and keep of their statistics what learning needs."""
+        layers = [layer for layer in step.layers if layer.groups == 1 and not layer.form.images]
+        if not layers:
+            step.skip()
+            return
+        samples, storage = self.prepared.data.num_samples, self.prepared.storage
+        wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
+        plans = {name: Plan(nothing=True) for name in wanted}
+        extra = (FisherAtZero,) if wanted else ()
+        with Observer(layers, False, wanted, samples, storage, plans, extra=extra) as observer:
+            step.observe(observer, True)
+        together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
+        for layer in layers:
+            if observer.reached(layer):
+                statistics = observer.take(layer)
+                self.fisher[layer.name] = statistics.extra.get(FisherAtZero, 0.0)
+                together.setdefault(id(statistics.inputs), (statistics.inputs, []))[1].append(layer)
+        for gram, sharing in together.values():
+            if bool(gram.any()):
+                self._add(gram, sharing)
+
+    def _add(self, gram: Tensor, sharing: list[PrunableLayer]) -> None:
+        reads, _ = coordinates(sharing[0], self.spaces)
+        needed = inverse(gram, reads)
+        kept = self.prepared.storage.put(needed, f"{sharing[0].name}: inverse for the rotation")
+        group = Group([self._matrix(layer, reads is None) for layer in sharing], reads, kept, [])
+        block = self.block_of.get(sharing[0].name)
+        self.found.setdefault(None if block is None else block.name, []).append(group)
+
+    def _matrix(self, layer: PrunableLayer, free: bool) -> Matrix:
+        """A layer, with some of its rows, or of its columns, where a rotation does not mix these."""
+        config = self.prepared.selection.config
+        _, gives = coordinates(layer, self.spaces)
+        patterns = tuple(self.patterns(layer))
+        generator = torch.Generator().manual_seed(config.seed)
+        rows = columns = None
+        if not gives:
+            rows = sampled(layer.shape[0], config.rotation_rows, 1, generator)
+        elif free:
+            columns = sampled(layer.shape[1], config.rotation_rows, widest(patterns), generator)
+        return Matrix(layer, patterns, gives, rows, columns)
+
+    def objective(self) -> Objective:
+        """All groups, in the model's order."""
+        blocks: list[tuple[Block | None, list[Group]]] = [
+            (block, self.found[block.name])
+            for block in self.prepared.selection.structure.blocks
+            if block.name in self.found
+        ]
+        return Objective(blocks + ([(None, self.found[None])] if None in self.found else []))

@@ -1,0 +1,1 @@
+"""Orthogonal changes of basis that leave a model's function as it is: found by probing, learned, merged."""

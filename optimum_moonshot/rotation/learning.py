@@ -1,0 +1,190 @@
+"""Rotations learned by the objective: Adam on skew-symmetric matrices, mapped to orthogonal ones by Cayley's transform.
+
+    R = (I - S)⁻¹ (I + S),   S = (A - Aᵀ) / 2
+
+is orthogonal for every A, and the identity at A = 0. It costs one linear solve, forwards and backwards, where the
+matrix exponential takes a dozen products of twice the width. Where R has to fix the vector of ones, it is that of the
+vectors orthogonal to it, in a basis that one reflection makes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .objective import Objective
+from .spaces import Space
+
+# It stops once this many steps have brought less than this share of the objective.
+PATIENCE, GAIN = 10, 1e-3
+BETAS, EPSILON = (0.9, 0.999), 1e-12
+
+
+@dataclass
+class Learned:
+    """The state of learning, and its result: enough to go on from.
+
+    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments.
+    """
+
+    tensors: dict[str, Tensor]
+    history: list[float] = field(default_factory=list)  # the objective before every step
+    seconds: float = 0.0
+    done: bool = False
+
+    @property
+    def before(self) -> float:
+        return self.history[0]
+
+    @property
+    def after(self) -> float:
+        """At the best step: never more than before."""
+        return min(self.history)
+
+    def values(self) -> dict[str, Any]:
+        """All but the tensors, as JSON types."""
+        return {"history": self.history, "seconds": self.seconds, "done": self.done}
+
+
+def learn(
+    objective: Objective,
+    spaces: Sequence[Space],
+    steps: int,
+    rate: float,
+    device: torch.device,
+    state: Learned | None = None,
+    step_done: Callable[[Learned], None] = lambda state: None,
+) -> Learned:
+    """Minimise the objective over rotations, from the identity.
+
+    The rate falls along a cosine; it ends after so many steps, or once it gains nothing.
+
+    Args:
+        objective: of a model, its norms' gains folded.
+        spaces: to rotate; those that the objective does not depend on keep their basis.
+        steps: at most.
+        rate: Adam's learning rate of A, in radians.
+        device: where the rotations are.
+        state: of an earlier call with the same arguments, to go on from.
+        step_done: called after every step with the state.
+
+    Returns:
+        The state at the end.
+    """
+    families = _families(spaces)
+    state = state or Learned(_start(families, device))
+    state.tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
+    with _fast_products():
+        while not state.done:
+            started = time.perf_counter()
+            _step(objective, families, state, steps, rate)
+            state.seconds += time.perf_counter() - started
+            step_done(state)
+    return state
+
+
+def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
+    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host.
+
+    Args:
+        spaces: as `learn` had them.
+        state: that it returned.
+    """
+    found = {}
+    for name, family in _families(spaces).items():
+        skew = state.tensors[f"{name}.best"].cpu().double()
+        found |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
+    return found
+
+
+def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
+    """The objective at A, then one step of Adam on A; without the step where it is the last look."""
+    number = len(state.history)
+    parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}
+    whole, leaves = {}, {}
+    for name, family in families.items():
+        whole[name] = _orthogonal(parameters[name], family)
+        parts = whole[name].detach().split([space.count for space in family])
+        leaves |= {space: part.requires_grad_(number < steps) for space, part in zip(family, parts, strict=True)}
+    value = objective.value(leaves)
+    if not state.history or value < min(state.history):
+        for name in families:
+            state.tensors[f"{name}.best"] = parameters[name].detach().clone()
+    state.history.append(value)
+    state.done = number >= steps or _gains_nothing(state.history)
+    if state.done:
+        return
+    now = rate * (1 + math.cos(math.pi * number / steps)) / 2
+    for name, family in families.items():
+        grads = [(leaf, leaf.grad) for leaf in (leaves[space] for space in family)]
+        parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in grads]
+        (gradient,) = torch.autograd.grad(whole[name], parameters[name], torch.cat(parts))
+        _adam(state.tensors, name, gradient, now, number + 1)
+
+
+@torch.no_grad()
+def _adam(tensors: dict[str, Tensor], name: str, gradient: Tensor, rate: float, number: int) -> None:
+    """One step of Adam (Kingma and Ba, arXiv 1412.6980) on A."""
+    first, second = tensors[f"{name}.first"], tensors[f"{name}.second"]
+    first.lerp_(gradient, 1 - BETAS[0])
+    second.lerp_(gradient.square(), 1 - BETAS[1])
+    size = (second / (1 - BETAS[1] ** number)).sqrt_().add_(EPSILON)
+    at = tensors[f"{name}.at"].detach()
+    tensors[f"{name}.at"] = at - rate / (1 - BETAS[0] ** number) * first / size
+
+
+def _gains_nothing(history: list[float]) -> bool:
+    if history[0] == 0:
+        return True
+    return len(history) > PATIENCE and min(history) > (1 - GAIN) * min(history[:-PATIENCE])
+
+
+def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
+    """Spaces of one width together, so that their rotations are one batch."""
+    found: dict[str, list[Space]] = {}
+    for space in spaces:
+        found.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
+    return found
+
+
+def _start(families: Mapping[str, list[Space]], device: torch.device) -> dict[str, Tensor]:
+    tensors = {}
+    for name, family in families.items():
+        size = family[0].width - family[0].fixes_ones
+        for part in ("at", "best", "first", "second"):
+            tensors[f"{name}.{part}"] = torch.zeros(sum(space.count for space in family), size, size, device=device)
+    return tensors
+
+
+def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
+    """R [count, width, width] of A [count, size, size]."""
+    skew = (parameters - parameters.mT) / 2
+    identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    inner = torch.linalg.solve(identity - skew, identity + skew)
+    if not family[0].fixes_ones:
+        return inner
+    width = family[0].width
+    outer = torch.nn.functional.pad(inner, (1, 0, 1, 0))
+    corner = torch.zeros(width, width, dtype=skew.dtype, device=skew.device)
+    corner[0, 0] = 1
+    mirror = torch.full((width,), -(width**-0.5), dtype=skew.dtype, device=skew.device)
+    mirror[0] += 1  # reflects the first unit vector to that of ones
+    reflection = torch.eye(width, dtype=skew.dtype, device=skew.device)
+    reflection = reflection - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
+    return reflection @ (outer + corner) @ reflection
+
+
+@contextmanager
+def _fast_products() -> Iterator[None]:
+    """Meanwhile a GPU may round the factors of float32 products to TF32: learning does not need more."""
+    chosen = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)

@@ -1,0 +1,148 @@
+"""What a norm does, found by calling it: its gain, its shift, and which changes of basis it does not see.
+
+A norm maps x to ``γ ⊙ n(x) + β``. An RMS norm's n commutes with every orthogonal matrix, that of a layer norm, which
+subtracts the mean, with those that fix the vector of ones. What parameter makes γ, and whether it is γ or γ - 1, is
+tried on a copy, not read from a name.
+"""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Two results of a norm agree within this share: some compute in float32 whatever they are given.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``x → gain ⊙ n(x) + shift`` of a module, and the parameters that make them."""
+
+    module: nn.Module
+    weight: str | None  # the parameter of which the gain is offset + slope · weight
+    bias: str | None  # the parameter that is the shift
+    offset: float
+    slope: float
+    fixes_ones: bool  # n commutes only with orthogonal matrices that fix the vector of ones
+
+    @property
+    def gain(self) -> Tensor | None:
+        """γ [width] in float64; None where it is 1 everywhere."""
+        if self.weight is None:
+            return None
+        gain = self.offset + self.slope * self.module._parameters[self.weight].detach().double()
+        return None if bool((gain == 1).all()) else gain
+
+    @property
+    def shift(self) -> Tensor | None:
+        """β [width] in float64; None without one."""
+        return None if self.bias is None else self.module._parameters[self.bias].detach().double()
+
+    @property
+    def neutral(self) -> float:
+        """The value of `weight` at which the gain is 1."""
+        return (1 - self.offset) / self.slope
+
+
+def may_be_norm(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
+    """Whether a call looks like a norm's: one width in and out, and no parameter but vectors of that width.
+
+    Args:
+        module: which was called.
+        inputs: [..., width].
+        output: what it gave.
+    """
+    own = list(module.parameters(recurse=False))
+    if next(module.children(), None) is not None or len(own) > 2 or inputs.shape != output.shape:
+        return False
+    return all(parameter.shape == inputs.shape[-1:] for parameter in own)
+
+
+@torch.no_grad()
+def find_norm(module: nn.Module, width: int) -> Norm | None:
+    """The norm that a module is; None where it is something else.
+
+    Args:
+        module: without children, whose parameters are vectors [width].
+        width: of what it reads and gives.
+    """
+    try:
+        return _find(module, width)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return None  # it needs more than one tensor of this width
+
+
+def _find(module: nn.Module, width: int) -> Norm | None:
+    twin = copy.deepcopy(module).to("cpu").double().eval()
+    twin._forward_hooks.clear()
+    twin._forward_pre_hooks.clear()
+    actual = {name: parameter.clone() for name, parameter in twin.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    def call(inputs: Tensor, values: dict[str, Tensor]) -> Tensor:
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(values[name])
+        return twin(inputs[None])[0].double()
+
+    # Rows of ±1 with mean 0 are their own norms; large, so that the norm's ε does not count.
+    signs = torch.ones(2, width, dtype=torch.float64)
+    signs[:, torch.randperm(width, generator=generator)[: width // 2]] = -1
+    large = 2.0**20 * torch.tensor([[1.0], [-1.0]], dtype=torch.float64) * signs
+    signs = large.sign()
+    zeros = {name: torch.zeros_like(value) for name, value in actual.items()}
+    empty = call(large, zeros)
+    offset = float((empty * signs).mean())
+    if width % 2 or not _close(empty, offset * signs, 1.0):
+        return None
+    weight = bias = None
+    slope = 1.0
+    for name in actual:
+        vector = 1 + random(width).abs()
+        change = call(large, {**zeros, name: vector}) - empty
+        factor = float((change * signs / vector).mean())
+        if bias is None and _close(change, vector.expand_as(change), 1.0):
+            bias = name
+        elif weight is None and factor and _close(change, factor * vector * signs, 1.0):
+            weight, slope = name, _whole(factor)
+        else:
+            return None
+    if weight is None and not _close(empty, signs, 1.0):
+        return None  # it is no norm, or a constant
+    found = Norm(module, weight, bias, _whole(offset), slope, False)
+    values = dict(zeros) | ({} if weight is None else {weight: torch.full_like(actual[weight], found.neutral)})
+
+    def bare(inputs: Tensor) -> Tensor:
+        return call(inputs, values)
+
+    x = 3 * random(4, width)
+    plain, norm = bare(x), float(bare(x).norm())
+    if not _close(bare(5 * x), plain, norm):
+        return None
+    expected = plain if found.gain is None else plain * found.gain.cpu()
+    if not _close(call(x, actual), expected if found.shift is None else expected + found.shift.cpu(), norm):
+        return None
+    for fixes_ones in (False, True):
+        mirror = random(width)
+        mirror -= mirror.mean() if fixes_ones else 0
+        if _close(bare(_reflected(x, mirror)), _reflected(plain, mirror), norm):
+            return dataclasses.replace(found, fixes_ones=fixes_ones)
+    return None
+
+
+def _reflected(rows: Tensor, mirror: Tensor) -> Tensor:
+    """Rows [n, width] in a basis that is reflected along `mirror` [width]."""
+    return rows - 2 * (rows @ mirror)[:, None] * mirror / mirror.square().sum()
+
+
+def _close(found: Tensor, expected: Tensor, size: float) -> bool:
+    return bool((found - expected).norm() <= TOLERANCE * max(size, float(expected.norm())))
+
+
+def _whole(value: float) -> float:
+    """A factor as the module's author wrote it: 0 or 1, where it is that but for rounding."""
+    return float(round(value)) if abs(value - round(value)) < TOLERANCE else value

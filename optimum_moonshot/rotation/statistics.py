@@ -1,0 +1,78 @@
+"""What the objective of a rotation needs of the calibration data: H⁻¹ of every input, and each layer's Fisher loss."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..calibration.memory import Storage
+from ..calibration.statistic import GradientStatistic
+from ..model.layers import PrunableLayer
+from ..objective.linalg import damped_inverse_factor, escalate
+from .objective import Coordinates
+from .spaces import Space
+
+DAMPING = 0.01
+
+
+class FisherAtZero(GradientStatistic):
+    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer: what the whole model's loss suffers without it.
+
+    As ``a_nk · w_k = Σ_t δ_tk (w_k · x_t)``, no gradient of a weight is needed.
+
+    Args:
+        layer: at its dense weight.
+        samples: N, calibration samples in all.
+        storage: of other statistics; this one is a number.
+    """
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
+        super().__init__(layer, samples, storage)
+        self.total = 0.0
+        self.products: Tensor | None = None
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+        weight = self.layer.matrix.float().view(self.layer.groups, -1, self.layer.shape[1])
+        products = (delta * (inputs @ weight.mT)).sum(2)
+        self.products = products if self.products is None else self.products + products
+        if done:
+            self.total += float(self.products.double().square().sum()) / self.samples
+            self.products = None
+
+    def result(self) -> float:
+        return self.total
+
+
+def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
+    """As much of H⁻¹ as a rotation of the inputs needs, in float32: see `Group.inverse`.
+
+    Args:
+        gram: G of the inputs, [d_in, d_in].
+        reads: the inputs' coordinates of a space, None where they keep their basis.
+
+    Raises:
+        FactorizationError: G is not positive semidefinite.
+    """
+    unit = float(gram.diagonal().double().mean())
+    factor, _ = escalate(DAMPING, lambda damping: damped_inverse_factor(gram, unit, damping))
+    if reads is None:
+        return factor.square().sum(0).float()
+    if reads.index is None:
+        return (factor.mT @ factor).float()
+    columns = factor.T[reads.index.to(factor.device)]  # [count, copies, width, d_in]
+    return (columns @ columns.mT).float()
+
+
+def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordinates | None, tuple[Coordinates, ...]]:
+    """The coordinates of spaces on a layer's columns, and on its rows.
+
+    Args:
+        layer: of features on the last axis: a matrix, no convolution.
+        spaces: that may be rotated.
+    """
+    reads, gives = [], []
+    for space in spaces:
+        for place in space.places:
+            if place.at.holder in layer.modules and place.at.parameter is layer.parameter:
+                found = gives if place.at.axis == layer.form.axes[0] else reads
+                found.append(Coordinates(space, place.index))
+    return (reads[0] if reads else None), tuple(gives)

@@ -1,0 +1,335 @@
+"""How the tensors between a model's weights depend on each other: one run of the model, cut at every weight.
+
+Every product with a weight matrix, embedding and norm is a node. In place of its own output it gives a random leaf, and
+so is every parameter that is none of theirs (positions, class tokens). Automatic differentiation then shows how what a
+node reads depends on what the others gave, without passing through another weight. Of interest is whether a dependence
+*mixes tokens alone*: then its derivative commutes with every matrix on the channels, and one signed permutation, whose
+products are exact in any dtype, tells.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..data.batches import Batch
+from ..errors import MoonshotError, reason
+from ..model.calls import frozen, model_device, run_model, to_device
+from ..model.forms import find_form
+from .norms import Norm, find_norm, may_be_norm
+
+# How far rounding may take a derivative from one that commutes, as a share of it.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+COARSE = 5e-2
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of a parameter, which holds the channels of something that a node reads or gives."""
+
+    holder: nn.Module
+    name: str  # of the parameter in its module
+    axis: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.holder._parameters[self.name]
+
+
+@dataclass(eq=False)
+class Node:
+    """A product with a weight, an embedding, a norm, or a parameter that enters as it is."""
+
+    name: str
+    reads: tuple[Axis, ...] = ()
+    gives: tuple[Axis, ...] = ()
+    norm: Norm | None = None
+    images: bool = False  # channels are on the third axis from the end, not on the last
+    raw: bool = False  # a parameter itself
+    inputs: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def channels_last(self, tensor: Tensor) -> Tensor:
+        return tensor.movedim(-3, -1) if self.images and tensor.ndim >= 3 else tensor
+
+    def cut(self, output: Tensor, generator: torch.Generator) -> Tensor:
+        """A random leaf in place of what the node gave.
+
+        Args:
+            output: what it gave, of any shape.
+            generator: of the leaf.
+        """
+        leaf = torch.randn(output.shape, generator=generator).to(output.device, output.dtype).requires_grad_(True)
+        self.leaves.append(leaf)
+        return leaf.clone()  # the model may change it in place, which a leaf forbids
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one tensor that a node read depends on the nodes' leaves."""
+
+    node: Node | None  # None: the model's result
+    alike: frozenset[int]  # places of the nodes whose channels it has, tokens mixed
+    other: frozenset[int]  # places of those that reach it in another way
+    whole: bool  # it is nothing but the sum of what `alike` give
+
+
+class Trace:
+    """The nodes of a model, and one run of it.
+
+    Args:
+        model: in evaluation mode, its weights present and frozen.
+        batch: a small random batch.
+
+    Raises:
+        MoonshotError: the model does not run on the batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch):
+        self.model = model
+        batch = to_device(batch, model_device(model))
+        self.nodes = _find_nodes(model, batch)
+        self.results: list[Tensor] = []
+        self._run(batch)
+        self.place = {node.name: place for place, node in enumerate(self.nodes)}
+
+    def _run(self, batch: Batch) -> None:
+        generator = torch.Generator().manual_seed(0)
+        by_module = {node.gives[0].holder if node.gives else None: node for node in self.nodes if not node.raw}
+        by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
+
+        def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+            read = next((each for each in (*args, *named.values()) if _is_floating(each)), None)
+            if read is not None:
+                node.inputs.append(read)
+            return node.cut(output, generator)
+
+        raw = [node.gives[0].parameter for node in self.nodes if node.raw]
+        with ExitStack() as stack:
+            for module, node in by_module.items():
+                if module is not None and not isinstance(node, _Product):
+                    stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
+            for parameter, node in zip(raw, (node for node in self.nodes if node.raw), strict=True):
+                parameter.requires_grad_(True)
+                stack.callback(parameter.requires_grad_, False)
+                node.leaves.append(parameter)
+            products = {id(node.gives[0].parameter): node for node in self.nodes if isinstance(node, _Product)}
+            stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
+            stack.enter_context(torch.enable_grad())
+            self.results = [leaf for leaf in tree_leaves(_run(self.model, batch)) if _is_floating(leaf)]
+
+    def readings(self) -> Iterator[Reading]:
+        """How everything that is read depends on everything that is given, node by node, the result last."""
+        flat = [(place, leaf) for place, node in enumerate(self.nodes) for leaf in node.leaves]
+        for node in self.nodes:
+            for tensor in node.inputs:
+                if tensor.requires_grad:
+                    yield self._reading(node, tensor, flat)
+        for tensor in self.results:
+            if tensor.requires_grad:
+                reached = self.gradients([tensor], [torch.randn_like(tensor)], [leaf for _, leaf in flat])
+                places = {place for (place, _), found in zip(flat, reached, strict=True) if found is not None}
+                yield Reading(None, frozenset(), frozenset(places), False)
+
+    def gradients(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Of outputs at leaves, None where there is no way.
+
+        Args:
+            outputs: of the run, of any shape.
+            cotangents: one for each, of its shape.
+            leaves: of the nodes, of any shape.
+        """
+        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True)
+        return list(found)
+
+    def _reading(self, node: Node, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
+        generator = torch.Generator().manual_seed(1)
+        width = node.channels_last(tensor).shape[-1]
+        order, signs = torch.randperm(width, generator=generator), torch.randn(width, generator=generator).sign()
+        order, signs = order.to(tensor.device), signs.to(tensor.device, tensor.dtype)
+        cotangent = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+
+        def turned(given: Tensor, of: Node) -> Tensor:
+            last = of.channels_last(given)[..., order] * signs
+            return last.movedim(-1, -3) if of.images and given.ndim >= 3 else last
+
+        leaves = [leaf for _, leaf in flat]
+        plain = self.gradients([tensor], [cotangent], leaves)
+        reached = [i for i, found in enumerate(plain) if found is not None and bool((found != 0).any())]
+        leaves = [leaves[i] for i in reached]
+        after = self.gradients([tensor], [turned(cotangent, node)], leaves) if leaves else []
+        tolerance, size = tolerance_of(tensor.dtype), 0.0
+        alike, other, explained = set(), set(), torch.zeros((), dtype=torch.float64)
+        for i, found in zip(reached, after, strict=True):
+            place, leaf = flat[i]
+            maker, before = self.nodes[place], plain[i]
+            same = maker.channels_last(leaf).shape[-1] == width and found is not None
+            if same and float((found - turned(before, maker)).norm()) <= tolerance * float(before.norm()):
+                alike.add(place)
+                explained += (before.double() * leaf.detach().double()).sum().cpu()
+            else:
+                other.add(place)
+        total = (cotangent.double() * tensor.detach().double()).sum().cpu()
+        size = float(cotangent.double().norm() * tensor.detach().double().norm()) / max(1, tensor.numel()) ** 0.5
+        whole = abs(float(total - explained)) <= 10 * tolerance * size
+        return Reading(node, frozenset(alike - other), frozenset(other), whole)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far rounding in a dtype may take one way to compute something from another, as a share of it."""
+    return TOLERANCE.get(dtype, COARSE)
+
+
+@dataclass(eq=False)
+class _Product(Node):
+    """A product with a parameter that is no module's `weight`: `functional.linear` with it, or with slices of it."""
+
+
+# What gives a parameter in another dtype.
+_CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double)
+
+
+class _Products(TorchFunctionMode):
+    """Shows every call of `functional.linear` whose weight is a parameter, a slice of one, or one in another dtype.
+
+    Args:
+        model: whose parameters are known.
+        see: given the parameter's id, the inputs and the call; what it returns is the result.
+    """
+
+    def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
+        super().__init__()
+        self.see = see
+        self.ids = {p.untyped_storage().data_ptr(): id(p) for p in model.parameters() if p.numel()}
+        self.cast: list[Tensor] = []  # kept, so that their addresses name them
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and len(args) >= 2 and _is_floating(args[1]):
+            known = self.ids.get(args[1].untyped_storage().data_ptr())
+            if known is not None:
+                return self.see(known, args[0], lambda: func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if func in _CASTS and isinstance(args[0], nn.Parameter) and _is_floating(result):
+            self.ids[result.untyped_storage().data_ptr()] = id(args[0])
+            self.cast.append(result)
+        return result
+
+
+def _cut_product(
+    products: dict[int, Node], generator: torch.Generator, known: int, inputs: Tensor, call: Callable[[], Tensor]
+) -> Tensor:
+    node = products.get(known)
+    if node is None:
+        return call()
+    node.inputs.append(inputs)
+    return node.cut(call(), generator)
+
+
+def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
+    """Every node, in the order of the modules; norms and embeddings are known by how they are called."""
+    called: dict[nn.Module, str] = {}
+    widths: dict[nn.Module, int] = {}
+    used: set[int] = set()
+
+    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
+        if module in called or not _is_floating(output):
+            return
+        own = list(module.parameters(recurse=False))
+        if find_form(module) is not None:
+            return
+        if read is None or not read.is_floating_point():
+            if len(own) == 1 and own[0].ndim == 2 and own[0].shape[1] == output.shape[-1]:
+                called[module] = "embedding"
+        elif may_be_norm(module, read, output):
+            called[module], widths[module] = "norm", read.shape[-1]
+
+    def product(known: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
+        used.add(known)
+        return call()
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        stack.enter_context(_Products(model, product))
+        _run(model, batch)
+    nodes: list[Node] = []
+    owned: set[int] = set()
+    for name, module in model.named_modules():
+        node = _module_node(name, module, called.get(module), widths.get(module, 0))
+        if node is not None:
+            nodes.append(node)
+            owned |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in owned and parameter.ndim:
+            holder = model.get_submodule(name.rpartition(".")[0])
+            own, last = name.rpartition(".")[2], parameter.ndim - 1
+            if id(parameter) in used and parameter.ndim >= 2:
+                nodes.append(_Product(name, (Axis(holder, own, last),), (Axis(holder, own, last - 1),)))
+            else:
+                nodes.append(Node(name, gives=(Axis(holder, own, last),), raw=True))
+    return nodes
+
+
+def _module_node(name: str, module: nn.Module, kind: str | None, width: int) -> Node | None:
+    form = find_form(module)
+    if form is not None and form.unprunable() is None:  # also one that the probe does not reach
+        out, into = form.axes
+        bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
+        reads = (Axis(module, "weight", into),) if form.groups == 1 else ()
+        return Node(name, reads, (Axis(module, "weight", out), *bias), images=form.images)
+    if kind == "embedding":
+        (own,) = module._parameters
+        return Node(name, gives=(Axis(module, own, 1),))
+    norm = find_norm(module, width) if kind == "norm" else None
+    if norm is None:
+        return None
+    return Node(name, norm=norm)
+
+
+@contextmanager
+def plain_experts(model: nn.Module) -> Iterator[None]:
+    """Meanwhile fused experts are multiplied one by one, by `functional.linear`, where the model leaves the choice."""
+    chosen = getattr(model, "get_experts_implementation", dict)()
+    try:
+        if any(chosen.values()):
+            model.set_experts_implementation("eager")
+        yield
+    finally:
+        if any(chosen.values()):
+            model.set_experts_implementation(chosen)
+
+
+def _run(model: nn.Module, batch: Batch) -> Any:
+    try:
+        return run_model(model, batch)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        if isinstance(error, MoonshotError):
+            raise
+        shapes = {key: list(tensor.shape) for key, tensor in batch.items()}
+        raise MoonshotError(f"{type(model).__name__} does not run on a probe of {shapes}: {reason(error)}") from error
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def trace(model: nn.Module, batch: Batch) -> Trace:
+    """As `Trace`, with the model in evaluation mode and frozen meanwhile.
+
+    Args:
+        model: its weights present.
+        batch: a small random batch.
+    """
+    with frozen(model), plain_experts(model):
+        return Trace(model, batch)

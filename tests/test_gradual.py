@@ -1,0 +1,363 @@
+"""Gradual recovery: blocks pruned in stages while they are tuned. How it ends, what it equals, what it resists."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from models import image_batches, make, token_batches
+from reference_recovery import recover_gradually
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.pruning import tuning
+from optimum_moonshot.pruning.gradual import STAGES, Gradual, stage_patterns
+from optimum_moonshot.pruning.schedule import StatisticsSchedule
+from optimum_moonshot.pruning.student import Student
+from optimum_moonshot.pruning.tuning import Tuner, divide
+
+SAMPLES = 16
+
+
+def config(**changes):
+    defaults = dict(pattern="2:4", lam=1.0, num_samples=SAMPLES, recover="gradual", recover_steps=20, recover_lr=0.01)
+    return MoonshotConfig(**{**defaults, **changes})
+
+
+def prune(model, batches=None, resume_dir=None, **changes):
+    batches = token_batches(SAMPLES) if batches is None else batches
+    return MoonshotPruner(model, config(**changes)).prune(batches, progress=False, resume_dir=resume_dir)
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model, expected):
+    return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def without_seconds(report):
+    return [dataclasses.replace(block, seconds=0) for block in report.recovery]
+
+
+SHARES = [1 - (5 / 6) ** 3, 19 / 27, 7 / 8, 26 / 27, 215 / 216, 1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (Unstructured(0.8), [Unstructured(0.8 * share) for share in SHARES]),
+        (Unstructured(0.3, exact=True), [Unstructured(0.3 * share, exact=True) for share in SHARES]),
+        (Unstructured(0.0), [Unstructured(0.0)] * 6),
+        (NM(2, 4), [NM(3, 4)] * 2 + [NM(2, 4)] * 4),
+        (NM(4, 4), [NM(4, 4)] * 6),
+        (NM(1, 2), [NM(2, 2)] + [NM(1, 2)] * 5),
+        (NM(4, 16), [NM(n, 16) for n in (11, 8, 6, 4, 4, 4)]),
+        (Structured(0.5, 4), [Structured(0.5 * share, 4) for share in SHARES]),
+    ],
+    ids=str,
+)
+def test_stages_remove_more_and_more_and_end_at_the_pattern(pattern, expected):
+    found = stage_patterns(pattern)
+    assert found[-1] == pattern and len(found) == STAGES
+    for stage, wanted in zip(found, expected, strict=True):
+        assert stage.sparsity == pytest.approx(wanted.sparsity)
+        assert dataclasses.replace(stage, **{name: 0 for name in vars(stage) if name in ("sparsity", "n")}) == (
+            dataclasses.replace(wanted, **{name: 0 for name in vars(wanted) if name in ("sparsity", "n")})
+        )
+
+
+@pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama-tied-biased", True)])
+def test_equals_the_literal_version(name, padded, monkeypatch):
+    """Without a look at the held-out samples, which undo nothing here."""
+    monkeypatch.setattr(tuning, "EVALUATIONS", 1)
+    monkeypatch.setattr(Tuner, "settle", lambda self, steps: list(self._steps(steps, lambda step: 1.0)))
+    real = Tuner.loss
+    monkeypatch.setattr(Tuner, "loss", lambda self: real(self) if self.taken else math.inf)
+    batches = [
+        {key: value[row : row + 1] for key, value in batch.items()}
+        for batch in token_batches(18, padded=padded)
+        for row in range(2)
+    ]
+    settings = dict(num_samples=18, recover_steps=20, recover_lr=0.003, pattern="unstructured", sparsity=0.5)
+    dense, plain, recovered = make(name), make(name), make(name)
+    prune(plain, batches, **{**settings, "recover": None})
+    report = prune(recovered, batches, **settings)
+    groups, _ = divide([1] * 18)
+
+    def blocks_of(model):
+        return [(block.module, [layer.parameter for layer in block.layers]) for block in find_structure(model).blocks]
+
+    def order(block):
+        generator = torch.Generator().manual_seed(block)
+        while True:
+            yield from torch.randperm(len(groups), generator=generator).tolist()
+
+    stages = [config(recover=None, pattern="unstructured", sparsity=0.5 * share) for share in SHARES]
+    truth = recover_gradually(
+        dense,
+        plain,
+        blocks_of,
+        [[batches[index] for index in group] for group in groups],
+        order,
+        steps=10,
+        lr=0.003,
+        stages=lambda parameter: stages,
+        batches=batches,
+        between=2,
+    )
+    assert all(block.steps == 20 and not block.notes for block in report.recovery)
+    for layer in find_structure(recovered).layers():
+        expected = truth.get_submodule(layer.name).weight
+        change = (expected - plain.get_submodule(layer.name).weight).norm()
+        assert torch.equal(expected == 0, layer.parameter == 0), layer.name
+        assert (layer.parameter - expected).norm() < 1e-3 * change, layer.name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pattern": "unstructured", "sparsity": 0.7},
+        {"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"},
+        {"allocation": {"q_proj": 0.3, "mlp": "1:4"}},
+        {"pattern": "unstructured", "sparsity": 0.7, "allocation": "fisher", "lam": 0.9},
+        {"pattern": "unstructured", "sparsity": 0.7, "solver": "wanda"},
+        {"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5},
+        {"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"},
+        {"solver": "cap", "lam": 0.5},
+        {"pattern": "structured", "sparsity": 0.25, "solver": "osscar", "num_samples": 64},
+        {"pattern": "structured", "sparsity": 0.25, "solver": "wanda", "group_size": 2},
+        {"recompute": True},
+    ],
+    ids=str,
+)
+def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
+    plain, dense, model = make("llama"), make("llama"), make("llama")
+    batches = token_batches(64)
+    before = prune(plain, batches, **{**changes, "recover": None})
+    pruner = MoonshotPruner(model, config(**changes))
+    report = pruner.prune(batches, progress=False)
+    assert [block.name for block in report.recovery] == [block.name for block in find_structure(dense).blocks]
+    assert all(block.loss_after <= block.loss_before for block in report.recovery)
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    patterns = pruner.config.pattern_rules.of(layer.name for layer in report.layers)
+    for layer, expected in zip(report.layers, before.layers, strict=True):
+        weight = model.get_submodule(layer.name).weight
+        assert layer.sparsity == expected.sparsity == int((weight == 0).sum()) / weight.numel(), layer.name
+        assert layer.asked == expected.asked
+        if isinstance(pattern := patterns[layer.name], NM):
+            assert ((weight != 0).view(-1, pattern.m).sum(1) == pattern.n).all(), layer.name
+    for key, tensor in model.state_dict().items():
+        if key.removesuffix(".weight") not in patterns:
+            assert torch.equal(tensor, dense.state_dict()[key]), key
+    assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    if changes.get("pattern") == "structured":
+        parameters = pruner.compact().parameters
+        assert parameters[1] < parameters[0]
+
+
+def test_in_a_learned_basis(tmp_path):
+    whole, resumed = make("llama"), make("llama")
+    options = dict(rotation="learned", rotation_steps=2, num_samples=64)
+    report = prune(whole, token_batches(64), **options)
+    assert report.rotation is not None and report.sparsity == 0.5
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    again = prune(resumed, token_batches(64), tmp_path / "run", **options)
+    assert same(resumed, state(whole)) and without_seconds(again) == without_seconds(report)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "bert", "vit"])
+def test_other_architectures_gain(name):
+    batches = image_batches(SAMPLES) if name == "vit" else token_batches(SAMPLES, padded=name == "bert")
+    report = prune(make(name), batches)
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert report.sparsity == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_pruned_and_tuned_in_float32(dtype, monkeypatch):
+    seen = set()
+    original = Student.prune
+
+    def spy(self, weights):
+        original(self, weights)
+        seen.update(layer.matrix.dtype for layer in self.layers)
+
+    monkeypatch.setattr(Student, "prune", spy)
+    model = make("llama").to(dtype)
+    report = prune(model)
+    assert seen == {torch.float32} and model.dtype == dtype and report.sparsity == 0.5
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+
+
+def test_masks_are_chosen_anew():
+    plain, model = make("llama"), make("llama")
+    prune(plain, recover=None)
+    prune(model)
+    layers = [layer.name for layer in find_structure(model).layers()]
+    zeros = [[each.get_submodule(name).weight == 0 for each in (plain, model)] for name in layers]
+    assert any(not torch.equal(*pair) for pair in zeros)
+
+
+@pytest.mark.parametrize("rate", [0.9, 0.3])
+def test_a_block_is_never_left_worse_than_the_solver_left_it(rate):
+    report = prune(make("llama"), recover_lr=rate)
+    assert all(block.loss_after <= block.loss_before for block in report.recovery)
+    assert report.sparsity == 0.5
+
+
+def test_without_a_gain_the_pruned_weights_are_kept(monkeypatch):
+    plain, model = make("llama"), make("llama")
+    prune(plain, recover=None)
+
+    def lose_all(self, weights):
+        for parameter in self.parameters:
+            parameter.data.zero_()
+
+    monkeypatch.setattr(Student, "prune", lose_all)
+    monkeypatch.setattr(Tuner, "finish", lambda self: [])
+    report = prune(model)
+    assert same(model, state(plain))
+    assert all("no gain: the pruned weights were kept" in block.notes for block in report.recovery)
+
+
+def test_steps_between_stages_that_lose_are_undone():
+    losses = iter([1.0, 1.5, 1.0, 0.5])
+
+    class Learner:
+        value = 0
+
+        def snapshot(self):
+            return self.value
+
+        def restore(self, value):
+            self.value = value
+
+    tuner = Tuner.__new__(Tuner)
+    tuner.student, tuner.loss = Learner(), lambda: next(losses)
+    tuner._steps = lambda steps, rate: iter([setattr(tuner.student, "value", steps)])
+    tuner.settle(3)
+    assert tuner.student.value == 0
+    tuner.settle(4)
+    assert tuner.student.value == 4
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0])
+def test_the_ends_of_sparsity(sparsity):
+    plain, model = make("llama"), make("llama")
+    options = dict(pattern="unstructured", sparsity=sparsity)
+    prune(plain, **{**options, "recover": None})
+    report = prune(model, **options)
+    assert same(model, state(plain)) and report.sparsity == sparsity
+    assert [block.loss_after for block in report.recovery] == ([0.0] * 3 if sparsity == 0 else [])
+
+
+def test_layers_that_two_blocks_share_and_blocks_without_any():
+    plain, model = make("llama"), make("llama")
+    for each in (plain, model):
+        each.model.layers[2].mlp.up_proj.weight = each.model.layers[0].mlp.up_proj.weight
+    targets = [r"layers\.[02]\..*proj", "lm_head"]
+    prune(plain, recover=None, targets=targets)
+    report = prune(model, targets=targets)
+    assert [block.name for block in report.recovery] == ["model.layers.0", "model.layers.2"]
+    assert any("1 layers outside of the blocks were not recovered" in note for note in report.notes)
+    shared = model.model.layers[0].mlp.up_proj.weight
+    assert model.model.layers[2].mlp.up_proj.weight is shared
+    assert torch.equal(shared, plain.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+
+
+def test_one_block():
+    model = make("llama")
+    report = prune(model, targets=[r"layers\.1\."])
+    assert [block.name for block in report.recovery] == ["model.layers.1"] and report.sparsity == 0.5
+    assert report.recovery[0].loss_after < report.recovery[0].loss_before
+
+
+def test_a_layer_that_the_recovered_blocks_data_do_not_reach_keeps_its_pruned_weight(monkeypatch):
+    plain, model = make("llama"), make("llama")
+    changes = dict(pattern="unstructured", sparsity=0.7, num_samples=64)
+    prune(plain, token_batches(64), **changes, recover=None)
+    original, name = StatisticsSchedule.statistics, "model.layers.1.mlp.up_proj"
+
+    def hide(self, step, layers):
+        for layer, statistics in original(self, step, layers):
+            yield layer, None if layer.name == name and not hasattr(step, "passes") else statistics
+
+    monkeypatch.setattr(StatisticsSchedule, "statistics", hide)
+    report = prune(model, token_batches(64), **changes)
+    assert report.recovery[1].loss_after < report.recovery[1].loss_before
+    for other in (name, "model.layers.1.mlp.gate_proj"):
+        zeros = [each.get_submodule(other).weight == 0 for each in (plain, model)]
+        assert torch.equal(*zeros) == (other == name)
+
+
+def test_memory_does_not_change_the_result(monkeypatch):
+    roomy, tight = make("llama"), make("llama")
+    prune(roomy)
+    monkeypatch.setattr(
+        StatisticsSchedule, "_rounds", lambda self, layers: [[layer] for layer in layers]
+    )  # as with little memory
+    prune(tight)
+    assert same(tight, state(roomy))
+
+
+def test_two_runs_are_bit_identical_and_leave_the_random_state():
+    first, second, other = make("llama"), make("llama"), make("llama")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    prune(first)
+    assert torch.equal(torch.get_rng_state(), before)
+    prune(second)
+    prune(other, seed=1)
+    assert same(second, state(first)) and not same(other, state(first))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_interrupted_run_goes_on_at_its_block(place, tmp_path, monkeypatch):
+    whole, resumed = make("llama"), make("llama")
+    before = state(whole)
+    full = prune(whole)
+    original, count = Tuner.settle, [0]
+
+    def die(self, *args):
+        count[0] += 1
+        if count[0] == (STAGES - 1) * place + 2:  # behind the second stage of a block
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Tuner, "settle", die)
+    folder = tmp_path / "partial"
+    with pytest.raises(KeyboardInterrupt):
+        prune(resumed, resume_dir=folder)
+    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == place
+    report = prune(resumed, resume_dir=folder)
+    assert count[0] == (STAGES - 1) * 3 + 2
+    assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
+
+
+def test_another_way_of_recovery_is_another_run(tmp_path):
+    prune(make("llama"), resume_dir=tmp_path / "run", recover="blockwise")
+    report = prune(make("llama"), resume_dir=tmp_path / "run")
+    assert "an unfinished run with other settings was discarded" in report.notes
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+    model = make("llama").train()
+    before = state(model)
+    original, count = Gradual._solve, [0]
+
+    def fail(self, *args):
+        count[0] += 1
+        if count[0] == STAGES + 2:
+            raise RuntimeError("broken")
+        return original(self, *args)
+
+    monkeypatch.setattr(Gradual, "_solve", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        prune(model)
+    assert same(model, before) and all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,217 @@
+"""Images with text calibrate the tower and the language model: rows, model inputs as they are, packed patches."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from PIL import Image
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.data.batches import as_batch, batch_size, unpack
+from optimum_moonshot.model.losses import IGNORED, labels_of
+
+IMAGE = 90  # the placeholder's token
+SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+EDGE = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def llava():
+    vision = hf.CLIPVisionConfig(**SMALL, image_size=8, patch_size=4)
+    text = hf.LlamaConfig(**SMALL, **EDGE, vocab_size=96, num_key_value_heads=1, max_position_embeddings=64)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = dict(**SMALL, **EDGE, vocab_size=96, num_key_value_heads=1, max_position_embeddings=64, rope_parameters=rope)
+    vision = dict(depth=2, embed_dim=16, hidden_size=16, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2)
+    ids = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+
+
+MODELS = {"llava": llava, "qwen2_vl": qwen2_vl}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+class Words:
+    """A tokenizer of single characters, in which <image> is a token."""
+
+    def __call__(self, text):
+        parts = text.split("<image>")
+        codes = [[3 + ord(letter) % 80 for letter in part] for part in parts]
+        return codes[0] + [token for part in codes[1:] for token in (IMAGE, *part)]
+
+
+class Processor:
+    """What a vision–language model's processor does, by hand: pictures of 8×8 in patches of 4×4."""
+
+    image_processor, image_token, chat_template = object(), "<image>", None
+
+    def __init__(self, packed):
+        self.packed, self.tokenizer, self.shown = packed, Words(), []
+
+    def apply_chat_template(self, messages, tokenize):
+        assert not tokenize
+        part = {"image": lambda part: "<image>", "text": lambda part: part["text"]}
+        return "|".join("".join(part[p["type"]](p) for p in message["content"]) for message in messages)
+
+    def __call__(self, images, text, return_tensors):
+        self.shown += text
+        pixels = torch.stack([torch.tensor(np.array(image.resize((8, 8)))).permute(2, 0, 1) / 255 for image in images])
+        ids = [token for token in self.tokenizer(text[0]) for _ in range(self.tokens if token == IMAGE else 1)]
+        found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        if not self.packed:
+            return {**found, "pixel_values": pixels}
+        grid = torch.tensor([[1, 2, 2]] * len(images))
+        types = (found["input_ids"] == IMAGE).long()
+        patches = pixels.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)  # [image, row, column, channel, …]
+        patches = patches[..., None, :, :].expand(*patches.shape[:4], 2, 4, 4).reshape(4 * len(images), -1)
+        return {**found, "mm_token_type_ids": types, "pixel_values": patches, "image_grid_thw": grid}
+
+    @property
+    def tokens(self):
+        """Of an image."""
+        return 1 if self.packed else 4
+
+
+def processor(name):
+    return Processor(name == "qwen2_vl")
+
+
+def pictures(count):
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 255, (8 + i, 8, 3), dtype=np.uint8)) for i in range(count)]
+
+
+def rows(count=5, **columns):
+    columns = columns or {"text": [f"a picture of {'x' * i} things" for i in range(count)]}
+    return datasets.Dataset.from_dict({"image": pictures(count), **columns})
+
+
+def prune(name, data, model=None, with_processor=None, **changes):
+    config = MoonshotConfig(**{"pattern": "2:4", "lam": 0.9, "num_samples": 4, "batch_size": 2, **changes})
+    pruner = MoonshotPruner(model or made(name), config, processor=with_processor or processor(name))
+    return pruner, pruner.prune(data, progress=False)
+
+
+def parts(report):
+    return {"visual" if "vis" in layer.name else "text" for layer in report.layers}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lam", [0.9, 1.0])
+def test_images_with_text_calibrate_the_tower_too(name, lam):
+    pruner, report = prune(name, rows(), lam=lam)
+    assert parts(report) == {"visual", "text"} and report.sparsity == 0.5
+    assert not any("reached" in reason for reason in report.skipped.values())
+    for layer in report.layers:
+        weight = pruner.model.get_submodule(layer.name).weight
+        assert (weight.reshape(len(weight), -1, 4) != 0).sum(-1).max() <= 2, layer.name
+        assert (layer.fisher is not None) == (lam < 1)
+    assert any("images with text" in note for note in report.notes)
+
+
+def test_a_parquet_file_and_messages_are_rows_too(tmp_path):
+    said = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a picture"}]
+    own = processor("llava")
+    table = rows(messages=[said] * 5)
+    _, report = prune("llava", table, with_processor=own)
+    assert own.shown[0] == "<image>what is it?|a picture" and parts(report) == {"visual", "text"}
+    table.to_parquet(tmp_path / "rows.parquet")
+    _, again = prune("llava", str(tmp_path / "rows.parquet"))
+    assert [layer.loss for layer in again.layers] == [layer.loss for layer in report.layers]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_inputs_as_they_are_give_what_the_rows_give(name):
+    own, table = processor(name), rows(4)
+    items = [own([row["image"]], [f"<image>{row['text']}"], "pt") for row in table]
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0)).tolist()
+    _, report = prune(name, [items[i] for i in order])
+    _, expected = prune(name, table)
+    assert [layer.loss for layer in report.layers] == [layer.loss for layer in expected.layers]
+
+
+def test_packed_patches_of_several_samples_are_told_apart():
+    own = processor("qwen2_vl")
+    items = [own([image], ["<image>abcdef"], "pt") for image in pictures(4)]
+    together = {name: torch.cat([item[name] for item in items]) for name in items[0]}
+    single = [part for part in unpack(as_batch(together, "item 0", False), "item 0")]
+    assert len(single) == 4 and all(batch_size(part) == 1 for part in single)
+    for part, item in zip(single, items, strict=True):
+        assert all(torch.equal(part[name], item[name]) for name in item)
+    _, report = prune("qwen2_vl", [together])
+    _, expected = prune("qwen2_vl", items)
+    assert [layer.loss for layer in report.layers] == [layer.loss for layer in expected.layers]
+    together["image_grid_thw"] = together["image_grid_thw"][:2]
+    with pytest.raises(MoonshotError, match="image_grid_thw has 2 rows for 4 samples.*one sample at a time"):
+        prune("qwen2_vl", [together])
+
+
+def test_padded_texts_with_images_pass_one_by_one():
+    """The tower reads no padding, and its inputs do not show where the text has some."""
+    own = processor("llava")
+    items = [own([image], ["<image>" + "ab" * (3 + i)], "pt") for i, image in enumerate(pictures(4))]
+    longest = max(item["input_ids"].shape[1] for item in items)
+    padded = {"pixel_values": torch.cat([item["pixel_values"] for item in items])}
+    for name in ("input_ids", "attention_mask"):
+        wide = [torch.nn.functional.pad(item[name], (0, longest - item[name].shape[1])) for item in items]
+        padded[name] = torch.cat(wide)
+    _, report = prune("llava", [padded])
+    _, expected = prune("llava", items, batch_size=1)
+    assert any("one sample at a time: the inputs of" in note for note in report.notes)
+    for layer, other in zip(report.layers, expected.layers, strict=True):
+        assert layer.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_nobody_predicts_a_placeholder():
+    ids = torch.tensor([[IMAGE, IMAGE, 5, 6]])
+    assert labels_of(made("llava"), {"input_ids": ids}).tolist() == [[IGNORED, 5, 6, IGNORED]]
+
+
+def test_a_row_that_is_too_long_is_left_out():
+    texts = ["ab", "x" * 80, "abcd", "ab", "abc"]
+    _, report = prune("llava", rows(text=texts))
+    assert "1 rows of more than 64 tokens left out" in report.notes
+    with pytest.raises(MoonshotError, match="num_samples=4: .* has 0 rows, 5 more are longer than 3 tokens"):
+        prune("llava", rows(), sequence_length=3)
+
+
+def test_what_is_missing_is_said():
+    config = MoonshotConfig(pattern="2:4", num_samples=4)
+    with pytest.raises(MoonshotError, match="processor: .* has images and text, which need the model's processor"):
+        MoonshotPruner(made("llava"), config).prune(rows(), progress=False)
+    broken = rows().add_column("other", [1] * 5).rename_column("image", "picture")
+    with pytest.raises(MoonshotError, match="tokenizer=None"):
+        MoonshotPruner(made("llava"), config).prune(broken.remove_columns("picture"), progress=False)
+
+
+def test_the_processor_beside_a_model_is_loaded_and_saved(tmp_path, tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
+    model = made("llava")
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.image_token_index = model.config.image_token_id = tokenizer.image_token_id
+    sizes = dict(size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8})
+    pictures_to_pixels = hf.CLIPImageProcessorPil(**sizes)
+    real = hf.LlavaProcessor(
+        pictures_to_pixels,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    model.save_pretrained(tmp_path / "dense")
+    real.save_pretrained(tmp_path / "dense")
+    pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", MoonshotConfig(pattern="2:4", num_samples=4))
+    assert type(pruner.processor).__name__ == "LlavaProcessor"
+    report = pruner.prune(rows(), progress=False)
+    assert parts(report) == {"visual", "text"}
+    pruner.save_pretrained(tmp_path / "pruned")
+    assert type(hf.AutoProcessor.from_pretrained(tmp_path / "pruned")).__name__ == "LlavaProcessor"

@@ -1,0 +1,138 @@
+"""Sparsity divided by curves of losses: the least sum, exact totals, no more than asked."""
+
+import itertools
+import random
+
+import pytest
+
+from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity, divide_steps
+
+KNOTS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985, 1.0)
+
+
+def curve(scale=1.0, power=3.0, size=1000):
+    """s^power times a scale, by its values at the knots."""
+    return LossCurve(size, KNOTS, tuple(scale * knot**power for knot in KNOTS))
+
+
+def mean(found, curves):
+    return sum(found[name] * curves[name].size for name in curves) / sum(each.size for each in curves.values())
+
+
+def total(found, curves):
+    return sum(curves[name].values([sparsity])[0] for name, sparsity in found.items())
+
+
+def test_a_curve_goes_through_its_points_and_is_exponential_between_them():
+    known = curve()
+    assert known.values(KNOTS) == pytest.approx(known.losses, rel=1e-12)
+    low, middle, high = known.values([0.4, 0.5, 0.6])
+    assert middle == pytest.approx((low * high) ** 0.5, rel=1e-12)
+    first, second = known.values([0.0, 0.1])
+    assert 0 < first < second < known.losses[0]
+
+
+@pytest.mark.parametrize("sparsity", [0, 0.02, 0.3, 0.5, 0.7, 0.8, 0.97, 0.99, 1])
+def test_the_mean_over_the_weights_holds_within_the_bounds(sparsity):
+    choose = random.Random(0)
+    for _ in range(20):
+        curves = {
+            str(k): curve(choose.choice([0, 1e-6, 1, choose.random()]), choose.uniform(0.5, 9), choose.randint(1, 999))
+            for k in range(choose.randint(1, 9))
+        }
+        found = divide_sparsity(curves, sparsity)
+        assert mean(found, curves) == pytest.approx(sparsity, abs=1e-12)
+        low, high = bounds(sparsity)
+        assert all(low - 1e-12 <= value <= high + 1e-12 for value in found.values())
+    assert bounds(sparsity)[0] <= sparsity <= bounds(sparsity)[1] <= 1
+
+
+@pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.8, 0.98])
+def test_curves_that_are_alike_get_the_same_sparsity(sparsity):
+    curves = {str(k): curve() for k in range(5)}
+    assert list(divide_sparsity(curves, sparsity).values()) == pytest.approx([sparsity] * 5, abs=1e-12)
+    sizes = {str(k): curve(size=size, scale=size) for k, size in enumerate((10, 1000, 77))}  # alike per weight
+    assert list(divide_sparsity(sizes, sparsity).values()) == pytest.approx([sparsity] * 3, abs=1e-9)
+
+
+def test_what_costs_more_loses_less():
+    scales = [1e-3, 0.01, 0.3, 1, 1.5, 40]
+    found = divide_sparsity({str(scale): curve(scale) for scale in scales}, 0.7)
+    values = [found[str(scale)] for scale in scales]
+    assert values == sorted(values, reverse=True) and values[0] > 0.9 and values[-1] < 0.6
+
+
+def test_a_matrix_that_costs_nothing_loses_the_most_that_is_allowed():
+    found = divide_sparsity({"dead": curve(0), "alive": curve(size=3000)}, 0.6)
+    assert found["dead"] == pytest.approx(bounds(0.6)[1])
+    assert mean(found, {"dead": curve(0), "alive": curve(size=3000)}) == pytest.approx(0.6)
+    assert divide_sparsity({"a": curve(0), "b": curve(0)}, 0.6) == pytest.approx({"a": 0.6, "b": 0.6})
+
+
+def test_no_other_division_loses_less():
+    choose = random.Random(1)
+    for _ in range(5):
+        curves = {str(k): curve(choose.uniform(0.1, 2), choose.uniform(2, 8), choose.randint(300, 900)) for k in "abc"}
+        best = total(divide_sparsity(curves, 0.6), curves)
+        low, high = bounds(0.6)
+        grid = [low + (high - low) * cell / 60 for cell in range(61)]
+        sizes = [each.size for each in curves.values()]
+        for first, second in itertools.product(grid, grid):
+            third = (0.6 * sum(sizes) - first * sizes[0] - second * sizes[1]) / sizes[2]
+            if low <= third <= high:
+                assert total(dict(zip(curves, (first, second, third), strict=True)), curves) >= best * (1 - 1e-3)
+
+
+def brute_force(losses, sizes, removed):
+    """The least sum of losses at which at least so much is removed."""
+    choices = itertools.product(*(range(len(found)) for found in losses.values()))
+    return min(
+        sum(losses[name][count] for name, count in zip(losses, counts, strict=True))
+        for counts in choices
+        if sum(sizes[name] * count for name, count in zip(losses, counts, strict=True)) >= removed
+    )
+
+
+def convex(choose, steps):
+    rising = sorted(choose.random() for _ in range(steps))
+    return [0.0, *itertools.accumulate(rising)]
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_steps_of_convex_losses_are_the_best_there_are(m):
+    choose = random.Random(m)
+    for _ in range(50):
+        losses = {str(k): convex(choose, m - 1) for k in range(4)}
+        sizes = dict.fromkeys(losses, 10)
+        for budget in range(0, 10 * 4 * (m - 1) + 1, 5):
+            taken = divide_steps(losses, sizes, budget)
+            removed = 10 * sum(taken.values())
+            assert budget - 10 < removed <= budget
+            lost = sum(losses[name][count] for name, count in taken.items())
+            assert lost == pytest.approx(brute_force(losses, sizes, removed), abs=1e-12)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_steps_of_any_losses_miss_the_best_by_no_more_than_one_pool_of_the_hull(equal):
+    choose = random.Random(0)
+    for _ in range(100):
+        losses = {str(k): [0.0, *sorted(choose.random() for _ in range(3))] for k in range(4)}
+        sizes = {name: 10 if equal else choose.choice([3, 10, 25]) for name in losses}
+        budget = choose.uniform(0.3, 0.9) * 3 * sum(sizes.values())
+        taken = divide_steps(losses, sizes, budget)
+        removed = sum(sizes[name] * count for name, count in taken.items())
+        room = [sizes[name] for name, count in taken.items() if count < 3]
+        assert removed <= budget and all(size > budget - removed for size in room)
+        lost = sum(losses[name][count] for name, count in taken.items())
+        steps = [after - before for found in losses.values() for before, after in itertools.pairwise(found)]
+        if equal:  # of a pool of three steps two may be filled by others
+            assert lost <= brute_force(losses, sizes, removed) + 2 * max(steps)
+
+
+def test_no_budget_and_all_of_it():
+    losses = {"a": [0.0, 1.0, 2.0], "b": [0.0, 0.1, 5.0]}
+    sizes = {"a": 5, "b": 7}
+    assert divide_steps(losses, sizes, 0) == {"a": 0, "b": 0}
+    assert divide_steps(losses, sizes, 24) == {"a": 2, "b": 2}
+    assert divide_steps(losses, sizes, 7) == {"a": 0, "b": 1}
+    assert divide_steps(losses, sizes, 6.9) == {"a": 1, "b": 0}

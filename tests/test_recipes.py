@@ -1,0 +1,62 @@
+"""Recipes: one word for the settings that the measurements recommend."""
+
+import pytest
+
+from optimum_moonshot import MoonshotConfig, MoonshotError
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.recipes import BUDGETS
+
+
+def test_the_papers_recipe_is_the_default_configuration():
+    assert MoonshotConfig.recipe("2:4", "paper") == MoonshotConfig(pattern="2:4")
+    assert MoonshotConfig.recipe(0.7, budget="paper") == MoonshotConfig(sparsity=0.7)
+
+
+def test_what_each_recipe_adds():
+    config = MoonshotConfig.recipe(0.8)
+    assert (config.sparsity, config.lam) == (0.8, 0.5)
+    assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
+    config = MoonshotConfig.recipe("2:4")
+    assert (config.pattern, config.rotation, config.allocation, config.recover) == ("2:4", "learned", "uniform", None)
+    assert MoonshotConfig.recipe(0.8, "recovered").recover == "gradual"
+    assert MoonshotConfig.recipe("2:4", "recovered").recover == "blockwise"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_mixture_of_n_m_is_divided_by_every_recipe(budget):
+    config = MoonshotConfig.recipe("n:4", budget, sparsity=0.5)
+    assert (config.pattern, config.sparsity, config.allocation) == ("n:4", 0.5, "fisher")
+
+
+def test_fields_that_are_given_hold():
+    config = MoonshotConfig.recipe(0.6, lam=1, rotation=None, num_samples=16)
+    assert (config.lam, config.rotation, config.num_samples, config.allocation) == (1, None, 16, "fisher")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((0.5, "fast"), 'budget=\'fast\': use one of "paper", "one-shot", "recovered"'),
+        ((None,), 'recipe of None: give a sparsity such as 0.7, "n:m"'),
+        ((True,), "recipe of True: give a sparsity"),
+        ((1.5,), "sparsity=1.5"),
+        (("structured",), "sparsity=None"),
+        (("5:4",), "pattern='5:4'"),
+    ],
+)
+def test_what_is_no_recipe(given, message):
+    with pytest.raises(MoonshotError) as error:
+        MoonshotConfig.recipe(*given)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_structured_pruning_has_no_recipe():
+    with pytest.raises(MoonshotError, match="recipe of 'structured': give a sparsity"):
+        MoonshotConfig.recipe("structured", sparsity=0.5)
+
+
+def test_the_command_needs_a_pattern_or_a_sparsity(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["prune", "examples/demo_model", "--recipe", "one-shot", "--output", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "--recipe one-shot: give a --sparsity, or a --pattern such as 2:4" in capsys.readouterr().err

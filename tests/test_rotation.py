@@ -1,0 +1,256 @@
+"""What may be rotated in a model: found by probing, exact in float64, and put back bit by bit."""
+
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, ENCODERS, GROUPED, PATCHED, TEXT, VISION, spread
+from torch import nn
+
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.model.units import probe_inputs
+from optimum_moonshot.rotation.basis import Basis
+from optimum_moonshot.rotation.norms import find_norm
+from optimum_moonshot.rotation.search import check_same, find, outputs, verify
+from optimum_moonshot.rotation.spaces import RESIDUAL
+
+LATENT = dict(
+    moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6,
+)  # fmt: skip
+MORE = {
+    "olmo": lambda: hf.OlmoForCausalLM(hf.OlmoConfig(**GROUPED)),  # norms without parameters
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**GROUPED)),
+    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    ),
+    "deepseek": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**{**TEXT, "num_key_value_heads": 4, "n_shared_experts": 1}, **LATENT)
+    ),
+    "gpt-oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "granite": lambda: hf.GraniteForCausalLM(
+        hf.GraniteConfig(**GROUPED, embedding_multiplier=3.0, residual_multiplier=0.5)
+    ),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+    "dinov2": lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**PATCHED)),
+}
+POST_NORM = "scales its coordinates where no matrix follows"
+# Model → why its residual stream keeps its basis (None: it does not), and how many layers have heads that turn.
+FAMILIES = {
+    "llama": (None, 3),
+    "llama-tied-biased": (None, 3),
+    "mistral-sliding": (None, 3),
+    "qwen2": (None, 3),  # biases
+    "qwen3": (None, 3),  # norms of q and k
+    "gemma": (None, 3),  # 1 + γ, scaled embeddings, tied
+    "gemma2": (POST_NORM, 3),
+    "gemma3": (POST_NORM, 3),
+    "olmo": (None, 3),
+    "olmo2": (POST_NORM, 3),
+    "phi": (None, 3),  # parallel blocks, layer norms, biases
+    "phi3": (None, 3),  # fused projections
+    "gpt-neox": (None, 3),  # fused and interleaved
+    "gpt2": (None, 3),  # Conv1D, learned positions, tied
+    "opt": (None, 3),
+    "falcon": (None, 3),  # one key-value head
+    "falcon-alibi": (None, 3),
+    "bloom": (POST_NORM, 3),  # a norm between the embeddings and the stream
+    "bert": (POST_NORM, 3),
+    "roberta": (POST_NORM, 3),
+    "mixtral": (None, 3),  # router and fused experts
+    "qwen3-moe": (None, 3),
+    "deepseek": (None, 3),  # latent attention, shared and routed experts
+    "gpt-oss": ("a parameter of no Linear", 3),
+    "granite": (None, 3),
+    "t5": (POST_NORM, 6),
+    "vit": (None, 3),
+    "deit": (None, 3),
+    "dinov2": ("reads more than sums", 3),  # scales of its own behind attention and MLP
+}
+
+
+def build(name):
+    """A tiny random model in float64 with gains, shifts, biases and experts that matter."""
+    torch.manual_seed(0)
+    model = spread({**CAUSAL, **ENCODERS, **VISION, **MORE}[name]())
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+        elif parameter.ndim == 3:
+            parameter.data = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped products know no float64
+    return model.double()
+
+
+def random_rotations(spaces):
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for space in spaces:
+        skew = torch.randn(space.count, space.width, space.width, generator=generator, dtype=torch.float64)
+        if space.fixes_ones:
+            skew = skew - skew.mean(-1, keepdim=True)
+            skew = skew - skew.mean(-2, keepdim=True)
+        found[space] = torch.matrix_exp(skew - skew.mT)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_computes_the_same_in_a_random_basis(name):
+    model, (why, heads) = build(name), FAMILIES[name]
+    batch = probe_inputs(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tied = getattr(model.config, "tie_word_embeddings", None)
+    spaces, refused = find(model, batch, heads_only=False)
+    assert [RESIDUAL in refused, RESIDUAL in {space.name for space in spaces}] == [why is not None, why is None]
+    assert why is None or why in refused[RESIDUAL]
+    assert sum(space.name.endswith(" heads") for space in spaces) == heads
+    expected = outputs(model, batch)
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    basis.keep()
+    verify(model, basis, batch, expected)
+    basis.write(random_rotations(spaces))
+    # Norms that compute in float32 whatever they are given are exact to that.
+    limit = 1e-11 if any(isinstance(module, nn.LayerNorm) for module in model.modules()) else 3e-6
+    for found, known in zip(outputs(model, batch), expected, strict=True):
+        assert float((found - known).norm() / known.norm()) < limit
+    moved = [key for key, value in model.state_dict().items() if key in before and not torch.equal(value, before[key])]
+    assert moved
+    basis.restore()
+    assert getattr(model.config, "tie_word_embeddings", None) == tied
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_tied_embeddings_are_untied_and_load_in_plain_transformers(tmp_path):
+    model = build("llama-tied-biased").float()
+    batch = probe_inputs(model)
+    spaces, _ = find(model, batch, heads_only=False)
+    expected = outputs(model, batch)
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    assert basis.untied_bytes == model.lm_head.weight.nbytes
+    basis.keep()
+    basis.write(random_rotations(spaces))
+    check_same(model, batch, expected, "it")
+    model.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    check_same(loaded, batch, expected, "loading")
+    basis.restore()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_head_that_needs_no_gain_stays_tied():
+    model = build("llama-tied-biased")
+    model.model.norm.weight.data.fill_(1)
+    spaces, _ = find(model, probe_inputs(model), heads_only=False)
+    assert Basis(model, find_structure(model).blocks, spaces).untied_bytes == 0
+
+
+def test_heads_alone_leave_embeddings_as_they_are():
+    model = build("llama-tied-biased")
+    spaces, refused = find(model, probe_inputs(model), heads_only=True)
+    assert {space.name.rpartition(" ")[2] for space in spaces} == {"heads"} and not refused
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    assert basis.untied_bytes == 0
+    touched = {id(change.at.parameter) for change in basis.changes}
+    assert id(model.model.embed_tokens.weight) not in touched
+
+
+def test_what_has_neither_is_refused_with_the_reasons():
+    model = hf.AlbertForMaskedLM(hf.AlbertConfig(**TEXT, embedding_size=8))
+    model = spread(model)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    with pytest.raises(MoonshotError, match="nothing in AlbertForMaskedLM can be rotated .residual stream: .*scales"):
+        find(model, probe_inputs(model), heads_only=False)
+
+
+@pytest.mark.parametrize(
+    ("missed", "step"),
+    [("mlp.up_proj", "folding the norms"), ("mlp.down_proj", r"a change of basis \(residual stream, .*\)")],
+)
+def test_a_step_that_changes_the_function_is_named(missed, step):
+    model = build("llama").float()
+    batch = probe_inputs(model)
+    spaces, _ = find(model, batch, heads_only=False)
+    expected = outputs(model, batch)
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    basis.keep()
+    layer = model.model.layers[1].get_submodule(missed)
+    basis.changes = [change for change in basis.changes if change.at.holder is not layer]
+    with pytest.raises(MoonshotError, match=f"rotation: {step}.* changes what LlamaForCausalLM computes"):
+        verify(model, basis, batch, expected)
+
+
+def test_sixteen_bits_are_rounded_once():
+    model = build("llama").bfloat16()
+    batch = probe_inputs(model)
+    spaces, _ = find(model, batch, heads_only=False)
+    exact = build("llama").bfloat16().double()
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    twin_spaces, _ = find(exact, batch, heads_only=False)
+    twin = Basis(exact, find_structure(exact).blocks, twin_spaces)
+    rotations = random_rotations(spaces)
+    basis.keep()
+    basis.write(rotations)
+    twin.keep()
+    twin.write(dict(zip(twin_spaces, rotations.values(), strict=True)))
+    for found, known in zip(model.parameters(), exact.parameters(), strict=True):
+        error = (found.double() - known).abs()
+        assert bool((error <= 2.0**-8 * known.abs() + 1e-6).all())
+
+
+class Halved(nn.Module):
+    """No norm: it halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x / 2 * self.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.LayerNorm(8), (0, 1, True)),
+        (nn.LayerNorm(8, elementwise_affine=False), (1, 1, True)),
+        (nn.RMSNorm(8, eps=1e-6), (0, 1, False)),
+        (hf.models.gemma.modeling_gemma.GemmaRMSNorm(8), (1, 1, False)),
+        (nn.Identity(), None),
+        (nn.GELU(), None),
+        (nn.Softmax(-1), None),
+        (Halved(), None),
+    ],
+)
+def test_norms_are_known_by_what_they_compute(module, kind):
+    for parameter in module.parameters():
+        parameter.data += 0.3 * torch.randn(8)
+    norm = find_norm(module, 8)
+    assert (None if norm is None else (norm.offset, norm.slope, norm.fixes_ones)) == kind
+    if norm is not None and norm.weight is not None:
+        getattr(module, norm.weight).data.fill_(norm.neutral)
+        assert norm.gain is None
+
+
+def test_probing_leaves_the_model_as_it_was():
+    model = build("deepseek").float()
+    model.model.layers[0].train()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    chosen = model.get_experts_implementation()
+    with frozen(model):
+        pass
+    find(model, probe_inputs(model), heads_only=False)
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert model.model.layers[0].training and not model.model.layers[1].training
+    assert model.get_experts_implementation() == chosen
+    assert not any(module._forward_hooks for module in model.modules())
