@@ -124,6 +124,7 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         {"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"},
         {"allocation": {"q_proj": 0.3, "mlp": "1:4"}},
         {"pattern": "unstructured", "sparsity": 0.7, "allocation": "fisher", "lam": 0.9},
+        {"pattern": "n:4", "sparsity": 0.5, "allocation": "fisher"},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "wanda"},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"},
@@ -316,11 +317,14 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
     assert same(second, state(first)) and not same(other, state(first))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_interrupted_run_goes_on_at_its_block(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "allocation"), [(0, "uniform"), (1, "uniform"), (2, "uniform"), (1, "owl"), (1, "alpha"), (1, "fisher")]
+)
+def test_an_interrupted_run_goes_on_at_its_block(place, allocation, tmp_path, monkeypatch):
+    changes = {} if allocation == "uniform" else dict(pattern="unstructured", sparsity=0.5, allocation=allocation)
     whole, resumed = make("llama"), make("llama")
     before = state(whole)
-    full = prune(whole)
+    full = prune(whole, **changes)
     original, count = Tuner.settle, [0]
 
     def die(self, *args):
@@ -332,9 +336,9 @@ def test_an_interrupted_run_goes_on_at_its_block(place, tmp_path, monkeypatch):
     monkeypatch.setattr(Tuner, "settle", die)
     folder = tmp_path / "partial"
     with pytest.raises(KeyboardInterrupt):
-        prune(resumed, resume_dir=folder)
+        prune(resumed, resume_dir=folder, **changes)
     assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == place
-    report = prune(resumed, resume_dir=folder)
+    report = prune(resumed, resume_dir=folder, **changes)
     assert count[0] == (STAGES - 1) * 3 + 2
     assert same(resumed, state(whole)) and without_seconds(report) == without_seconds(full)
 

@@ -61,7 +61,8 @@ def _allocate(prepared: Prepared, variants: Sequence[Variant], source: Statistic
             variant.patterns |= patterns
             variant.notes.append(note)
         return
-    if selection.config.allocation not in ("owl", "alpha") or not source.unfinished():
+    wanted = source.unfinished() or selection.config.recover == "gradual"  # which prunes once more
+    if selection.config.allocation not in ("owl", "alpha") or not wanted:
         return
     squares = input_squares(prepared) if selection.config.allocation == "owl" else {}
     reached = squares if squares else {layer.name for layer in selection.layers}
