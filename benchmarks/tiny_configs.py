@@ -136,6 +136,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba": {**ZAMBA, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4, **ZAMBA},
     "longcat_flash": {"qk_head_dim": 16},
+    "deepseek_v3": {"qk_head_dim": 16, "first_k_dense_replace": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 4], "mlp_layer_types": ["dense", "sparse"]},
     "gemma": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
