@@ -91,7 +91,13 @@ class MoonshotQuantizer(HfQuantizer):
     update_attn_implementation = update_tp_plan  # releases of transformers call one of the two, or both
 
     def preprocess_model(self, model: nn.Module, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """As transformers', which keeps the dtype to itself."""
+        """As transformers', which keeps the dtype to itself.
+
+        Args:
+            model: on the meta device.
+            dtype: what it is loaded in.
+            kwargs: for `_process_model_before_weight_loading`.
+        """
         super().preprocess_model(model, dtype=dtype, **kwargs)
         if not self.pruning:
             self.dtypes = _dtypes(model, dtype)
