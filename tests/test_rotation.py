@@ -245,12 +245,12 @@ def test_probing_leaves_the_model_as_it_was():
     model.model.layers[0].train()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     wanted = [parameter.requires_grad for parameter in model.parameters()]
-    chosen = model.get_experts_implementation()
+    chosen = model.config._experts_implementation
     with frozen(model):
         pass
     find(model, probe_inputs(model), heads_only=False)
     assert [parameter.requires_grad for parameter in model.parameters()] == wanted
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert model.model.layers[0].training and not model.model.layers[1].training
-    assert model.get_experts_implementation() == chosen
+    assert model.config._experts_implementation == chosen
     assert not any(module._forward_hooks for module in model.modules())

@@ -110,7 +110,8 @@ def test_images_and_n_of_m():
     data = image_batches()
     done = prune("vit", data, sparsity=None, pattern="2:4", ignore=["classifier"])
     assert done.report.rotation.spaces["residual stream"] == (1, 16)
-    layer = done.model.get_submodule("vit.layers.0.attention.o_proj")
+    outputs = ("attention.o_proj", "attention.output.dense")  # in one release of transformers or another
+    layer = next(module for name, module in done.model.named_modules() if name.endswith(outputs))
     assert bool(((layer.weight.view(-1, 4) == 0).sum(1) >= 2).all())
 
 

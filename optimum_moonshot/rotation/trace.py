@@ -297,10 +297,18 @@ def _module_node(name: str, module: nn.Module, kind: str | None, width: int) -> 
     return Node(name, norm=norm)
 
 
+def chosen_experts(model: nn.Module) -> dict[str, str | None]:
+    """How a model and its parts multiply with experts, as `set_experts_implementation` takes it; empty without any."""
+    config = getattr(model, "config", None)
+    parts = {"": config, **{name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}}
+    known = {name: part for name, part in parts.items() if hasattr(part, "_experts_implementation")}
+    return {name: part._experts_implementation for name, part in known.items()}
+
+
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
     """Meanwhile fused experts are multiplied one by one, by `functional.linear`, where the model leaves the choice."""
-    chosen = getattr(model, "get_experts_implementation", dict)()
+    chosen = chosen_experts(model)
     try:
         if any(chosen.values()):
             model.set_experts_implementation("eager")
