@@ -218,8 +218,7 @@ class Tries:
 
     def __init__(self, stage, kind):
         self.stage, self.kind, self.folder = stage, kind, stage.root / "try"
-        self.left, self.wrong = collections.Counter(), []
-        self.kills = self.identical = self.tries = 0
+        self.start_counting()
         self.fresh = True  # nothing was done yet in the folder
         stage.prepare(kind, self.folder)
         self.before = weights(self.folder / "out")
@@ -227,6 +226,10 @@ class Tries:
         self.operations = self.run()
         self.expected = files(self.folder)
         self.after = weights(self.model())
+
+    def start_counting(self):
+        self.left, self.wrong = collections.Counter(), []
+        self.kills = self.identical = self.tries = 0
 
     def run(self, moment=None, operation=None):
         """One attempt; the shortest that came to its end says over how long kills are spread."""
@@ -289,13 +292,13 @@ class Tries:
         }  # fmt: skip
 
 
-def meet(stage, first, second, count, seed):
+def meet(stage, alone, first, second, count, seed):
     """Two commands that write to one folder, the second at a random moment of the first.
 
-    One of them may be refused; what is there at the end must be all of one of those that were not.
+    One of them may be refused; what is there at the end must be all of one of those that were not. `alone` has what
+    each of them gives undisturbed.
     """
     folder, rng = stage.root / "meeting", random.Random(f"{first} {second} {seed}")
-    alone = {kind: Tries(stage, kind) for kind in dict.fromkeys((first, second))}
     results, wrong = collections.Counter(), []
     for number in range(count):
         stage.prepare(first, folder)
@@ -322,17 +325,19 @@ def run_all(kinds, kills, operations, meetings, seed):
     results = {}
     with tempfile.TemporaryDirectory() as root:
         stage = Stage(Path(root))
-        for first, second in MEETINGS if meetings else ():
+        pairs = MEETINGS if meetings else ()
+        alone = {kind: Tries(stage, kind) for kind in dict.fromkeys(kind for pair in pairs for kind in pair)}
+        for first, second in pairs:
             name = f"{first}, and {second}"
-            results[name] = {"two writers": meet(stage, first, second, meetings, seed)}
+            results[name] = {"two writers": meet(stage, alone, first, second, meetings, seed)}
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
         for kind in kinds:
             tries = Tries(stage, kind)
             tries.at_random(kills, seed)
             results[kind] = {"random moments": tries.counts()}
-            tries = Tries(stage, kind)
-            step = 1 if operations is None else max(1, tries.operations // operations)
-            tries.at_operations(range(1, tries.operations + 1, step), seed)
+            tries.start_counting()
+            count = tries.operations if operations is None else operations
+            tries.at_operations([1 + int((n + 0.5) * tries.operations / count) for n in range(count)], seed)
             results[kind]["file operations"] = tries.counts()
             print(kind, json.dumps(results[kind]), file=sys.stderr, flush=True)
     return results

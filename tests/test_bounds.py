@@ -1,10 +1,12 @@
 """The bounds of dependencies in setup.cfg are those that the tests run with."""
 
 import configparser
+import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -49,3 +51,13 @@ def test_todays_versions_are_within_the_bounds():
     today = pinned("constraints.txt")
     found = requirements("dev", "docs", "release", "hooks")
     assert not [name for name, requirement in found.items() if today[name] not in requirement.specifier]
+
+
+def test_the_page_on_versions_says_what_is_tested():
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+)[^|]* \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| `([^`]*)` \|$", page, re.M)
+    oldest, today = pinned("constraints-oldest.txt"), pinned("constraints.txt")
+    users = requirements("peft", "eval", "vision")
+    assert {name: (Version(old), Version(new), SpecifierSet(allowed)) for name, old, new, allowed in rows} == {
+        name: (oldest[name], today[name], requirement.specifier) for name, requirement in users.items()
+    }

@@ -128,6 +128,20 @@ def test_loading_with_other_dtypes_devices_and_shards(packed, tmp_path):
         assert_same(deepcopy(model.model).to(dtype), hf.AutoModel.from_pretrained(folder, dtype=dtype))
 
 
+def test_layers_that_transformers_keeps_in_float32_stay_so(tmp_path):
+    config = hf.T5Config(
+        vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    pruner = MoonshotPruner(hf.T5ForConditionalGeneration(config), MoonshotConfig(solver="magnitude", pattern="2:4"))
+    pruner.prune(progress=False)
+    for kind in ("packed", "dense"):
+        pruner.save_pretrained(tmp_path / kind, format=kind)
+    cls = type(pruner.model)
+    dense, packed = (cls.from_pretrained(tmp_path / kind, dtype=torch.float16) for kind in ("dense", "packed"))
+    assert {tensor.dtype for tensor in dense.state_dict().values()} == {torch.float16, torch.float32}
+    assert_same(dense, packed)
+
+
 def test_a_loaded_model_is_an_ordinary_one(packed, tmp_path):
     folder, model = packed
     loaded = hf.AutoModelForCausalLM.from_pretrained(folder)

@@ -15,6 +15,9 @@ from optimum_moonshot.model.units import find_units
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
 NEURONS = {"intermediate_size": (24, 19)}
+# Not every release of transformers lets the size of a vision transformer's heads be chosen: without, they stay.
+SIZED = len({hf.ViTModel(hf.ViTConfig(**PATCHED, **heads)).num_parameters() for heads in ({}, {"head_dim": 2})}) == 2
+VISION_HEADS = {"num_attention_heads": (4, 2), "head_dim": (None, 4)} if SIZED else {}
 # What changes in the configuration without 5 neurons and half of the heads; where heads are missing, they stay.
 CHANGES = {
     **dict.fromkeys(
@@ -23,7 +26,7 @@ CHANGES = {
     ),
     **dict.fromkeys(["qwen2", "phi3"], {**NEURONS, **GROUPED_HEADS, "head_dim": (None, 4)}),
     "phi": {**NEURONS, "num_attention_heads": (4, 2), "num_key_value_heads": (4, 2), "head_dim": (None, 4)},
-    **dict.fromkeys(["vit", "deit"], {**NEURONS, "num_attention_heads": (4, 2), "head_dim": (None, 4)}),
+    **dict.fromkeys(["vit", "deit"], {**NEURONS, **VISION_HEADS}),
     "mixtral": {**GROUPED_HEADS, "head_dim": (None, 4)},
     **dict.fromkeys(["gpt-neox", "bert", "roberta", "albert"], NEURONS),
     "opt": {"ffn_dim": (24, 19)},

@@ -19,7 +19,8 @@ def test_a_damaged_folder_gives_the_same_weights_or_is_refused(intact, start, tm
     wrong = {seed: done for seed, done in found.items() if any(v.startswith("WRONG") for v in done[1].values())}
     assert not wrong
     kinds = {verdict for _, verdicts in found.values() for verdict in verdicts.values()}
-    assert kinds >= {"refused", "same weights"}
+    # A run makes nearly everything that was damaged again.
+    assert kinds >= ({"same weights"} if format == "run" else {"refused", "same weights"})
 
 
 def test_the_trial_notices_what_is_wrong(tmp_path, monkeypatch):

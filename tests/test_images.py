@@ -11,6 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from models import image_batches, make
 from PIL import Image as Picture
 from torch import nn
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy
 from optimum_moonshot.__main__ import main
@@ -252,7 +253,7 @@ def test_a_model_is_pruned_saved_and_loaded_with_its_processor(name, folder, pro
     assert report.layers[0].lam == 0.5 and 0 < report.layers[0].fisher < 1
     assert report.calibration["source"] == folder.name
     pruner.save_pretrained(tmp_path / "out")
-    loaded = hf.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    loaded = AutoImageProcessor.from_pretrained(tmp_path / "out")
     assert loaded.size == processor.size
     model = hf.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert accuracy(model, folder, loaded) == accuracy(pruner.model, folder, processor)

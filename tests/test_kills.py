@@ -6,43 +6,57 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from kills import KINDS, MEETINGS
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """A process of its own: it forks, which one with threads must not."""
-    path = tmp_path_factory.mktemp("kills") / "results.json"
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    few = ["--kills", "2", "--operations", "3", "--meetings", "1", "--json", path]
-    run = subprocess.run([sys.executable, TESTS / "kills.py", *few], capture_output=True, text=True, env=environment)
-    assert path.is_file(), run.stderr
+FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
+
+
+def run(tmp_path, *options):
+    """In a process of its own: it forks, which one with threads must not."""
+    path = tmp_path / "results.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, TESTS / "kills.py", *options, "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert path.is_file(), done.stderr
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["random moments", "file operations"])
-def test_a_killed_command_gives_the_same_files_when_it_is_repeated(results, kind, how):
-    found = results[kind][how]
-    assert found["wrong"] == []
-    assert found["kills"] >= 2 and found["identical"] == found["tries"] > 0
+def test_a_killed_command_gives_the_same_files_when_it_is_repeated(tmp_path):
+    results = run(tmp_path, "--kills", "1", "--operations", "1", "--meetings", "0", "--commands", *FEW)
+    assert tuple(results) == FEW
+    for found in (how for kind in results.values() for how in kind.values()):
+        assert found["wrong"] == [] and found["kills"] >= 1 and found["identical"] == found["tries"] > 0
 
 
-@pytest.mark.parametrize(("first", "second"), MEETINGS)
-def test_of_two_commands_that_write_to_one_folder_one_is_refused(results, first, second):
-    found = results[f"{first}, and {second}"]["two writers"]
-    assert found["wrong"] == [] and found["meetings"] == sum(found["refused"].values()) == 1
+def test_of_two_commands_that_write_to_one_folder_one_is_refused(tmp_path):
+    results = run(tmp_path, "--meetings", "1", "--commands")
+    assert len(results) == len(MEETINGS)
+    for found in (kind["two writers"] for kind in results.values()):
+        assert found["wrong"] == [] and sum(found["refused"].values()) == found["meetings"] == 1
 
 
-def test_what_was_tried_often():
-    """The figures in the guide are those of the file that the program wrote, and nothing was wrong in it."""
-    results = json.loads((TESTS.parent / "benchmarks" / "results" / "kills.json").read_text(encoding="utf-8"))
-    tries = [how for kind in KINDS for how in results[kind].values()]
-    assert not any(how["wrong"] for kind in results.values() for how in kind.values())
-    guide = (TESTS.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert f"{sum(how['kills'] for how in tries)} kills" in guide
-    assert all(results[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
+def test_the_guide_has_the_figures_of_the_programs():
+    """Of the files that they wrote; nothing was wrong in those."""
+    results = ROOT / "benchmarks" / "results"
+    found = json.loads((results / "kills.json").read_text(encoding="utf-8"))
+    damage = json.loads((results / "damage.json").read_text(encoding="utf-8"))
+    assert not any(how["wrong"] for kind in found.values() for how in kind.values())
+    tries = [how for kind in KINDS for how in found[kind].values()]
     assert all(how["identical"] == how["tries"] for how in tries)
+    assert all(found[kind]["random moments"]["kills"] >= 20 for kind in KINDS)
+    assert not any("WRONG" in verdict for counts in damage.values() for verdict in counts)
+    meetings = sum(found[f"{first}, and {second}"]["two writers"]["meetings"] for first, second in MEETINGS)
+    guide = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    told = [f"{sum(how['kills'] for how in tries)} kills in {sum(how['tries'] for how in tries)} tries"]
+    told += [f"{counts['damages']:,} damages" for counts in damage.values()] + [f"{meetings} meetings"]
+    told += [f"{_count(damage['packed'], 'refused'):,} refused, {_count(damage['packed'], 'same weights'):,} with"]
+    told += [f"{damage['dense']['load_pruned: other weights']} loaded with other"]
+    assert [words for words in told if words not in guide] == []
+
+
+def _count(counts, verdict):
+    return sum(number for found, number in counts.items() if found.endswith(verdict))

@@ -84,7 +84,7 @@ def test_image_models_are_compared_with_the_fisher_loss_alone_by_cap(tmp_path, c
     model = make("deit")
     model.config.id2label, model.config.label2id = {n: f"c{n}" for n in range(5)}, {f"c{n}": n for n in range(5)}
     model.save_pretrained(tmp_path / "deit")
-    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "deit")
+    transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "deit")
     for label, number in itertools.product(range(5), range(2)):
         folder = tmp_path / "photos" / f"c{label}"
         folder.mkdir(parents=True, exist_ok=True)

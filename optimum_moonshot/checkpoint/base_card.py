@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id, yaml_dump
 
@@ -21,6 +21,19 @@ TEXTS = ("license_name", "license_link", "pipeline_tag")  # fields that are take
 TEXTS_OR_LISTS = ("license", "language")  # likewise
 _NOT_THEIRS = ("tags", "library_name")
 _log = logging.getLogger(__name__)
+
+
+class _Data(ModelCardData):
+    """What a card's YAML says; of one tag without a list, most releases of huggingface_hub make a list of letters."""
+
+    def __init__(self, *, tags: Any = None, **values: Any):
+        super().__init__(tags=[tags] if isinstance(tags, str) else tags, **values)
+
+
+class _Card(ModelCard):
+    """A card that anybody may have written."""
+
+    card_data_class = _Data
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ def find_base(name_or_path: str) -> Base:
     if not (name or (folder and path.is_file())):
         return Base()
     try:
-        card = ModelCard.load(path if folder else name, ignore_metadata_errors=True)
+        card = _Card.load(path if folder else name, ignore_metadata_errors=True)
         return split(name, card)
     except Exception as error:  # of the network, and of YAML in which anything may stand
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MoonshotError, reason
-from ..recipes import BUDGETS
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import MoonshotConfig
 
+BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
 RECIPE = (
     "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a learned "
     "basis and sparsity where it is cheap, recovered tunes the weights besides; options that are given override it"

@@ -90,12 +90,20 @@ class MoonshotQuantizer(HfQuantizer):
 
     update_attn_implementation = update_tp_plan  # releases of transformers call one of the two, or both
 
+    def preprocess_model(self, model: nn.Module, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        """As transformers', which keeps the dtype to itself.
+
+        Args:
+            model: on the meta device.
+            dtype: what it is loaded in.
+            kwargs: for `_process_model_before_weight_loading`.
+        """
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        if not self.pruning:
+            self.dtypes = _dtypes(model, dtype)
+
     def _process_model_before_weight_loading(
-        self,
-        model: nn.Module,
-        checkpoint_files: list[str] | None = None,
-        dtype: torch.dtype | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         if self.pruning:
             self._prepare_pruning(model)
@@ -108,7 +116,6 @@ class MoonshotQuantizer(HfQuantizer):
             self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            self.dtypes = _dtypes(model, dtype)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         from transformers import PreTrainedModel

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
+
+# Not from transformers itself: some releases hide it there where torchvision is missing.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from ..errors import MoonshotError, reason, require
 from .forms import find_form

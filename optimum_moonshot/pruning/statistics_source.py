@@ -123,10 +123,8 @@ class StatisticsSource:
         if not self.losses:
             self.losses = whole.losses
         if loose:
-            cost = (
-                f"{whole.passes} passes of the whole model, with all its activations in memory, were for their layers"
-            )
-            self.notes.append(f"blocks that are no chain: {len(found.loose)}; {cost}")
+            cost = f"{whole.passes} passes of the whole model, with all its activations in memory"
+            self.notes.append(f"blocks that are no chain: {len(found.loose)}; their layers took {cost}")
 
     def _blockwise(self, chain: tuple[Block, ...]) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
