@@ -316,8 +316,8 @@ def test_the_benchmark_has_the_pruned_and_the_recovered_model(monkeypatch):
     import finetune
 
     monkeypatch.setattr(finetune, "LENGTH", 16)
-    choice = dict(pattern="2:4", lam=1.0, targets=[r"layers\.0\."], recover="blockwise", recover_steps=2)
-    pruned, recovered, report = finetune.Bench(8).prune(**choice)
+    choice = dict(sparsity=0.8, lam=1.0, targets=[r"layers\.0\."], recover="blockwise", recover_steps=20)
+    pruned, recovered, report = finetune.Bench(64).prune(**choice)
     assert report.recovery[0].loss_after < report.recovery[0].loss_before
     weights = [each.model.layers[0].mlp.up_proj.weight for each in (pruned, recovered)]
     assert torch.equal(*(weight == 0 for weight in weights)) and not torch.equal(*weights)
