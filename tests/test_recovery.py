@@ -1,6 +1,7 @@
 """Block-wise recovery: what it may change, what it must gain, and how it ends and resumes."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,3 +309,15 @@ def test_encoders_with_padding():
     for name in set(ENCODERS) - {"albert"}:
         report = prune(make(name), token_batches(SAMPLES, padded=True))
         assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+
+
+def test_the_benchmark_has_the_pruned_and_the_recovered_model(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import finetune
+
+    monkeypatch.setattr(finetune, "LENGTH", 16)
+    choice = dict(sparsity=0.8, lam=1.0, targets=[r"layers\.0\."], recover="blockwise", recover_steps=20)
+    pruned, recovered, report = finetune.Bench(64).prune(**choice)
+    assert report.recovery[0].loss_after < report.recovery[0].loss_before
+    weights = [each.model.layers[0].mlp.up_proj.weight for each in (pruned, recovered)]
+    assert torch.equal(*(weight == 0 for weight in weights)) and not torch.equal(*weights)
