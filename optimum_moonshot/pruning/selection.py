@@ -14,6 +14,11 @@ from ..objective.linalg import all_finite
 from ..objective.patterns import MixedNM, Pattern, Structured
 from ..solvers import Solver
 
+# Why a structured pattern has no shares of its own for every layer.
+ONE_WIDTH = (
+    'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -81,6 +86,8 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     notes: list[str] = []
     if isinstance(pattern, Structured):
         found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
+        if config.allocation == "fisher":
+            config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:
         patterns = config.layer_patterns(layer.name for layer in found.layers())
     structure = _fitting(found, patterns, solver, config)
