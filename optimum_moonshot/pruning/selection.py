@@ -15,9 +15,7 @@ from ..objective.patterns import MixedNM, Pattern, Structured
 from ..solvers import Solver
 
 # Why a structured pattern has no shares of its own for every layer.
-ONE_WIDTH = (
-    'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
-)
+ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +61,16 @@ class Selection:
             model: whose default λ holds where it names none.
         """
         return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
+
+    def of_the_dense_model(self, lam: float) -> "Selection":
+        """The same layers, all with the Fisher loss, by statistics of the dense model: for a look before the run.
+
+        Args:
+            lam: λ; below 1 the passes go backwards.
+        """
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, fisher="all", recompute=False), lam=lam
+        )
 
 
 def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
