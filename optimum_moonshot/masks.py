@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, check_expressions, require
 from .model.forms import find_form
-from .model.layers import PrunableLayer, adapted_layers
+from .model.layers import WEIGHT, PrunableLayer, adapted_layers, holders
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -108,20 +108,20 @@ def _chosen_layers(
 ) -> Iterator[PrunableLayer]:
     """The layers whose names `targets` and `ignore` choose, but no adapters."""
     modules: dict[int, list[nn.Module]] = {}
-    names: dict[int, str] = {}
+    names: dict[int, tuple[str, str]] = {}
     adapted = adapted_layers(model)
-    for name, module in model.named_modules():
+    for name, module, key in holders(model):
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
-        form = find_form(module)
-        weight = None if form is None else form.parameter
+        form = find_form(module) if key == WEIGHT else None
+        weight = module._parameters[key] if key != WEIGHT else None if form is None else form.parameter
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):
             continue
         modules.setdefault(id(weight), []).append(module)
-        names.setdefault(id(weight), name)
-    return (PrunableLayer(name, tuple(modules[key]), False) for key, name in names.items())
+        names.setdefault(id(weight), (name, key))
+    return (PrunableLayer(name, tuple(modules[weight]), False, key) for weight, (name, key) in names.items())
 
 
 class Masks:

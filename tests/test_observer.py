@@ -26,8 +26,8 @@ class InputMean(InputStatistic):
         InputMean.made += 1
         self.total, self.tokens = torch.zeros(layer.groups, layer.shape[1], device=device), 0
 
-    def add(self, inputs):
-        self.total += inputs.sum(1)
+    def add(self, inputs, groups):
+        self.total[groups] += inputs.sum(1)
         self.tokens += inputs.shape[1]
 
     def result(self):
@@ -45,7 +45,7 @@ class FisherTrace(GradientStatistic):
         self.gradients = torch.zeros(count, *self.layer.shape)
         self.seen += range(first, first + count)
 
-    def add(self, inputs, delta, done):
+    def add(self, inputs, delta, done, groups):
         self.gradients += (delta.mT @ inputs).flatten(1, 2)
 
     def end(self):

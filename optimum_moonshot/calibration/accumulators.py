@@ -64,8 +64,8 @@ class Samples(GradientStatistic):
     def begin(self, first: int, count: int) -> None:
         self.window = self.value[first : first + count]
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        self.part.add(self.window, inputs, delta)
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        self.part.add(self.window, inputs, delta, groups)
 
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
@@ -76,26 +76,27 @@ class Squares(GradientStatistic):
 
     def __init__(self, layer: PrunableLayer, storage: Storage):
         self.value = storage.zeros(layer.shape, torch.float32, f"{layer.name}: gradients")
+        self.of_group = self.value.view(layer.groups, -1, layer.shape[1])
         self.count = 0
-        self.sum: Tensor | None = None
+        self.sums: dict[tuple[int | None, int | None], tuple[slice, Tensor]] = {}  # of pieces, by their groups
 
     def begin(self, first: int, count: int) -> None:
         self.count = count
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         # A_n is the sum of a batch's pieces, so that these wait for its end; a piece that is alone does not.
-        if done and self.sum is None:
+        if done and not self.sums:
             for sample_delta, sample in zip(delta, inputs, strict=True):
-                self.value += (sample_delta.mT @ sample).square_().flatten(0, 1).to(self.value.device)
+                self.of_group[groups] += (sample_delta.mT @ sample).square_().to(self.value.device)
             return
-        total = delta.flatten(0, 1).mT @ inputs.flatten(0, 1)
-        self.sum = total if self.sum is None else total + self.sum
+        total, key = delta.flatten(0, 1).mT @ inputs.flatten(0, 1), (groups.start, groups.stop)
+        self.sums[key] = groups, total + self.sums[key][1] if key in self.sums else total
 
     def end(self) -> None:
-        if self.sum is not None:
-            squares = self.sum.square_().view(self.count, *self.value.shape)
-            self.value += squares.sum(0).to(self.value.device)
-            self.sum = None
+        for groups, total in self.sums.values():
+            squares = total.square_().unflatten(0, (self.count, -1)).sum(0)
+            self.of_group[groups] += squares.to(self.value.device)
+        self.sums.clear()
 
     def result(self) -> Tensor:
         return self.value
@@ -127,8 +128,8 @@ class RowMatrices(GradientStatistic):
             self.staged = self.staged.new_zeros(count, *self.staged.shape[1:])
         self.window = self.staged[self.used : self.used + count]
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        self.part.add(self.window, inputs, delta)
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        self.part.add(self.window, inputs, delta, groups)
 
     def end(self) -> None:
         self.used += len(self.window)
@@ -168,8 +169,8 @@ class LayerTotals(GradientStatistic):
     def begin(self, first: int, count: int) -> None:
         self.window = self.weight.new_zeros(count, *self.weight.shape)
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
-        self.part.add(self.window, inputs, delta)
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        self.part.add(self.window, inputs, delta, groups)
 
     def end(self) -> None:
         for gradient in self.window:
@@ -195,23 +196,32 @@ class Part:
         self.rows = slice(0, layer.shape[0]) if rows is None else rows
         self.count = len(range(*self.rows.indices(layer.shape[0])))
         self.d_in = layer.shape[1]
-        size = layer.shape[0] // layer.groups
+        self.size = size = layer.shape[0] // layer.groups
         self.groups = slice(self.rows.start // size, -(-self.rows.stop // size))
         first = self.groups.start * size
         within = self.groups.stop - self.groups.start == 1
         self.within = slice(self.rows.start - first, self.rows.stop - first, self.rows.step) if within else slice(None)
 
-    def add(self, out: Tensor, inputs: Tensor, delta: Tensor) -> None:
+    def add(self, out: Tensor, inputs: Tensor, delta: Tensor, groups: slice) -> None:
         """Add δᵀx of these rows to `out` [samples, rows, d_in].
 
         Args:
             out: where the gradients of a batch's samples add up.
             inputs: x, [samples, groups, tokens, in].
             delta: δ, [samples, groups, tokens, out].
+            groups: which they are of: all, or one alone.
         """
-        inputs, delta = (x[:, self.groups].flatten(0, 1) for x in (inputs, delta))
+        mine = self.groups
+        if groups != slice(None):
+            if not mine.start <= groups.start < mine.stop:
+                return
+            if self.within == slice(None):
+                first = (groups.start - mine.start) * self.size
+                out = out[:, first : first + self.size]
+            mine = slice(None)
+        inputs, delta = (x[:, mine].flatten(0, 1) for x in (inputs, delta))
         delta = delta[..., self.within].mT
-        out = out.view(len(delta), -1, self.d_in)
+        out = out.unflatten(1, (len(delta) // len(out), -1)).flatten(0, 1)
         if out.device == delta.device:
             out.baddbmm_(delta, inputs)
         else:

@@ -1,6 +1,6 @@
 """What was gathered of a layer, and the quadratic objective that follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,21 @@ class LayerStatistics:
     diagonal: bool = False
     totals: LayerTotals | None = None
     extra: Mapping[type, Any] = field(default_factory=dict)  # of the statistics asked for beyond these, by their class
+
+    def groups(self, count: int) -> Iterator["LayerStatistics"]:
+        """Those of each group of rows alone, where every group is a matrix of its own.
+
+        Args:
+            count: how many groups there are.
+        """
+        size = 0
+        if self.gradients is not None:
+            size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
+        for index in range(count):
+            rows, gradients = slice(index * size, (index + 1) * size), self.gradients
+            if gradients is not None:
+                gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
+            yield LayerStatistics(self.inputs[index], gradients, self.samples, self.diagonal)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
         """The layer's quadratic at its dense weight.

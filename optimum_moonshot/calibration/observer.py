@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import naming, require
-from ..model.forms import Form, find_form
+from ..model.forms import Form
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
 from .accumulators import Plan
@@ -69,8 +69,7 @@ class Observer(AbstractContextManager["Observer"]):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                form = find_form(module)
-                self._hooks.callback(form.watch(partial(self._observe, layer, form)).remove)
+                self._hooks.callback(layer.form_of(module).watch(partial(self._observe, layer)).remove)
         return self
 
     def __exit__(self, *exception: Any) -> None:

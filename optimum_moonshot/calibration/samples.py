@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError
 from ..model.calls import close, run_model
-from ..model.forms import Form, find_form
+from ..model.forms import Form
 from ..model.layers import PrunableLayer
 from ..model.losses import token_mask
 
@@ -46,8 +46,7 @@ def _calls(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> d
     with ExitStack() as stack:
         for layer in layers:
             for module in layer.modules:
-                form = find_form(module)
-                stack.callback(form.watch(partial(see, layer.name, form)).remove)
+                stack.callback(layer.form_of(module).watch(partial(see, layer.name)).remove)
         run_model(model, batch)
     return found
 

@@ -34,8 +34,13 @@ class InputStatistic(ABC):
         self.layer, self.storage, self.device = layer, storage, device
 
     @abstractmethod
-    def add(self, inputs: Tensor) -> None:
-        """Some tokens' inputs, [groups, tokens, in] in float32; not to be changed."""
+    def add(self, inputs: Tensor, groups: slice) -> None:
+        """Some tokens' inputs.
+
+        Args:
+            inputs: x, [groups, tokens, in] in float32; not to be changed.
+            groups: which of the layer's they are of: all, or one expert alone.
+        """
 
     @abstractmethod
     def result(self) -> Any:
@@ -63,13 +68,14 @@ class GradientStatistic(ABC):
         """
 
     @abstractmethod
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         """A piece of the batch; a layer that is called several times, or in strips, has the sum of its pieces.
 
         Args:
             inputs: x, [samples, groups, tokens, in] in float32; not to be changed.
             delta: δ, [samples, groups, tokens, out] in float32, 0 at padding; not to be changed.
             done: no other piece of this batch follows.
+            groups: which of the layer's the piece is of: all, or one expert alone.
         """
 
     def end(self) -> None:  # noqa: B027

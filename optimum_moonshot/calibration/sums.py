@@ -63,11 +63,11 @@ class Gram(InputStatistic):
         shape = (d_in, d_in) if layer.groups == 1 else (layer.groups, d_in, d_in)
         self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
 
-    def add(self, inputs: Tensor) -> None:
+    def add(self, inputs: Tensor, groups: slice) -> None:
         if self.value.ndim == 2:
             self.value.addmm_(inputs[0].T, inputs[0])
         else:
-            self.value.baddbmm_(inputs.mT, inputs)
+            self.value[groups].baddbmm_(inputs.mT, inputs)
 
     def result(self) -> Tensor:
         return self.value
@@ -85,9 +85,12 @@ class InputSquares(InputStatistic):
         shape = (d_in,) if layer.groups == 1 else (layer.groups, d_in)
         self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
 
-    def add(self, inputs: Tensor) -> None:
+    def add(self, inputs: Tensor, groups: slice) -> None:
         squares = inputs.square().sum(-2)
-        self.value += squares[0] if self.value.ndim == 1 else squares
+        if self.value.ndim == 1:
+            self.value += squares[0]
+        else:
+            self.value[groups] += squares
 
     def result(self) -> Tensor:
         return self.value
@@ -108,7 +111,7 @@ class _Shared:
     def add(self, call: LayerCall) -> None:
         for inputs in call.tokens():
             for statistic in self.statistics.values():
-                statistic.add(inputs)
+                statistic.add(inputs, call.form.part)
 
 
 class InputSums:
@@ -259,7 +262,7 @@ class GradientSums:
         self.open -= 1
         for inputs, part, last in call.pairs(delta):
             for statistic in self.statistics:
-                statistic.add(inputs, part, last and self.open == 0)
+                statistic.add(inputs, part, last and self.open == 0, call.form.part)
 
     def end(self) -> None:
         """The batch is over."""

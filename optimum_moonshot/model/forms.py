@@ -21,18 +21,39 @@ A kind of layer is one class here and one entry in `FORMS`; nothing else in the 
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import require
 from .convolution import batched, geometry, joined, strip_of, strips
+
+
+class See(Protocol):
+    """What a watched call is shown to."""
+
+    def __call__(self, form: "Form", inputs: Tensor, output: Tensor) -> Tensor | None:
+        """A call.
+
+        Args:
+            form: of what was called; of one expert, where the layer is many.
+            inputs: what it read.
+            output: what it gave.
+
+        Returns:
+            What is given instead; None for the output itself.
+        """
+
+
+class Watch(Protocol):
+    """What ends a watch."""
+
+    def remove(self) -> None: ...
 
 
 class Pair(NamedTuple):
@@ -53,6 +74,7 @@ class Form(ABC):
     axes: ClassVar[tuple[int, int]] = (0, 1)  # of the parameter: the one along its outputs, and along its inputs
     images: ClassVar[bool] = False  # it reads images [B, C, H, W], not features on the last axis
     dimensions: ClassVar[int] = 2  # of the parameter
+    separate: ClassVar[bool] = False  # its groups are matrices of their own, each pruned alone
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -63,6 +85,11 @@ class Form(ABC):
     def groups(self) -> int:
         """How many equal slices of the matrix's rows read inputs of their own."""
         return 1
+
+    @property
+    def part(self) -> slice:
+        """Which of the layer's groups the calls that this form reads are of."""
+        return slice(None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,15 +110,15 @@ class Form(ABC):
         """What two calls share that read the same inputs from the same tensor."""
         return None
 
-    def watch(self, see: Callable[[Tensor, Tensor], Tensor | None]) -> RemovableHandle:
-        """Show every call of the module, until the handle is removed.
+    def watch(self, see: See) -> "Watch":
+        """Show every call of the module, until what this returns is removed.
 
         Args:
-            see: given what the module read and what it gave; what it returns, if not None, is given instead.
+            see: what is shown every call.
         """
 
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
-            return see(args[0] if args else next(iter(named.values())), output)
+            return see(self, args[0] if args else next(iter(named.values())), output)
 
         return self.module.register_forward_hook(hook, with_kwargs=True)
 

@@ -15,9 +15,11 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from ..errors import require
+from .experts import ExpertsForm, expert_keys
 from .forms import Form, find_form
 from .presence import RESIDENT, Weights
 
+WEIGHT = "weight"  # what a module with one matrix calls it
 ROUTER = "it sends tokens to experts: it stays dense unless targets names it"
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -32,11 +34,21 @@ class PrunableLayer:
     name: str
     modules: tuple[nn.Module, ...]
     attention: bool
+    key: str = WEIGHT  # what the modules call the parameter
 
     @cached_property
     def form(self) -> Form:
         """How the parameter, the inputs and the output gradients become matrices."""
-        return find_form(self.modules[0])
+        return self.form_of(self.modules[0])
+
+    def form_of(self, module: nn.Module) -> Form:
+        """That of one of its modules."""
+        return find_form(module) if self.key == WEIGHT else ExpertsForm(module, self.key)
+
+    @property
+    def weight_name(self) -> str:
+        """The name of the parameter in the model."""
+        return f"{self.name}.{WEIGHT}" if self.key == WEIGHT else self.name
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -66,7 +78,7 @@ class PrunableLayer:
 
     @property
     def groups(self) -> int:
-        """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions."""
+        """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions and experts."""
         return self.form.groups
 
 
@@ -151,7 +163,7 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
         not adapted_layers(model),
         "model: it has PEFT adapters; prune it before they are added, or merge them first (merge_and_unload)",
     )
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _, _ in holders(model) if name] + [name for name, _ in model.named_modules() if name]
     for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
         for expression in expressions:
             require(
@@ -184,10 +196,10 @@ def _candidates(
 ) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
     """Each chosen layer with the name of its block, and the modules that were chosen but cannot be pruned."""
     modules: dict[int, list[nn.Module]] = {}
-    places: dict[int, tuple[str, str | None]] = {}
+    places: dict[int, tuple[str, str, str | None]] = {}
     skipped = {} if blocks or targets is not None else _ends(model)
     routers = _routers(model) if targets is None else set()
-    for name, module in model.named_modules():
+    for name, module, key in holders(model):
         block = next((block for block, _ in blocks if name == block or name.startswith(block + ".")), None)
         if targets is None:
             chosen = name not in skipped and (block is not None or not blocks)
@@ -195,20 +207,35 @@ def _candidates(
             chosen = any(re.search(target, name) for target in targets)
         if not chosen or any(re.search(expression, name) for expression in ignore):
             continue
-        parent = model.get_submodule(name.rpartition(".")[0])
-        reason = _unprunable(module, parent, asked=targets is not None)
-        if reason is None and module in routers:
-            reason = ROUTER
+        form = find_form(module) if key == WEIGHT else ExpertsForm(module, key)
+        if key == WEIGHT:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            reason = ROUTER if module in routers else None
+            reason = _unprunable(module, parent, asked=targets is not None) or reason
+        else:
+            reason = form.unprunable()
         if reason:
             skipped[name] = reason
-        elif (form := find_form(module)) is not None:
+        elif form is not None:
             modules.setdefault(id(form.parameter), []).append(module)
-            places.setdefault(id(form.parameter), (name, block))
+            places.setdefault(id(form.parameter), (name, key, block))
     wanted = []
-    for key, (name, block) in places.items():
+    for parameter, (name, key, block) in places.items():
         attention = bool(_ATTENTION.search(name[len(block) :] if block else ""))
-        wanted.append((PrunableLayer(name, tuple(modules[key]), attention), block))
+        wanted.append((PrunableLayer(name, tuple(modules[parameter]), attention, key), block))
     return wanted, skipped
+
+
+def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every place where a layer could be: its name, the module, and what that calls the parameter.
+
+    A layer has the name of its module or, of fused experts, that of the parameter.
+    """
+    for name, module in model.named_modules():
+        keys = expert_keys(module)
+        yield from ((f"{name}.{key}", module, key) for key in keys)
+        if not keys:
+            yield name, module, WEIGHT
 
 
 def _ends(model: nn.Module) -> dict[str, str]:

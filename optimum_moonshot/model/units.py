@@ -23,7 +23,7 @@ from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
 from .facts import max_positions, vocabulary_size
-from .forms import find_form
+from .forms import Form
 from .layers import Block, PrunableLayer, Structure, find_structure
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
@@ -166,7 +166,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, form: Form, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
@@ -176,7 +176,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         for block in blocks:
             for layer in block.layers:
                 for module in layer.modules:
-                    hooks.callback(find_form(module).watch(partial(replace, layer)).remove)
+                    hooks.callback(layer.form_of(module).watch(partial(replace, layer)).remove)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:

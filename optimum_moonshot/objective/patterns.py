@@ -43,7 +43,7 @@ class Unstructured:
         """
         count = round(self.sparsity * scores.numel())
         if self.exact:
-            count = self._up_to(before + scores.numel()) - self._up_to(before)
+            count = self.up_to(before + scores.numel()) - self.up_to(before)
         return ~smallest(scores.flatten()[None], count).view_as(scores)
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Unstructured:
         """
         if not self.exact:
             return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
-        count, extra = divmod(self._up_to(scores.numel()), len(scores))
+        count, extra = divmod(self.up_to(scores.numel()), len(scores))
         gone = smallest(scores, count)
         if extra:
             following = smallest(scores, count + 1) & ~gone
@@ -61,7 +61,7 @@ class Unstructured:
             gone |= following & rows[:, None]
         return ~gone
 
-    def _up_to(self, total: int) -> int:
+    def up_to(self, total: int) -> int:
         """How many of a layer's first `total` weights go."""
         return math.floor(self.sparsity * total + 0.5)
 

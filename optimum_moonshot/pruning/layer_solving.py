@@ -1,5 +1,6 @@
 """One layer, its statistics and its patterns in; pruned weights and their losses out."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ class Solved(NamedTuple):
     masked: RelativeLoss
     pruned: RelativeLoss
     lam: float
+    at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
 
 
 class ChunkedStatistics(Protocol):
@@ -67,49 +69,126 @@ def solve_layer(
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
+    if layer.form.separate:
+        assert isinstance(statistics, LayerStatistics)  # the schedule takes as many experts at a time as there is room
+        return _solve_groups(solver, layer, patterns, statistics, lam)
+    return _solve_matrix(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
+
+
+def _solve_groups(
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: LayerStatistics, lam: float
+) -> list[Solved]:
+    """As `solve_layer`, where every group of rows is a matrix of its own: an expert."""
+    matrices, dtype = layer.matrix.unflatten(0, (layer.groups, -1)), layer.parameter.dtype
+    found: list[list[Solved]] = [[] for _ in patterns]
+    for index, own in enumerate(statistics.groups(layer.groups)):
+        some = [_share(pattern, index, matrices[index].numel()) for pattern in patterns]
+        for each, solved in zip(found, _solve_matrix(solver, matrices[index], dtype, some, own, lam), strict=True):
+            each.append(solved)
+    return list(map(joined, found))
+
+
+def _share(pattern: Pattern, index: int, size: int) -> Pattern:
+    """What one of a layer's equal matrices gets of an exact share."""
+    if not isinstance(pattern, Unstructured) or not pattern.exact:
+        return pattern
+    return Unstructured((pattern.up_to((index + 1) * size) - pattern.up_to(index * size)) / size, exact=True)
+
+
+def joined(parts: Sequence[Solved]) -> Solved:
+    """The result of a layer from those of its experts: their losses add up."""
+    lam = Counter(part.lam for part in parts).most_common(1)[0][0]
+    notes: dict[str, list[int]] = {}
+    for index, part in enumerate(parts):
+        for note in part.result.notes:
+            notes.setdefault(note, []).append(index)
+    result = PrunedWeight(
+        torch.cat([part.result.weight for part in parts]),
+        torch.cat([part.result.keep for part in parts]),
+        max(part.result.damping for part in parts),
+        tuple(f"{note} ({_named(experts)})" for note, experts in notes.items()),
+    )
+    zeros = [part.at_zero for part in parts]
+    masked, pruned = (_sum([getattr(part, name) for part in parts], zeros, lam) for name in ("masked", "pruned"))
+    total = sum(zero[0] for zero in zeros), _total([zero[1] for zero in zeros])
+    return Solved(result, masked, pruned, lam, total)
+
+
+def _named(experts: list[int]) -> str:
+    """Such as "experts 3, 17"."""
+    shown = ", ".join(map(str, experts[:8])) + (f" and {len(experts) - 8} more" if len(experts) > 8 else "")
+    return f"expert{'s' if len(experts) > 1 else ''} {shown}"
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | None]], lam: float) -> RelativeLoss:
+    """Of all matrices together, relative to what all lose at W = 0."""
+
+    def relative(values: Sequence[float | None], at_zero: Sequence[float | None]) -> float | None:
+        # Where nothing is lost at W = 0, the value is none of a share.
+        lost = _total([None if v is None else v * (z or 1.0) for v, z in zip(values, at_zero, strict=True)])
+        return None if lost is None else lost / (_total(at_zero) or 1.0)
+
+    reconstruction = relative([loss.reconstruction for loss in losses], [zero[0] for zero in zeros])
+    fisher = relative([loss.fisher for loss in losses], [zero[1] for zero in zeros])
+    assert reconstruction is not None
+    if fisher is None:
+        return RelativeLoss(reconstruction, None, reconstruction)
+    return RelativeLoss(reconstruction, fisher, lam * reconstruction + (1 - lam) * fisher)
+
+
+def _solve_matrix(
+    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: Sequence[Pattern], statistics: Statistics, lam: float
+) -> list[Solved]:
+    """One matrix [d_out, d_in], which will be of `dtype`."""
     together = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
     families = [together] if together and solver.ranks else [[index] for index in together]
     families += [[index] for index in range(len(patterns)) if index not in together]
     found: dict[int, Solved] = {}
     for family in families:
         some = [patterns[index] for index in family]
-        found |= zip(family, _solve_family(solver, layer, some, statistics, lam), strict=True)
+        found |= zip(family, _solve_family(solver, weight, dtype, some, statistics, lam), strict=True)
     return [found[index] for index in range(len(patterns))]
 
 
 def _solve_family(
-    solver: Solver,
-    layer: PrunableLayer,
-    patterns: list[Pattern],
-    statistics: Statistics,
-    lam: float,
+    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: Statistics, lam: float
 ) -> list[Solved]:
-    column_block = solver.column_block(layer.shape[1], patterns[0])
+    column_block = solver.column_block(weight.shape[1], patterns[0])
     if not isinstance(statistics, LayerStatistics):
         if lam < 1:
             return statistics.solve(solver, patterns, lam, column_block)
         statistics = statistics.statistics(column_block)
-    objective = statistics.objective(layer.matrix, lam, column_block)
+    objective = statistics.objective(weight, lam, column_block)
     if solver.ranks:
         results = solver.solve_path(objective, patterns)
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     return [
-        Solved(result, *weight_losses(objective, result.weight, result.keep, layer), objective.scales.lam)
+        Solved(
+            result,
+            *weight_losses(objective, result.weight, result.keep, dtype),
+            objective.scales.lam,
+            objective.losses_at_zero,
+        )
         for result in results
     ]
 
 
-def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, layer: PrunableLayer) -> list[RelativeLoss]:
+def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, dtype: torch.dtype) -> list[RelativeLoss]:
     """Relative losses of the mask alone, and of the weight as the layer will hold it.
 
     Args:
         objective: of the layer, or of some of its rows.
         weight: [rows, d_in], as the solver gives it.
         keep: bool [rows, d_in], True where a weight survives.
-        layer: whose dtype the weight will have.
+        dtype: that the weight will have.
     """
-    return objective.losses(torch.where(keep, objective.weight, 0), weight.to(layer.parameter.dtype))
+    return objective.losses(torch.where(keep, objective.weight, 0), weight.to(dtype))
 
 
 def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:

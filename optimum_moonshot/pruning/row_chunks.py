@@ -89,12 +89,13 @@ class RowChunks:
             found = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
             for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
                 weight[rows] = values.masked_fill_(~keep[rows], 0)
-                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer))
+                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
         return [
             Solved(
                 finish(whole, weight, keep, damping, solver.damping),
                 *map(total_losses, zip(*losses, strict=True)),
                 whole.scales.lam,
+                whole.losses_at_zero,
             )
             for weight, keep, losses in zip(weights, keeps, lost, strict=True)
         ]

@@ -134,7 +134,7 @@ def solve(
         raise FactorizationError(f"{layer.name}: {error}") from None
     seconds = (time.perf_counter() - started) / len(patterns)
     found = []
-    for pattern, (result, masked, pruned, used) in zip(patterns, solved, strict=True):
+    for pattern, (result, masked, pruned, used, _) in zip(patterns, solved, strict=True):
         weight = result.weight.to(layer.parameter.dtype)
         report = LayerReport(
             name=layer.name,

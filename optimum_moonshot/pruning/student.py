@@ -4,7 +4,7 @@ The user's model only lends its code: a block runs with copies of its weights pu
 (`torch.func.functional_call`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 class TunedLayer(PrunableLayer):
     """A layer at a student's weight, float32, in place of the model's."""
 
-    own: nn.Parameter
+    own: nn.Parameter = field(kw_only=True)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -53,7 +53,7 @@ class Student:
             trains = layer.name in tuned and bool(pruned.any())
             self.tensors[name] = parameter = nn.Parameter(pruned, requires_grad=trains)
             if trains:
-                self.trained[name] = TunedLayer(layer.name, layer.modules, layer.attention, parameter)
+                self.trained[name] = TunedLayer(layer.name, layer.modules, layer.attention, layer.key, own=parameter)
                 self.keep[name] = pruned != 0
 
     @property

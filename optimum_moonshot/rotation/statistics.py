@@ -30,10 +30,12 @@ class FisherAtZero(GradientStatistic):
         self.total = 0.0
         self.products: Tensor | None = None
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         weight = self.layer.matrix.float().view(self.layer.groups, -1, self.layer.shape[1])
-        products = (delta * (inputs @ weight.mT)).sum(2)
-        self.products = products if self.products is None else self.products + products
+        products = (delta * (inputs @ weight[groups].mT)).sum(2)  # [samples, groups, out]
+        if self.products is None:
+            self.products = products.new_zeros(len(products), self.layer.groups, products.shape[2])
+        self.products[:, groups] += products
         if done:
             self.total += float(self.products.double().square().sum()) / self.samples
             self.products = None
