@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, check_expressions, require
-from .model.forms import find_form
-from .model.layers import WEIGHT, PrunableLayer, adapted_layers, holders
+from .model.layers import PrunableLayer, adapted_layers, form_at, holders
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -113,8 +112,8 @@ def _chosen_layers(
     for name, module, key in holders(model):
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
-        form = find_form(module) if key == WEIGHT else None
-        weight = module._parameters[key] if key != WEIGHT else None if form is None else form.parameter
+        form = form_at(module, key)
+        weight = None if form is None else form.parameter
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):

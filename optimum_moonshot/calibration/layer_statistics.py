@@ -40,7 +40,8 @@ class LayerStatistics:
             rows, gradients = slice(index * size, (index + 1) * size), self.gradients
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
-            yield LayerStatistics(self.inputs[index], gradients, self.samples, self.diagonal)
+            inputs = self.inputs[index] if count > 1 else self.inputs
+            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
         """The layer's quadratic at its dense weight.

@@ -100,6 +100,19 @@ class InputSquares(InputStatistic):
         return self.value
 
 
+class TokenCounts(InputStatistic):
+    """How many tokens each group reads, int64 [groups]."""
+
+    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
+        self.value = torch.zeros(layer.groups, dtype=torch.int64)
+
+    def add(self, inputs: Tensor, groups: slice) -> None:
+        self.value[groups] += inputs.shape[1]
+
+    def result(self) -> Tensor:
+        return self.value
+
+
 @dataclass
 class _Shared:
     """The statistics of what some layers read, and which tensors each of them read in this batch."""

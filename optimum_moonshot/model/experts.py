@@ -11,7 +11,7 @@ Every expert is a group of the layer's rows, with a Gram matrix of its own, prun
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,7 @@ def expert_keys(module: nn.Module) -> list[str]:
         return []
     fused = {key: len(parameter) for key, parameter in module._parameters.items() if _is_fused(parameter)}
     counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
-    return [key for key, count in fused.items() if count > 1 and count in counts]
+    return [key for key, count in fused.items() if count in counts]
 
 
 def _is_fused(parameter: nn.Parameter | None) -> bool:
@@ -43,9 +43,14 @@ def _is_fused(parameter: nn.Parameter | None) -> bool:
 
 @dataclass(frozen=True)
 class ExpertsForm(Form):
-    """One fused parameter of a module of experts; `expert` says whose calls it is the form of, where it is one's."""
+    """One fused parameter of a module of experts, or some of its experts.
+
+    `span` is the first of them and the one behind the last; None is all. `expert` says whose calls it is the form of,
+    where it is one's.
+    """
 
     key: str = ""
+    span: tuple[int, int] | None = None
     expert: int | None = None
 
     kind = nn.Module
@@ -73,24 +78,32 @@ class ExpertsForm(Form):
         return reads != gives and shapes[0][0] == hidden
 
     @property
+    def experts(self) -> range:
+        """The numbers of the experts that it is of."""
+        return range(len(self.parameter)) if self.span is None else range(*self.span)
+
+    @property
     def groups(self) -> int:
-        return len(self.parameter)
+        return len(self.experts)
 
     @property
     def shape(self) -> tuple[int, int]:
-        shape = self.parameter.shape
-        out, size = (shape[axis] for axis in self.axes)
-        return shape[0] * out, size
+        out, size = (self.parameter.shape[axis] for axis in self.axes)
+        return self.groups * out, size
 
     @property
     def part(self) -> slice:
-        return slice(None) if self.expert is None else slice(self.expert, self.expert + 1)
+        if self.expert is None:
+            return slice(None)
+        index = self.expert - self.experts.start
+        return slice(index, index + 1)
 
     @property
     def reads(self) -> Hashable:
         return id(self.module), self.key, self.expert
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
+        tensor = self._mine(tensor)
         return (tensor.transpose(1, 2) if self.transposed else tensor).flatten(0, 1)
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
@@ -124,7 +137,11 @@ class ExpertsForm(Form):
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[groups, tokens, features] in float32."""
-        return tensor.float() if self.expert is None else tensor.reshape(1, -1, tensor.shape[-1]).float()
+        return (self._mine(tensor) if self.expert is None else tensor.reshape(1, -1, tensor.shape[-1])).float()
+
+    def _mine(self, tensor: Tensor) -> Tensor:
+        """The part of what has all experts on its first axis."""
+        return tensor if self.span is None else tensor[slice(*self.span)]
 
 
 class _Watch:
@@ -154,7 +171,9 @@ class _Watch:
         out = form.shape[0] // form.groups
         fits = turned == form.transposed and (inputs.shape[-1], output.shape[-1]) == (form.shape[1], out)
         require(fits, f"{type(form.module).__name__}.{form.key} is used in another layout than that it seems to have")
-        found = self.see(ExpertsForm(form.module, form.key, expert), inputs, output)
+        if expert is not None and expert not in form.experts:
+            return output
+        found = self.see(replace(form, expert=expert), inputs, output)
         return output if found is None else found
 
 

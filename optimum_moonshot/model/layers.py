@@ -9,7 +9,7 @@ kind of layer multiplies and how its weight becomes a matrix is in forms.py.
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class PrunableLayer:
     modules: tuple[nn.Module, ...]
     attention: bool
     key: str = WEIGHT  # what the modules call the parameter
+    span: tuple[int, int] | None = None  # of fused experts, some alone: the first, and the one behind the last
 
     @cached_property
     def form(self) -> Form:
@@ -43,12 +44,13 @@ class PrunableLayer:
 
     def form_of(self, module: nn.Module) -> Form:
         """That of one of its modules."""
-        return find_form(module) if self.key == WEIGHT else ExpertsForm(module, self.key)
+        form = form_at(module, self.key)
+        return replace(form, span=self.span) if isinstance(form, ExpertsForm) else form
 
     @property
     def weight_name(self) -> str:
         """The name of the parameter in the model."""
-        return f"{self.name}.{WEIGHT}" if self.key == WEIGHT else self.name
+        return self.name if self.name.endswith(f".{self.key}") and self.key != WEIGHT else f"{self.name}.{WEIGHT}"
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -207,8 +209,8 @@ def _candidates(
             chosen = any(re.search(target, name) for target in targets)
         if not chosen or any(re.search(expression, name) for expression in ignore):
             continue
-        form = find_form(module) if key == WEIGHT else ExpertsForm(module, key)
-        if key == WEIGHT:
+        form = form_at(module, key)
+        if not isinstance(form, ExpertsForm):
             parent = model.get_submodule(name.rpartition(".")[0])
             reason = ROUTER if module in routers else None
             reason = _unprunable(module, parent, asked=targets is not None) or reason
@@ -229,13 +231,18 @@ def _candidates(
 def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Every place where a layer could be: its name, the module, and what that calls the parameter.
 
-    A layer has the name of its module or, of fused experts, that of the parameter.
+    A layer has the name of its module or, of fused experts, that of the parameter, but for the word "weight".
     """
     for name, module in model.named_modules():
         keys = expert_keys(module)
-        yield from ((f"{name}.{key}", module, key) for key in keys)
+        yield from ((name if key == WEIGHT else f"{name}.{key}", module, key) for key in keys)
         if not keys:
             yield name, module, WEIGHT
+
+
+def form_at(module: nn.Module, key: str) -> Form | None:
+    """The form of a module's parameter of this name; None where it is no layer's."""
+    return ExpertsForm(module, key) if key in expert_keys(module) else find_form(module)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:

@@ -12,6 +12,7 @@ from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import PrunedWeight, Solver
+from .expert_chunks import ExpertChunks
 
 
 class Solved(NamedTuple):
@@ -44,7 +45,7 @@ class ChunkedStatistics(Protocol):
         """
 
 
-Statistics = LayerStatistics | ChunkedStatistics
+Statistics = LayerStatistics | ChunkedStatistics | ExpertChunks
 
 
 def solve_layer(
@@ -70,13 +71,17 @@ def solve_layer(
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
     if layer.form.separate:
-        assert isinstance(statistics, LayerStatistics)  # the schedule takes as many experts at a time as there is room
+        assert isinstance(statistics, LayerStatistics | ExpertChunks)
         return _solve_groups(solver, layer, patterns, statistics, lam)
     return _solve_matrix(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 
 
 def _solve_groups(
-    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: LayerStatistics, lam: float
+    solver: Solver,
+    layer: PrunableLayer,
+    patterns: Sequence[Pattern],
+    statistics: "LayerStatistics | ExpertChunks",
+    lam: float,
 ) -> list[Solved]:
     """As `solve_layer`, where every group of rows is a matrix of its own: an expert."""
     matrices, dtype = layer.matrix.unflatten(0, (layer.groups, -1)), layer.parameter.dtype
@@ -159,6 +164,7 @@ def _solve_family(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: Statistics, lam: float
 ) -> list[Solved]:
     column_block = solver.column_block(weight.shape[1], patterns[0])
+    assert not isinstance(statistics, ExpertChunks)
     if not isinstance(statistics, LayerStatistics):
         if lam < 1:
             return statistics.solve(solver, patterns, lam, column_block)

@@ -16,6 +16,7 @@ from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..solvers import Solver
+from .expert_chunks import ExpertChunks
 from .row_chunks import RowChunks, chunk_rows
 
 
@@ -40,7 +41,7 @@ class StatisticsSchedule:
 
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
-    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | None"]]:
+    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | None"]]:
         """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
 
         Args:
@@ -103,11 +104,15 @@ class StatisticsSchedule:
             total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
         return total
 
-    def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | None":
+    def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | ExpertChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
         layer, room = together[0], self.storage.available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(together) > 1 or lam == 1 or not self.solver.ranks or self._bytes(layer) <= room:
+        if len(together) > 1 or self._bytes(layer) <= room:
+            return None
+        if layer.form.separate:
+            return self._some_experts(layer, step, room)
+        if lam == 1 or not self.solver.ranks:
             return None
         rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
         if len(rows) == 1:
@@ -120,3 +125,17 @@ class StatisticsSchedule:
             return statistics
 
         return RowChunks(layer, rows, collect, plan)
+
+    def _some_experts(self, layer: PrunableLayer, step: Step, room: int) -> ExpertChunks | None:
+        """Experts that are too many for the memory, as many at a time as there is room for."""
+        count = max(1, room * layer.groups // self._bytes(layer))
+        if layer.groups == 1:
+            return None
+        spans = [(first, min(first + count, layer.groups)) for first in range(0, layer.groups, count)]
+        self.notes.append(f"{layer.name}: its experts solved in {len(spans)} parts, for the sake of memory")
+
+        def collect(part: PrunableLayer) -> LayerStatistics | None:
+            ((_, statistics),) = self._collected([part], step, {part.name: self._plan(part)}, False)
+            return statistics
+
+        return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)
