@@ -20,6 +20,7 @@ DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
 SHARED_OPTIONS = ("damping", "block_size")
 RECOVERIES = ("blockwise", "gradual")
+EXPERT_TOKENS, STARVED_EXPERTS = ("routed", "all"), ("all", "magnitude", "routed")
 # In a dictionary of version 1, of every solver, also of one that has no damping.
 _DAMPING_OF_VERSION_1 = 0.01
 
@@ -57,6 +58,10 @@ class MoonshotConfig:
             Llama-3.2-3B (0.05 for the 1B).
         recompute: the paper's "++": block by block, statistics on the already pruned blocks before it. At λ = 1 every
             block runs once more; at λ < 1 the passes grow with the square of the number of blocks.
+        expert_tokens: whose inputs the Gram matrix of an expert is of: "routed", of the tokens that the model sends it,
+            or "all", of all tokens. Gradients are those of the model's own routing.
+        starved_experts: what an expert goes by that reads fewer tokens than one for four inputs: "all" tokens,
+            "magnitude", or "routed", the few that it has. The report names them.
         lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
         fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
@@ -121,6 +126,8 @@ class MoonshotConfig:
     recompute: bool = False
     lam: float | None = None
     fisher: str = "all"
+    expert_tokens: str = "routed"
+    starved_experts: str = "all"
     damping: float | None = None
     block_size: int | None = None
     solver_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -152,6 +159,10 @@ class MoonshotConfig:
         check_number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
+        for field, values in (("expert_tokens", EXPERT_TOKENS), ("starved_experts", STARVED_EXPERTS)):
+            value = getattr(self, field)
+            names = " or ".join(f'"{name}"' for name in values)
+            require(value in values, f"{field}={value!r}: use {names}")
         self._settle_options(solver)
         known = " or ".join(f'"{name}"' for name in RECOVERIES)
         require(self.recover in (None, *RECOVERIES), f"recover={self.recover!r}: use {known}, or None for none")

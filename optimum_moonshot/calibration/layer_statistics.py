@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..objective.fisher import Fisher
@@ -26,6 +27,8 @@ class LayerStatistics:
     diagonal: bool = False
     totals: LayerTotals | None = None
     extra: Mapping[type, Any] = field(default_factory=dict)  # of the statistics asked for beyond these, by their class
+    unknown: frozenset[int] = frozenset()  # groups that go by magnitude, whatever was gathered
+    tokens: Tensor | None = None  # int64 [groups]: how many each group has read, where groups are experts
 
     def groups(self, count: int) -> Iterator["LayerStatistics"]:
         """Those of each group of rows alone, where every group is a matrix of its own.
@@ -38,6 +41,9 @@ class LayerStatistics:
             size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
         for index in range(count):
             rows, gradients = slice(index * size, (index + 1) * size), self.gradients
+            if index in self.unknown:
+                yield LayerStatistics(torch.zeros_like(self.inputs[index]), None, self.samples, self.diagonal)
+                continue
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
             inputs = self.inputs[index] if count > 1 else self.inputs

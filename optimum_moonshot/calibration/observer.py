@@ -20,7 +20,7 @@ from .accumulators import Plan
 from .layer_statistics import LayerStatistics
 from .memory import Storage
 from .statistic import GradientStatistic, InputStatistic
-from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall
+from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall, TokenCounts
 
 
 class Observer(AbstractContextManager["Observer"]):
@@ -54,7 +54,9 @@ class Observer(AbstractContextManager["Observer"]):
         self.layers, self.diagonal, self.samples = layers, diagonal, samples
         of_inputs = [kind for kind in extra if issubclass(kind, InputStatistic)]
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
-        self.inputs = InputSums([InputSquares if diagonal else Gram, *of_inputs], storage, share)
+        kinds = [InputSquares if diagonal else Gram, *of_inputs]
+        kinds += [TokenCounts] if any(layer.form.separate for layer in layers) else []
+        self.inputs = InputSums(kinds, storage, share)
         self.gradients = {
             layer.name: GradientSums(
                 layer, diagonal, samples, storage, (plans or {}).get(layer.name, Plan()), of_gradients
@@ -123,6 +125,10 @@ class Observer(AbstractContextManager["Observer"]):
         """Whether a call of the layer was seen."""
         return layer.name in self.inputs.of_layer
 
+    def tokens(self, layer: PrunableLayer) -> Tensor:
+        """How many tokens each expert of a layer has read, int64 [groups]."""
+        return self.inputs.of_layer[layer.name].statistics[TokenCounts].result()
+
     def take(self, layer: PrunableLayer) -> LayerStatistics:
         """What was gathered for a layer, checked, and forgotten here, so that its memory ends with the caller's use.
 
@@ -132,16 +138,17 @@ class Observer(AbstractContextManager["Observer"]):
         name, kind = layer.name, InputSquares if self.diagonal else Gram
         found, sums = self.inputs.take(name), self.gradients.pop(name, None)
         _check_finite(all_finite(found[kind].squares()), f"{name}: its inputs (activations)")
+        tokens = found.pop(TokenCounts).result() if TokenCounts in found else None
         extra = {other: statistic.result() for other, statistic in found.items() if other is not kind}
         inputs = found[kind].result()
         if sums is None:
-            return LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra)
+            return LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra, tokens=tokens)
         gradients = None if sums.gradients is None else sums.gradients.result()
         if gradients is not None:
             finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
             _check_finite(finite, f"{name}: its gradients")
         extra |= {other: statistic.result() for other, statistic in sums.extra.items()}
-        return LayerStatistics(inputs, gradients, self.samples, self.diagonal, sums.totals, extra)
+        return LayerStatistics(inputs, gradients, self.samples, self.diagonal, sums.totals, extra, tokens)
 
 
 def _check_finite(finite: bool, what: str) -> None:

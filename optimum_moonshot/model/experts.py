@@ -52,6 +52,7 @@ class ExpertsForm(Form):
     key: str = ""
     span: tuple[int, int] | None = None
     expert: int | None = None
+    everywhere: bool = False  # the calls are those of all tokens, not of those that are sent to an expert
 
     kind = nn.Module
     dimensions = 3
@@ -145,49 +146,130 @@ class ExpertsForm(Form):
 
 
 class _Watch:
-    """Tells `see` of every product with an expert's matrix, until it is removed."""
+    """One who is told of the products of some experts, until it is removed."""
 
     def __init__(self, form: ExpertsForm, see: See):
         self.form, self.see = form, see
-        key, module = form.key, form.module
-        require(key not in vars(module), f"{type(module).__name__}.{key} is watched already")
-        vars(module)[key] = _StandIn.of(form.parameter, self)
-        _use_plain(module)
+        self.watched = _watched(form.module)
+        self.watched.add(self)
 
     def remove(self) -> None:
-        vars(self.form.module).pop(self.form.key, None)
-        _use_own(self.form.module)
+        self.watched.remove(self)
 
-    def product(self, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
+
+class _Watched:
+    """A module of experts while it is watched: with stand-ins for its parameters, and its plain implementation."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.watches: list[_Watch] = []
+        self.showing: int | None = None  # the expert that all tokens are being shown to
+        self.config = vars(module).get("config")
+        self.hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
+        if hasattr(self.config, _IMPLEMENTATION):
+            vars(module)["config"] = plain = copy.copy(self.config)
+            setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
+
+    def add(self, watch: _Watch) -> None:
+        self.watches.append(watch)
+
+    def remove(self, watch: _Watch) -> None:
+        self.watches.remove(watch)
+        if not any(other.form.key == watch.form.key for other in self.watches):
+            vars(self.module).pop(watch.form.key, None)
+        if self.watches:
+            return
+        self.hook.remove()
+        if "config" in vars(self.module):
+            vars(self.module)["config"] = self.config
+        _WATCHED.pop(self.module, None)
+
+    def product(self, key: str, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
         """A product of some tokens with one expert's matrix, or of each expert's tokens with its own.
 
         Args:
+            key: of the parameter.
             expert: whose; None is all of them.
             turned: whether the matrix was used as [in, out].
             inputs: [..., in].
             output: [..., out].
         """
-        form = self.form
-        out = form.shape[0] // form.groups
-        fits = turned == form.transposed and (inputs.shape[-1], output.shape[-1]) == (form.shape[1], out)
-        require(fits, f"{type(form.module).__name__}.{form.key} is used in another layout than that it seems to have")
-        if expert is not None and expert not in form.experts:
-            return output
-        found = self.see(replace(form, expert=expert), inputs, output)
-        return output if found is None else found
+        for watch in self.watches:
+            form = watch.form
+            if form.key != key or form.everywhere != (self.showing is not None):
+                continue
+            if expert is not None and (expert not in form.experts or self.showing not in (None, expert)):
+                continue
+            sizes = form.shape[1], form.shape[0] // form.groups
+            fits = turned == form.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
+            require(fits, f"{type(self.module).__name__}.{key} is used in another layout than that it seems to have")
+            found = watch.see(replace(form, expert=expert), inputs, output)
+            output = output if found is None else found
+        return output
+
+    @torch.no_grad()
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call: stand-ins for the weights as they are now; and every expert that someone watches everywhere
+        computes all tokens of the call.
+        """
+        for form in {watch.form.key: watch.form for watch in self.watches}.values():
+            vars(module)[form.key] = _StandIn.of(form.parameter, self, form.key)
+        wanted = sorted({expert for watch in self.watches if watch.form.everywhere for expert in watch.form.experts})
+        try:
+            for self.showing in wanted:
+                forged_args, forged_kwargs = _routed_to(module, self.showing, args, kwargs)
+                module.forward(*forged_args, **forged_kwargs)
+        finally:
+            self.showing = None
+
+
+_WATCHED: "WeakKeyDictionary[nn.Module, _Watched]" = WeakKeyDictionary()
+
+
+def _watched(module: nn.Module) -> _Watched:
+    if module not in _WATCHED:
+        _WATCHED[module] = _Watched(module)
+    return _WATCHED[module]
+
+
+def _routed_to(
+    module: nn.Module, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, but with one expert as the first choice of all tokens; the output means nothing.
+
+    Raises:
+        MoonshotError: the module does not take, of every token, the numbers of its experts and their weights.
+    """
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    index = [each for each in given if not each.is_floating_point() and each.ndim == 2]
+    weights = [each for each in given if index and each.is_floating_point() and each.shape == index[0].shape]
+    require(
+        len(index) == 1 and len(weights) == 1,
+        f"{type(module).__name__} does not say which token it sends to which expert: leave expert_tokens and "
+        'starved_experts at "routed"',
+    )
+
+    def forged(value: Any) -> Any:
+        if value is not index[0]:
+            return value
+        first = torch.arange(value.shape[1], device=value.device).expand_as(value) == 0
+        return torch.where(first, expert, 0 if expert else 1)
+
+    return tuple(map(forged, args)), {name: forged(value) for name, value in kwargs.items()}
 
 
 class _StandIn(Tensor):
     """A parameter of experts, or one expert's matrix, that tells of its products."""
 
-    watch: _Watch
+    watched: _Watched
+    key: str
     expert: int | None  # None is the whole parameter
     turned: bool  # whether its last two axes have changed places
 
     @staticmethod
-    def of(tensor: Tensor, watch: _Watch, expert: int | None = None, turned: bool = False) -> "_StandIn":
+    def of(tensor: Tensor, watched: _Watched, key: str, expert: int | None = None, turned: bool = False) -> "_StandIn":
         found = tensor.detach().as_subclass(_StandIn)
-        found.watch, found.expert, found.turned = watch, expert, turned
+        found.watched, found.key, found.expert, found.turned = watched, key, expert, turned
         return found
 
     @classmethod
@@ -203,22 +285,22 @@ class _StandIn(Tensor):
         product = _product(func, args, kwargs, mine)
         if product is not None:
             inputs, turned = product
-            return mine.watch.product(mine.expert, turned != mine.turned, inputs, result)
+            return mine.watched.product(mine.key, mine.expert, turned != mine.turned, inputs, result)
         return mine.followed(func, args, result)
 
     def followed(self, func: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> Tensor:
         """What an operation that is no product makes of it."""
         if result.shape == self.shape and result.is_floating_point() and func in _KEEPING:
-            return _StandIn.of(result, self.watch, self.expert, self.turned)
+            return _StandIn.of(result, self.watched, self.key, self.expert, self.turned)
         if func in _TURNING and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
-            return _StandIn.of(result, self.watch, self.expert, not self.turned)
+            return _StandIn.of(result, self.watched, self.key, self.expert, not self.turned)
         index = args[1] if func is Tensor.__getitem__ else None
         whole = self.expert is None and self.ndim == 3
         if whole and _is_number(index) and result.ndim == 2:
-            return _StandIn.of(result, self.watch, int(index), self.turned)
-        form, name = self.watch.form, getattr(func, "__name__", str(func))
+            return _StandIn.of(result, self.watched, self.key, int(index), self.turned)
+        module, name = type(self.watched.module).__name__, getattr(func, "__name__", str(func))
         raise MoonshotError(
-            f"{type(form.module).__name__}.{form.key}: its experts are computed by {name}, whose inputs cannot be told "
+            f"{module}.{self.key}: its experts are computed by {name}, whose inputs cannot be told "
             "apart by expert; name it in ignore= to leave it dense"
         )
 
@@ -250,27 +332,3 @@ def _plain(value: Any) -> Any:
 
 def _is_number(index: Any) -> bool:
     return type(index) is int or (isinstance(index, Tensor) and index.numel() == 1 and index.ndim == 0)
-
-
-# Modules of experts that are watched: by how many watches, and the configuration that they had.
-_PLAIN: "WeakKeyDictionary[nn.Module, tuple[int, Any]]" = WeakKeyDictionary()
-
-
-def _use_plain(module: nn.Module) -> None:
-    """Let a module compute its experts one after another, whatever its configuration chooses."""
-    count, config = _PLAIN.get(module, (0, vars(module).get("config")))
-    if count == 0 and hasattr(config, _IMPLEMENTATION):
-        vars(module)["config"] = plain = copy.copy(config)
-        setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
-    _PLAIN[module] = count + 1, config
-
-
-def _use_own(module: nn.Module) -> None:
-    """The inverse of `_use_plain`."""
-    count, config = _PLAIN[module]
-    if count > 1:
-        _PLAIN[module] = count - 1, config
-        return
-    del _PLAIN[module]
-    if "config" in vars(module):
-        vars(module)["config"] = config

@@ -35,7 +35,9 @@ class PrunableLayer:
     modules: tuple[nn.Module, ...]
     attention: bool
     key: str = WEIGHT  # what the modules call the parameter
-    span: tuple[int, int] | None = None  # of fused experts, some alone: the first, and the one behind the last
+    # Of fused experts: some alone, the first and the one behind the last; and whether their inputs are all tokens.
+    span: tuple[int, int] | None = None
+    everywhere: bool = False
 
     @cached_property
     def form(self) -> Form:
@@ -45,7 +47,9 @@ class PrunableLayer:
     def form_of(self, module: nn.Module) -> Form:
         """That of one of its modules."""
         form = form_at(module, self.key)
-        return replace(form, span=self.span) if isinstance(form, ExpertsForm) else form
+        if not isinstance(form, ExpertsForm):
+            return form
+        return replace(form, span=self.span, everywhere=self.everywhere)
 
     @property
     def weight_name(self) -> str:

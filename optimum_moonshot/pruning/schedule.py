@@ -18,6 +18,7 @@ from ..objective.patterns import Pattern
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
 from .row_chunks import RowChunks, chunk_rows
+from .starved_experts import StarvedExperts
 
 
 class StatisticsSchedule:
@@ -29,15 +30,24 @@ class StatisticsSchedule:
         lams: λ by layer.
         samples: N.
         storage: where statistics live, within its budget.
+        expert_tokens, starved_experts: as in `MoonshotConfig`.
     """
 
     def __init__(
-        self, solver: Solver, patterns: dict[str, list[Pattern]], lams: dict[str, float], samples: int, storage: Storage
+        self,
+        solver: Solver,
+        patterns: dict[str, list[Pattern]],
+        lams: dict[str, float],
+        samples: int,
+        storage: Storage,
+        expert_tokens: str = "routed",
+        starved_experts: str = "all",
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
         self.samples, self.storage = samples, storage
         self.diagonal = solver.objective.diagonal_only
         self.notes: list[str] = []
+        self.experts = StarvedExperts(expert_tokens, starved_experts, self.diagonal, samples, storage, self.notes)
 
     def statistics(
         self, step: Step, layers: list[PrunableLayer]
@@ -82,11 +92,19 @@ class StatisticsSchedule:
     ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
         """Pass the data once, and give each of some layers its statistics."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
+        fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
         with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
-            step.observe(observer, last)
+            step.observe(observer, last and not fused)
+        starved = {layer.name: self.experts.starved(layer, observer) for layer in fused if observer.reached(layer)}
+        known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
+        if fused and last:
+            step.skip()
         while together:
             layer = together.pop(0)
-            yield layer, observer.take(layer) if observer.reached(layer) else None
+            found = observer.take(layer) if observer.reached(layer) else None
+            if found is not None and starved.get(layer.name):
+                found = self.experts.complete(layer, found, starved[layer.name], known)
+            yield layer, found
 
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""

@@ -98,7 +98,9 @@ class StatisticsSource:
         selection = self.prepared.selection
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
-        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage)
+        config = selection.config
+        experts = config.expert_tokens, config.starved_experts
+        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage, *experts)
 
     def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""

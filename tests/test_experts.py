@@ -1,0 +1,319 @@
+"""Fused experts: seen without a change, every expert a matrix of its own, whatever the family and the memory."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from models import token_batches
+from torch import nn
+from torch.nn import functional
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
+from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.data.batches import split_batches
+from optimum_moonshot.model.calls import frozen, run_model
+from optimum_moonshot.model.experts import ExpertsForm, expert_keys
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.model.losses import loss_gradient
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from tiny_configs import tiny_config  # noqa: E402
+
+# Family, class: fused in every layout: plain, transposed, interleaved, with biases, without gates, of Switch's kind.
+FAMILIES = (
+    "afmoe aria_text deepseek_v2 deepseek_v3 deepseek_v4 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss "
+    "granitemoe granitemoehybrid hunyuan_v1_moe inkling_text jamba jetmoe lfm2_moe llama4_text longcat_flash minimax_m2 "
+    "mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
+).split()
+LARGE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
+
+
+def family(name):
+    kinds = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name not in kinds:
+        pytest.skip(f"this release of transformers has no {name}")
+    torch.manual_seed(0)
+    model = getattr(hf, kinds[name])(tiny_config(name, kinds[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.isfinite().all() or not parameter.any():  # left as memory was, or zeros
+                parameter.normal_(std=0.1)
+    return model
+
+
+def mixtral(experts=4, **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=experts)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=64)
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **heads, **changes)).eval()
+
+
+def prune(model, batches=None, **options):
+    pruner = MoonshotPruner(model, MoonshotConfig(num_samples=6, **options))
+    pruner.prune(batches or token_batches(), progress=False)
+    return pruner
+
+
+def experts(model):
+    return [layer for layer in find_structure(model).layers() if layer.form.separate]
+
+
+def same(model, other):
+    mine, others = model.state_dict(), other.state_dict()
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+class Seen(InputStatistic):
+    """Counts the tokens that it is shown, group by group."""
+
+    def __init__(self, layer, storage, device):
+        self.count = torch.zeros(layer.groups)
+
+    def add(self, inputs, groups):
+        self.count[groups] += inputs.shape[1]
+
+    def result(self):
+        return self.count
+
+
+def observe(model, layers, batches, gradients=True):
+    samples = len(batches)
+    wanted = {layer.name for layer in layers} if gradients else set()
+    storage = Storage(torch.device("cpu"))
+    with frozen(model), Observer(layers, False, wanted, samples, storage, extra=(Seen,)) as observer:
+        for index, batch in enumerate(batches):
+            observer.begin(index, 1, None)
+            output = run_model(model, batch)
+            if gradients:
+                torch.autograd.backward(*loss_gradient(model, output, batch)[:2])
+            observer.end()
+    return {layer.name: observer.take(layer) for layer in layers}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, tmp_path):
+    model = family(name)
+    fused = [module for module in model.modules() if expert_keys(module)]
+    found = experts(model)
+    assert len(found) == sum(len(expert_keys(module)) for module in fused) > 0
+    pruner = prune(model, pattern="2:4", lam=0.5)
+    reported = {layer.name for layer in pruner.report.layers}
+    for layer in experts(model):
+        assert layer.name in reported
+        assert ((layer.matrix.view(-1, 4) != 0).sum(1) == 2).all(), layer.name
+    pruner.save_pretrained(tmp_path)
+    assert same(type(model).from_pretrained(tmp_path, dtype=model.dtype), model)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_mixtures_are_pruned_almost_whole(name):
+    kind = getattr(hf, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class().get_text_config())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(layer.shape[0] * layer.shape[1] for layer in find_structure(model).layers()) >= 0.9 * total
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "jetmoe"])
+def test_a_watched_model_does_what_it_did(name):
+    model, batch = family(name), token_batches()[0]
+    if hasattr(model, "set_experts_implementation") and name != "llama4_text":
+        model.set_experts_implementation("eager")
+    before = {key: dict(vars(module)) for key, module in model.named_modules()}
+    with torch.no_grad():
+        expected = run_model(model, batch).logits
+        with Observer(experts(model), False, set(), 6, Storage(torch.device("cpu"))) as observer:
+            observer.begin(0, 2, None)
+            assert torch.equal(run_model(model, batch).logits, expected)
+    for key, module in model.named_modules():
+        assert vars(module).keys() == before[key].keys()
+        assert vars(module).get("config") is before[key].get("config")
+        assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "nemotron_h", "jetmoe"])
+def test_gradients_are_autograds(name):
+    """A_n of every expert, from the calls that are seen, against the gradient of the fused parameter."""
+    model, batches = family(name).float(), split_batches(token_batches(), 1)[:3]
+    layers = experts(model)
+    found = observe(model, layers, batches)
+    for index, batch in enumerate(batches):
+        model.zero_grad()
+        output = run_model(model, batch)
+        torch.autograd.backward(*loss_gradient(model, output, batch)[:2])
+        for layer in layers:
+            expected = layer.as_matrix(layer.parameter.grad)
+            gradient = found[layer.name].gradients.gradients[index]
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max() + 1e-9))
+
+
+def test_gram_matrices_are_those_of_the_routed_tokens():
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    module = model.model.layers[0].mlp
+    expected, tokens = torch.zeros(4, 16, 16), torch.zeros(4)
+
+    def route(_, args):
+        hidden, index, _ = args
+        for expert in range(4):
+            mine = hidden[(index == expert).any(1)]
+            expected[expert] += mine.T @ mine
+            tokens[expert] += len(mine)
+
+    handle = module.experts.register_forward_pre_hook(route)
+    layer = experts(model)[0]
+    found = observe(model, [layer], batches, gradients=False)[layer.name]
+    handle.remove()
+    torch.testing.assert_close(found.inputs, expected)
+    assert torch.equal(found.tokens.float(), tokens) and torch.equal(found.extra[Seen], tokens)
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "obc", "cap"])
+@pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
+def test_an_expert_is_a_matrix_of_its_own(solver, pattern):
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    dense, layer = copy.deepcopy(model), experts(model)[-1]  # the last of the last block, which nothing follows
+    found = observe(dense, [experts(dense)[-1]], batches)[layer.name]
+    options = dict(solver=solver, pattern=pattern, lam=0.5, starved_experts="routed")
+    options |= {} if pattern == "2:4" else {"sparsity": 0.5}
+    prune(model, batches, **options)
+    size = layer.shape[0] // 4
+    for expert in range(4):
+        rows = slice(expert * size, (expert + 1) * size)
+        weight, gradients = experts(dense)[-1].matrix[rows], found.gradients.gradients[:, rows]
+        alone = prune_weight(weight, found.inputs[expert], gradients, config=MoonshotConfig(**options))
+        torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(pattern="2:4"), dict(sparsity=0.5, solver="obc"), dict(sparsity=0.6, lam=1.0)])
+def test_the_memory_changes_nothing(options):
+    results = []
+    for memory in (None, "60KiB" if "lam" not in options else "10KiB"):
+        model = mixtral()
+        pruner = prune(model, **{"lam": 0.5, **options}, max_memory=memory)
+        results.append(model)
+        assert any("experts solved in" in note for note in pruner.report.notes) == (memory is not None)
+    assert same(*results)
+
+
+def starving(model):
+    """Without a token for expert 2 of the first block."""
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.gate.weight
+        weight[2] = -100 * weight[[0, 1, 3]].mean(0)
+        model.model.layers[0].post_attention_layernorm.weight.abs_()
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda module, args, output: never(output))
+    return model
+
+
+def never(output):
+    """The router's choice without expert 2."""
+    logits, weights, index = output
+    other = torch.where((index == 3).any(1, keepdim=True), torch.where((index == 0).any(1, keepdim=True), 1, 0), 3)
+    return logits, weights, torch.where(index == 2, other, index)
+
+
+def test_experts_without_tokens_are_named():
+    for how, told in (("all", "have the Gram matrix of all tokens"), ("magnitude", "go by magnitude")):
+        model = starving(mixtral())
+        dense = copy.deepcopy(model)
+        pruner = prune(model, sparsity=0.5, lam=0.5, starved_experts=how)
+        notes = [note for note in pruner.report.notes if told in note]
+        assert len(notes) == 2 and all("model.layers.0.mlp.experts" in note and "experts 2 " in note for note in notes)
+        layer, before = experts(model)[0], experts(dense)[0]
+        rows = slice(2 * 48, 3 * 48)
+        kept, weight = layer.matrix[rows] != 0, before.matrix[rows]
+        assert int(kept.sum()) == 48 * 16 // 2
+        largest = weight.abs() >= weight.abs().flatten().kthvalue(48 * 16 // 2 + 1).values
+        assert torch.equal(kept, largest) == (how == "magnitude")
+
+
+def test_all_tokens_reach_every_expert():
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    seen = []
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch)
+    handle.remove()
+    tokens = torch.cat(seen)
+    layers = experts(model)
+    gate_up, down = layers[2], layers[3]
+    from optimum_moonshot.pruning.starved_experts import StarvedExperts
+
+    class Step:
+        def observe(self, observer, last):
+            with torch.no_grad():
+                for index, batch in enumerate(batches):
+                    observer.begin(index, 1, None)
+                    run_model(model, batch)
+                    observer.end()
+
+    everyone = StarvedExperts("all", "all", False, len(batches), Storage(torch.device("cpu")), [])
+    found = everyone.all_tokens(Step(), [gate_up, down], {gate_up.name: [0, 1, 2, 3], down.name: [1]})
+    for expert in range(4):
+        torch.testing.assert_close(found[gate_up.name, expert], tokens.T @ tokens)
+    gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
+    inner = functional.silu(gate) * up
+    torch.testing.assert_close(found[down.name, 1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+
+
+def test_calibration_by_all_tokens_differs_and_runs_with_every_solver():
+    results = [mixtral() for _ in range(2)]
+    for model, tokens in zip(results, ("routed", "all"), strict=True):
+        prune(model, pattern="2:4", lam=0.5, expert_tokens=tokens)
+    assert not same(*results)
+    for solver in ("wanda", "obc", "cap"):
+        prune(mixtral(), sparsity=0.5, solver=solver, lam=0.5, expert_tokens="all")
+
+
+def test_experts_that_are_computed_together_are_refused():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts = 3
+            self.up_proj = nn.Parameter(torch.randn(3, 8, 8))
+
+        def forward(self, x):
+            return torch.einsum("ti,eoi->to", x, self.up_proj)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.experts = nn.Linear(8, 8), Experts()
+
+        def forward(self, x):
+            return self.experts(self.linear(x).flatten(0, -2)).view_as(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block()])
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    data = [{"x": torch.randn(1, 5, 8)} for _ in range(6)]
+    with pytest.raises(MoonshotError, match=r"Experts.up_proj: its experts are computed by einsum.*ignore="):
+        prune(Model(), data, pattern="2:4", lam=1.0)
+    model = Model()
+    prune(model, data, pattern="2:4", lam=1.0, ignore=("up_proj",))
+    assert model.layers[0].experts.up_proj.all()
+
+
+def test_bad_choices_are_refused():
+    with pytest.raises(MoonshotError, match="expert_tokens='some': use .routed. or .all."):
+        MoonshotConfig(sparsity=0.5, expert_tokens="some")
+    with pytest.raises(MoonshotError, match="starved_experts=None: use .all. or .magnitude. or .routed."):
+        MoonshotConfig(sparsity=0.5, starved_experts=None)
+
+
+def test_layouts_are_told_apart():
+    assert not ExpertsForm(family("mixtral").model.layers[0].mlp.experts, "down_proj").transposed
+    assert ExpertsForm(family("llama4_text").model.layers[0].feed_forward.experts, "down_proj").transposed
+    assert expert_keys(nn.Conv1d(4, 4, 3)) == [] == expert_keys(nn.Linear(3, 3))
