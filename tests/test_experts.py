@@ -22,14 +22,39 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from tiny_configs import tiny_config  # noqa: E402
+from tiny_configs import tiny_config
 
 # Family, class: fused in every layout: plain, transposed, interleaved, with biases, without gates, of Switch's kind.
-FAMILIES = (
-    "afmoe aria_text deepseek_v2 deepseek_v3 deepseek_v4 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss "
-    "granitemoe granitemoehybrid hunyuan_v1_moe inkling_text jamba jetmoe lfm2_moe llama4_text longcat_flash minimax_m2 "
-    "mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
-).split()
+FAMILIES = (  # fmt: skip
+    "afmoe",
+    "aria_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v4",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoehybrid",
+    "hunyuan_v1_moe",
+    "inkling_text",
+    "jamba",
+    "jetmoe",
+    "lfm2_moe",
+    "llama4_text",
+    "minimax_m2",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 LARGE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
 
 
@@ -189,7 +214,9 @@ def test_an_expert_is_a_matrix_of_its_own(solver, pattern):
         torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [dict(pattern="2:4"), dict(sparsity=0.5, solver="obc"), dict(sparsity=0.6, lam=1.0)])
+@pytest.mark.parametrize(
+    "options", [dict(pattern="2:4"), dict(sparsity=0.5, solver="obc"), dict(sparsity=0.6, lam=1.0)]
+)
 def test_the_memory_changes_nothing(options):
     results = []
     for memory in (None, "60KiB" if "lam" not in options else "10KiB"):

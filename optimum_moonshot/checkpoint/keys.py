@@ -4,6 +4,7 @@ transformers renames what it loads (ViT, vision-language models, …) and undoes
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -23,13 +24,7 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     Returns:
         The stored names that were found, each with the one in `model.state_dict()`.
     """
-    # Both are imported after transformers' quantizers, from which this package is imported.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    rename_source_key, renamings, converters = _mapping(model)
     state, ends, found = model.state_dict(), ("", *suffixes()), {}
     for name in stored:
         known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
@@ -37,3 +32,31 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
         if converter is None and known in state and renamed == [renamed[0] + end for end in ends]:
             found[name] = known
     return found
+
+
+def expert_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """The fused parameter of every stored weight of one expert, which transformers merges with those of the others.
+
+    Args:
+        model: a `PreTrainedModel`, possibly on the meta device.
+        stored: names in the files of a dense checkpoint.
+    """
+    rename_source_key, renamings, converters = _mapping(model)
+    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    found = {}
+    for name in stored:
+        known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())
+        if converter is not None and known in fused:
+            found[name] = known
+    return found
+
+
+def _mapping(model: nn.Module) -> tuple[Any, list[Any], list[Any]]:
+    """transformers' function that renames what is loaded, and what it renames and converts for a model."""
+    # Both are imported after transformers' quantizers, from which this package is imported.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    return rename_source_key, renamings, [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -8,26 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, reason
-from ..model.forms import find_form
-from ..model.layers import find_structure
+from ..model.layers import find_structure, form_at, holders
 from .claims import Claims
-from .keys import parameter_names
+from .keys import expert_names, parameter_names
 from .packed_files import model_skeleton, pruned_layers
 
 
 @dataclass(frozen=True)
 class Places:
-    """The pruned layers, in the model's order, and the weights in the files that are theirs."""
+    """The pruned layers, in the model's order, and the weights in the files that are theirs: one, or one per expert."""
 
     layers: tuple[str, ...]
     weights: Mapping[str, str]  # name in the files → layer
-    transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out]
+    transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out], or [experts, d_in, d_out]
     notes: tuple[str, ...] = field(default=())
 
     def as_matrix(self, layer: str, tensor: Tensor) -> Tensor:
         """[d_out, d_in] of a tensor that is laid out as a layer's weight."""
         if tensor.ndim < 2:
             return tensor[None]
+        if tensor.ndim == 3:
+            return (tensor.mT if layer in self.transposed else tensor).flatten(0, 1)
         return tensor.T if layer in self.transposed else tensor.flatten(1)
 
 
@@ -47,10 +48,13 @@ def find_places(folder: Path, claims: Claims, weights: Iterable[str], **options:
         return _by_name(claims, weights, reason(error))
     layers = _claimed(claims, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(parameters[f"{name}.weight"]): name for name in layers if f"{name}.weight" in parameters}
-    stored = parameter_names(model, weights)
+    places = {name: (module, key) for name, module, key in holders(model) if name in set(layers)}
+    forms = {name: form_at(*place) for name, place in places.items()}
+    known = {id(form.parameter): name for name, form in forms.items() if form is not None}
+    stored = {**expert_names(model, weights), **parameter_names(model, weights)}
     owners = {weight: known.get(id(parameters.get(stored.get(weight)))) for weight in weights}
-    turned = {name for name in layers if f"{name}.weight" in parameters and _is_transposed(model, name)}
+    # What is stored expert by expert is [d_out, d_in]: transformers turns it, if it must, when it merges them.
+    turned = {name for name, form in forms.items() if form is not None and form.axes in ((1, 0), (2, 1))}
     return Places(tuple(layers), {weight: name for weight, name in owners.items() if name}, frozenset(turned))
 
 
@@ -72,11 +76,6 @@ def _claimed(claims: Claims, model: nn.Module) -> list[str]:
             return [layer.name for layer in find_structure(model).layers()]
         pruned = pruned_layers(model)  # tied ones under every name
         chosen = find_structure(model, claims.record.targets, claims.record.ignore).layers()
-        return [layer.name for layer in chosen if f"{layer.name}.weight" in pruned]
+        return [layer.name for layer in chosen if layer.weight_name in pruned]
     except MoonshotError:  # nothing in the model can be pruned, or is what the record names
         return []
-
-
-def _is_transposed(model: nn.Module, layer: str) -> bool:
-    form = find_form(model.get_submodule(layer))
-    return form is not None and form.axes == (1, 0)

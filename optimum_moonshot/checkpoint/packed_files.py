@@ -5,6 +5,7 @@ A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer be
 """
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from .keys import parameter_names
+from .keys import expert_names, parameter_names
 from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
 from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
 
 FORMATS = ("dense", "packed")
+_log = logging.getLogger(__name__)
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
 # How `pack_files` and `unpack_files` change a file: its tensors and packed layers to the new ones.
 Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]
@@ -99,10 +101,12 @@ def pruned_layers(model: nn.Module) -> Layers:
     found = {}
     for layer in layers:
         pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
+        # Experts that are stored [experts, in, out] are n:m along another axis than their rows in memory.
+        stored = None if layer.form.separate and layer.form.axes == (2, 1) else pattern
         if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
             transposed = layer.form.axes == (1, 0)
-            entry = PackedLayer(shape, transposed, str(pattern or Unstructured.kind), dtype)
+            entry = PackedLayer(shape, transposed, str(stored or Unstructured.kind), dtype)
             found |= dict.fromkeys(names[id(layer.parameter)], entry)
     return found
 
@@ -119,7 +123,11 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
         MoonshotError: a layer that is not n:m, with its name, or no layer that packing makes smaller.
     """
     layers, packed = pruned_layers(model), []
-    places = parameter_names(model, _stored_names(source))
+    stored = _stored_names(source)
+    places = parameter_names(model, stored)
+    alone = [name for name in expert_names(model, stored).values() if name in layers]
+    if alone:
+        _log.warning("%d weights of single experts stay dense in the packed files", len(alone))
 
     def change(tensors: Tensors, _: Layers) -> tuple[Tensors, Layers]:
         entries = {}

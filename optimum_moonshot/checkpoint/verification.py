@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from ..errors import MoonshotError, check_path, reason, require
@@ -189,9 +190,9 @@ class _Reading:
             whole, zeros = None if whole is None else whole + mask.numel(), zeros + count
             if name is not None:
                 matrix = ~places.as_matrix(name, mask)
-                wanted = {rules[name] for rules in patterns.values() if name in rules}
-                held |= {(name, pattern): follows(matrix, pattern) for pattern in wanted}
-                found[name] = dict(shape=tuple(matrix.shape), stored=kind, zeros=count, sparsity=count / mask.numel())
+                for pattern in {rules[name] for rules in patterns.values() if name in rules}:
+                    held[name, pattern] = held.get((name, pattern), True) and follows(matrix, pattern)
+                found[name] = _with_part(found.get(name), matrix.shape, kind, count)
         lost = {"problem": "no file holds its weight"}
         layers = tuple(_finding(name, found.get(name, lost), claims, patterns, held) for name in places.layers)
         return cls(layers, whole, zeros, claims, patterns, held)
@@ -245,6 +246,17 @@ class _Reading:
         sparser = [each for each in sparser if each.sparsity > each.claimed + _SPARSER]
         line = "{0.name}: sparsity {0.sparsity:.4f}, more than the {0.claimed:.4f} that is claimed"
         return _such(sparser, line.format, "layers are sparser than is claimed")
+
+
+def _with_part(known: dict[str, Any] | None, shape: torch.Size, kind: str, zeros: int) -> dict[str, Any]:
+    """What was found of a layer, with one more of its weights: of another expert, the next rows."""
+    if known is not None and known.get("problem"):
+        return known
+    if known is not None and known["shape"][1] != shape[1]:
+        return {"problem": f"its experts have {known['shape'][1]} and {shape[1]} inputs"}
+    rows, zeros = (0, zeros) if known is None else (known["shape"][0], known["zeros"] + zeros)
+    whole = rows + shape[0], shape[1]
+    return dict(shape=whole, stored=kind, zeros=zeros, sparsity=zeros / (whole[0] * whole[1]))
 
 
 def _patterns(claim: Claim, claims: Claims, layers: tuple[str, ...]) -> dict[str, NM]:

@@ -14,16 +14,18 @@ _WEIGHT = "weight"
 
 
 class Unpack(ConversionOps):
-    """The tensors of a packed weight, of whatever format, → ``weight``.
+    """The tensors of a packed weight, of whatever format, → the weight.
 
     Args:
         layers: the packed weights by their names in the model.
         dtypes: what each shall be: most releases of transformers leave what a quantizer loads as it was saved.
+        last: the last part of their names.
     """
 
-    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype]):
+    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], last: str = _WEIGHT):
         self.layers = layers
         self.dtypes = dtypes
+        self.last = last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unpack":
         """transformers copies a converter for every tensor; this part of it never changes."""
@@ -34,8 +36,8 @@ class Unpack(ConversionOps):
     ) -> dict[str, Tensor]:
         tensors = {name: found[0] if isinstance(found, list) else found for name, found in input_dict.items()}
         with naming(full_layer_name):
-            weight = self.layers[full_layer_name].unpack(_WEIGHT, tensors)
-        return {_WEIGHT: weight.to(self.dtypes[full_layer_name])}
+            weight = self.layers[full_layer_name].unpack(self.last, tensors)
+        return {self.last: weight.to(self.dtypes[full_layer_name])}
 
 
 class Unpacking(WeightConverter):
@@ -45,10 +47,17 @@ class Unpacking(WeightConverter):
         layers: the packed weights by their names in the model.
         dtypes: of everything that is loaded, by its name in the model.
         kept: names of modules.
+        last: the last part of the weights' names: "weight", or that of a parameter of fused experts.
     """
 
-    def __init__(self, layers: Mapping[str, PackedLayer], dtypes: Mapping[str, torch.dtype], kept: Iterable[str] = ()):
-        super().__init__([_WEIGHT + suffix for suffix in suffixes()], _WEIGHT, operations=[Unpack(layers, dtypes)])
+    def __init__(
+        self,
+        layers: Mapping[str, PackedLayer],
+        dtypes: Mapping[str, torch.dtype],
+        kept: Iterable[str] = (),
+        last: str = _WEIGHT,
+    ):
+        super().__init__([last + suffix for suffix in suffixes()], last, operations=[Unpack(layers, dtypes, last)])
         self.kept = frozenset(kept)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:

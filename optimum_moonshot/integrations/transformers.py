@@ -173,7 +173,10 @@ class MoonshotQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from .conversion import Unpacking  # transformers' loader is imported after its quantizers
 
-        return [Unpacking(self.packed, self.dtypes, self.kept)] if self.pre_quantized else []
+        if not self.pre_quantized:
+            return []
+        lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
+        return [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
 
     def is_serializable(self) -> bool:
         _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
