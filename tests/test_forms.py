@@ -347,7 +347,7 @@ def test_routers_and_grouped_linears_stay_dense_and_are_listed(kind, name, reaso
     assert report.skipped[name] == reason and report.sparsity == 0.5
     assert torch.equal(model.get_parameter(f"{name}.weight"), before)
     assert sum("self_attn" in layer.name for layer in report.layers) >= 3 * 3
-    assert sum("Experts" in skipped for skipped in report.skipped.values()) == (2 if kind == "afmoe" else 3)
+    assert sum("experts." in layer.name for layer in report.layers) >= 2 * (2 if kind == "afmoe" else 3)
 
 
 def test_a_plain_router_is_pruned_where_targets_names_it():

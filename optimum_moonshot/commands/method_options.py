@@ -51,6 +51,14 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "backward pass. Default: 0.9 for language models, 0.5 for vision",
     },
     "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
+    "expert_tokens": {
+        "metavar": "HOW",
+        "help": "routed (the default): an expert's statistics are of the tokens that the model sends it; all: of all",
+    },
+    "starved_experts": {
+        "metavar": "HOW",
+        "help": "experts that few tokens reach have all tokens instead (the default), go by magnitude, or stay routed",
+    },
     "damping": {"type": float, "help": "share of the mean diagonal added to a Hessian before it is factored (0.01)"},
     "block_size": {
         "type": int,

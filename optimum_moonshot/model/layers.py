@@ -245,7 +245,12 @@ def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def form_at(module: nn.Module, key: str) -> Form | None:
-    """The form of a module's parameter of this name; None where it is no layer's."""
+    """The form of a module's parameter; None where it is no layer's.
+
+    Args:
+        module: that has it.
+        key: what the module calls it.
+    """
     return ExpertsForm(module, key) if key in expert_keys(module) else find_form(module)
 
 

@@ -30,6 +30,7 @@ PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that could leave alone, and it makes none"
 UNREACHED = "the probe for neurons and heads did not reach it"
 OUTSIDE = "it is in no repeated layer, where neurons and heads are looked for"
+EXPERTS = "fused experts, whose neurons are not removed one by one"
 CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of linear layers"
 
 
@@ -57,6 +58,11 @@ class _Trace:
     results: list[Tensor] = dataclasses.field(default_factory=list)  # what the model returned
 
 
+def _has_units(layer: PrunableLayer) -> bool:
+    """Whether its kind may have neurons or heads that can go one by one."""
+    return not layer.form.images and not layer.form.separate
+
+
 def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str, Units], dict[str, str]]:
     """The units of every layer that has some, by the layer's name.
 
@@ -72,7 +78,7 @@ def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str,
     """
     require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: leave it to find neurons")
     blocks = [
-        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if not layer.form.images))
+        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _has_units(layer)))
         for block in find_structure(model).blocks
     ]
     if not any(block.layers for block in blocks):
@@ -113,13 +119,15 @@ def structured_patterns(
     found, unused = find_units(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
-        if layer.name in found and found[layer.name].size > 1:
+        if layer.form.separate:
+            skipped[layer.name] = EXPERTS
+        elif layer.name in found and found[layer.name].size > 1:
             patterns[layer.name] = dataclasses.replace(pattern, group=found[layer.name].size)
         elif layer.name in found or chosen:
             patterns[layer.name] = pattern
         elif all(layer.name not in units.rows for units in found.values()):
             skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.form.images else OUTSIDE)
-        if chosen and layer.name not in found:
+        if chosen and layer.name not in found and layer.name in patterns:
             notes.append(f"{layer.name}: its columns are no neurons or heads; as zeros they make no model smaller")
 
     def kept(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
