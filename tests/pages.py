@@ -188,6 +188,10 @@ def lay_out(folder: Path) -> None:
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64))
     llama.save_pretrained(folder / "meta-llama" / "Llama-3.2-1B")
     hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder / "meta-llama" / "Llama-3.2-1B")
+    heads = dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+    mixture = hf.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    hf.Qwen3MoeForCausalLM(mixture).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
+    hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
     resnet = make("resnet-bottleneck")
     resnet.config.id2label = dict(enumerate(CLASSES))
     resnet.config.label2id = {name: number for number, name in enumerate(CLASSES)}
