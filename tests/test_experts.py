@@ -16,6 +16,7 @@ from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.data.batches import split_batches
+from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.experts import ExpertsForm, expert_keys
 from optimum_moonshot.model.layers import find_structure
@@ -258,6 +259,60 @@ def test_experts_without_tokens_are_named():
         assert int(kept.sum()) == 48 * 16 // 2
         largest = weight.abs() >= weight.abs().flatten().kthvalue(48 * 16 // 2 + 1).values
         assert torch.equal(kept, largest) == (how == "magnitude")
+
+
+def test_without_data_every_expert_goes_by_magnitude():
+    model, dense = mixtral(), mixtral()
+    MoonshotPruner(model, MoonshotConfig(solver="magnitude", sparsity=0.5)).prune(progress=False)
+    for layer, before in zip(experts(model), experts(dense), strict=True):
+        for pruned, weight in zip(layer.parameter, before.parameter, strict=True):
+            least = weight.abs().flatten().kthvalue(weight.numel() // 2).values
+            assert torch.equal(pruned != 0, weight.abs() > least)
+
+
+@pytest.mark.parametrize("recover", ["blockwise", "gradual"])
+def test_recovery_keeps_the_zeros_of_every_expert(recover):
+    model, plain = mixtral(), mixtral()
+    options = dict(sparsity=0.5, lam=1.0)
+    prune(plain, **options)
+    report = prune(model, **options, recover=recover, recover_steps=8).report
+    assert all(block.loss_after <= block.loss_before for block in report.recovery)
+    for layer in experts(model):
+        matrices = layer.matrix.unflatten(0, (4, -1))
+        assert all(int((matrix == 0).sum()) == matrix.numel() // 2 for matrix in matrices)
+    assert not same(model, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 0.5, "allocation": "fisher"},
+        {"sparsity": 0.5, "pattern": "n:4", "allocation": "fisher"},
+        {"sparsity": 0.5, "allocation": "owl"},
+        {"sparsity": 0.5, "recompute": True},
+        {"sparsity": 0.5, "rotation": "learned", "rotation_steps": 3},
+    ],
+    ids=str,
+)
+def test_experts_are_pruned_with_every_step(options):
+    report = prune(mixtral(), lam=0.5, **options).report
+    assert abs(report.sparsity - 0.5) < 0.01 and sum("experts" in layer.name for layer in report.layers) == 4
+
+
+def test_masks_hold_while_training():
+    model = mixtral()
+    prune(model, sparsity=0.5, lam=1.0)
+    zeros = [layer.parameter == 0 for layer in experts(model)]
+    masks = Masks(find_pruned(model))
+    before = [layer.parameter.detach().clone() for layer in experts(model)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for batch in token_batches()[:3]:
+        optimizer.zero_grad()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        masks.apply()
+    for layer, zero, old in zip(experts(model), zeros, before, strict=True):
+        assert not layer.parameter[zero].any() and not torch.equal(layer.parameter, old)
 
 
 def test_all_tokens_reach_every_expert():

@@ -36,7 +36,7 @@ class LayerStatistics:
         Args:
             count: how many groups there are.
         """
-        size = 0
+        size, shared = 0, self.inputs.ndim == (1 if self.diagonal else 2)  # one G for all, as without data
         if self.gradients is not None:
             size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
         for index in range(count):
@@ -46,7 +46,7 @@ class LayerStatistics:
                 continue
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
-            inputs = self.inputs[index] if count > 1 else self.inputs
+            inputs = self.inputs if shared else self.inputs[index]
             yield LayerStatistics(inputs, gradients, self.samples, self.diagonal)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
