@@ -27,8 +27,10 @@ from ..objective.patterns import Pattern
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..rotation.basis import Basis
+from ..rotation.exchange import competing
 from ..rotation.learning import Learned, learn, rotations
 from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
+from ..rotation.ordering import order_neurons
 from ..rotation.rotated import Rotated
 from ..rotation.search import check_same, find, outputs, verify
 from ..rotation.spaces import Space
@@ -130,7 +132,8 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
     structure = prepared.selection.structure
     batch = to_device(shorten(prepared.batches[0]), model_device(model))
     with all_present(structure.blocks):
-        spaces, refused = find(model, batch, heads_only=config.rotation == "heads")
+        ordered = [layer.name for layer in prepared.selection.layers if competing(patterns(layer))]
+        spaces, refused = find(model, batch, config.rotation == "heads", ordered)
         expected = outputs(model, batch)
     basis = Basis(model, structure.blocks, spaces)
     untied = basis.untied_bytes
@@ -152,10 +155,12 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
             raise MoonshotError(f"out of device memory: {mend} ({error})") from None
         raise
     report = RotationReport(
-        spaces={space.name: (space.count, space.width) for space in spaces} if changed else {},
+        spaces={space.name: (space.count, space.width) for space in spaces if changed and not space.permuted},
         refused=refused,
         objective_before=state.before,
         objective_after=state.after,
+        objective_learned=state.learned,
+        orders={space.name: space.width for space in spaces if changed and space.permuted},
         steps=len(state.history) - 1,
         seconds=time.perf_counter() - started,
         weighted=config.rotation_weights,
@@ -171,11 +176,11 @@ def _learned(
     """The state at the end of learning, from the store as far as it is there."""
     config, device = prepared.selection.config, model_device(prepared.model)
     state = store.rotation()
-    if state is not None and state.done:
+    if state is not None and state.done and _ordered(state, basis.spaces):
         return state
     with all_present(basis.blocks):
         verify(prepared.model, basis, batch, expected)
-    objective = gather(prepared, basis.spaces, patterns)
+    objective = gather(prepared, [space for space in basis.spaces if not space.permuted], patterns)
     steps, shown = config.rotation_steps, prepared.subject.progress
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
@@ -186,7 +191,14 @@ def _learned(
             if state.done or len(state.history) % SAVED_EVERY == 0:
                 store.put_rotation(state)
 
-        return learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
+    order_neurons(objective, basis.spaces, state, config.rotation_rows, store.put_rotation)
+    return state
+
+
+def _ordered(state: Learned, spaces: Sequence[Space]) -> bool:
+    """Whether the state has an order of all that may be permuted."""
+    return all(space.name in state.orders for space in spaces if space.permuted)
 
 
 def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) -> Objective:

@@ -113,8 +113,9 @@ class Basis:
         """Write the weights in a basis, from what they were.
 
         Args:
-            rotations: orthogonal matrices [count, width, width] of some spaces; the others keep their basis. A space
-                whose norms' gains are folded stays the function that it was at any rotation, the identity too.
+            rotations: orthogonal matrices [count, width, width] of some spaces, orders int64 [count, width] of those
+                that may only be permuted; the others keep their basis. A space whose norms' gains are folded stays the
+                function that it was at any rotation, the identity too.
         """
         done: set[int] = set()
         for change in self._present():
@@ -192,8 +193,27 @@ def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) 
         value = value * gain.to(value).view(shape)
     for space, place in change.places:
         if space in rotations:
-            value = rotated(value, place.at.axis, place.index, rotations[space].to(value))
+            value = moved(value, place.at.axis, place.index, rotations[space])
     return value
+
+
+def moved(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
+    """A weight with the coordinates of one axis in another basis, or in another order.
+
+    Args:
+        value: of any shape.
+        axis: which holds the coordinates.
+        index: where on it, int64 [count, copies, width]; None where they are the axis, in its order.
+        change: a rotation [count, width, width], or int64 [count, width]: the coordinate that each place gets.
+    """
+    if change.is_floating_point():
+        return rotated(value, axis, index, change.to(value))
+    change = change.to(value.device)
+    if index is None:
+        return value.index_select(axis, change[0])
+    index = index.to(value.device)
+    source = index.gather(-1, change[:, None].expand_as(index))
+    return value.index_copy(axis, index.flatten(), value.index_select(axis, source.flatten()))
 
 
 def rotated(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class Folding:
 class Space:
     """`count` vector spaces of `width` coordinates, and every axis that holds them.
 
-    A rotation R multiplies each axis from the right: p → p R for what reads, and for what gives (y → Rᵀ y).
+    A rotation R multiplies each axis from the right: p → p R for what reads, and for what gives (y → Rᵀ y). Where
+    coordinates may only be `permuted`, R is an order of them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Space:
     fixes_ones: bool  # R must fix the vector of ones
     places: tuple[Place, ...]
     foldings: tuple[Folding, ...] = ()
+    permuted: bool = False
 
 
 @dataclass(eq=False)
