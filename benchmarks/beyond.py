@@ -93,7 +93,10 @@ def mean_error(values: list[float]) -> str:
 
 def table(found: dict) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and seconds of one core at 0.8."""
-    lines = ["| step | λ | " + " | ".join(SETTINGS) + " | seconds, one core |", "|---|---|" + "---:|" * (len(SETTINGS) + 1)]
+    lines = [
+        "| step | λ | " + " | ".join(SETTINGS) + " | seconds, one core |",
+        "|---|---|" + "---:|" * (len(SETTINGS) + 1),
+    ]
     for step in STEPS:
         for lam in LAMBDAS:
             values = [mean_error(gather(found, setting, step, lam)) for setting in SETTINGS]

@@ -24,7 +24,9 @@ def run(model: nn.Module, solver: str, options) -> dict:
     """{λ: {sparsity or pattern: [top-1 of every seed]}}, and what it took."""
     images, labels = cifar10("train")
     test = batches(*cifar10("test"), 256)
-    config = MoonshotConfig(solver=solver, sparsity=0.5, num_samples=options.samples, batch_size=64)
+    config = MoonshotConfig(
+        solver=solver, sparsity=0.5, allocation=options.allocation, num_samples=options.samples, batch_size=64
+    )
     found: dict[str, dict[str, list[float]]] = {}
     started = time.process_time()
     for seed in range(options.seeds):
@@ -33,7 +35,7 @@ def run(model: nn.Module, solver: str, options) -> dict:
             batches(images[chosen], labels[chosen], 64),
             lambdas=options.lambdas,
             sparsities=options.sparsities,
-            patterns=("unstructured", "2:4"),
+            patterns=("unstructured",) if options.allocation == "fisher" else ("unstructured", "2:4"),
             metric=lambda pruned: accuracy(pruned, test).value,
             maximize=True,
             progress=False,
@@ -62,9 +64,12 @@ def main() -> None:
     arguments.add_argument("model", choices=("resnet20", "deit"))
     arguments.add_argument("--deit", type=Path, default=OUTPUT, help="what train_deit.py wrote")
     arguments.add_argument("--solver", help="default: obc for ResNet-20, cap for DeiT")
+    arguments.add_argument("--allocation", choices=("uniform", "fisher"), default="uniform")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=512)
-    arguments.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9], help="beside 2:4")
+    arguments.add_argument(
+        "--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9], help="beside 2:4, if uniform"
+    )
     arguments.add_argument("--name", help="of the results; default: vision_ and the model")
     arguments.add_argument("--lambdas", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25, 0.0])
     options = arguments.parse_args()

@@ -47,7 +47,8 @@ class MoonshotConfig:
         allocation: "uniform"; "fisher", which gives every weight matrix a sparsity of its own, so that the Fisher loss
             of the whole model is least; "owl" or "alpha", which give one to every decoder layer. All keep the total
             `sparsity` of an unstructured pattern. "fisher" passes some of the calibration samples once more, forwards
-            and backwards, also at λ = 1. Or a dict of layer → sparsity or "n:m". Its keys are names of
+            and backwards, also at λ = 1; with pattern="structured" it changes nothing, and the report says so: a
+            compact model has one width in all its blocks. Or a dict of layer → sparsity or "n:m". Its keys are names of
             layers, or regular expressions searched for in them: a layer's name decides, else the first expression
             found in it, else `pattern` and `sparsity`.
         owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 by OWL (arXiv 2310.05175) and the paper.
@@ -195,8 +196,9 @@ class MoonshotConfig:
         )
         mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
         mend += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if how == "fisher" else ""
+        takes = mixed or (how == "fisher" if self.pattern == "structured" else named)
         require(
-            how == "uniform" or self.pattern == "unstructured" or mixed or (named and self.pattern != "structured"),
+            how == "uniform" or self.pattern == "unstructured" or takes,
             f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
         )
         if isinstance(how, dict):

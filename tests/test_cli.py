@@ -13,7 +13,7 @@ import pytest
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.commands import common
+from optimum_moonshot.commands import messages, method_options
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.solvers import solver_class, solver_names
 
@@ -41,21 +41,21 @@ def failure(capsys, *argv):
 
 def test_every_field_has_an_option():
     fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
-    assert set(common.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
+    assert set(method_options.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
 
 
 def test_help_names_every_solver():
     ours = [name for name in solver_names() if solver_class(name).__module__.startswith("optimum_moonshot.")]
-    assert all(name in common.CONFIG_OPTIONS["solver"]["help"] for name in ours)
+    assert all(name in method_options.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 
 @pytest.mark.parametrize("name", ["group_size", "damping", "num_samples", "batch_size", "seed"])
 def test_help_states_the_default(name):
-    assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in common.CONFIG_OPTIONS[name]["help"]
+    assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in method_options.CONFIG_OPTIONS[name]["help"]
 
 
 def test_only_given_options_reach_the_config(toy):
-    assert common.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
+    assert method_options.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
     given = {
         "solver": "toy",
         "pattern": "structured",
@@ -87,31 +87,31 @@ def test_only_given_options_reach_the_config(toy):
         "rotation_lr": 0.02,
         "rotation_rows": 512,
     }
-    assert set(given) == set(common.CONFIG_OPTIONS) - {"rotation"}  # which pattern="structured" rules out
-    assert common.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
-    assert common.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
+    assert set(given) == set(method_options.CONFIG_OPTIONS) - {"rotation"}  # which pattern="structured" rules out
+    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
+    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
     argv = []
     for name, value in given.items():
         if isinstance(value, dict):
-            argv += [f"{common.flag(name)}={option}={setting}" for option, setting in value.items()]
+            argv += [f"{method_options.flag(name)}={option}={setting}" for option, setting in value.items()]
             continue
         values = value if isinstance(value, tuple) else [] if value is True else [value]
-        argv += [common.flag(name), *map(str, values)]
-    assert common.make_config(parse(*argv)) == MoonshotConfig(**given)
+        argv += [method_options.flag(name), *map(str, values)]
+    assert method_options.make_config(parse(*argv)) == MoonshotConfig(**given)
 
 
 def test_an_allocation_may_be_a_file(tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(json.dumps({"mlp": 0.7, "attn": "2:4"}))
-    assert common.make_config(parse("--allocation", str(path))) == MoonshotConfig(
+    assert method_options.make_config(parse("--allocation", str(path))) == MoonshotConfig(
         allocation={"mlp": 0.7, "attn": "2:4"}
     )
     for content, words in (("[1]", "object of layers"), ("{", "Expecting"), ('{"mlp": 2}', "allocation['mlp']=2")):
         path.write_text(content)
         with pytest.raises(cli.UsageError, match=re.escape(words)):
-            common.make_config(parse("--allocation", str(path)))
+            method_options.make_config(parse("--allocation", str(path)))
     with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha, fisher nor"):
-        common.make_config(parse("--allocation", "nowhere"))
+        method_options.make_config(parse("--allocation", "nowhere"))
 
 
 def test_options_with_several_values_repeat():
@@ -186,12 +186,12 @@ def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
         raise error
 
     with pytest.raises(SystemExit) as caught:
-        common.guard(work, None)
+        messages.guard(work, None)
     assert caught.value.code == status
     assert capsys.readouterr().err == message
     monkeypatch.setenv("MOONSHOT_DEBUG", "1")
     with pytest.raises(type(error)):
-        common.guard(work, None)
+        messages.guard(work, None)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
     ],
 )  # fmt: skip
 def test_fields_are_named_as_options(message, expected):
-    assert common.as_options(message, {}, "out") == expected
+    assert messages.as_options(message, {}, "out") == expected
 
 
 def test_fields_that_a_command_has_several_of_are_named_by_their_plural():
     from optimum_moonshot.commands.sweep import SWEPT
 
-    told = common.as_options("lam=2: of lambdas=[0.5, 2], patterns=['2:4', '4:8'], lam is one", SWEPT, None)
+    told = messages.as_options("lam=2: of lambdas=[0.5, 2], patterns=['2:4', '4:8'], lam is one", SWEPT, None)
     assert told == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8, lam is one"
 
 
@@ -230,7 +230,7 @@ def test_a_mistake_of_ours_keeps_its_traceback():
         raise TypeError("a bug")
 
     with pytest.raises(TypeError):
-        common.guard(work, None)
+        messages.guard(work, None)
 
 
 def test_registration_imports_no_torch():

@@ -19,7 +19,7 @@ from optimum_moonshot.pruning import fisher_allocation
 from optimum_moonshot.pruning.fisher_allocation import SPARSITIES, gather_curves
 from optimum_moonshot.pruning.preparation import Subject, prepare
 from optimum_moonshot.pruning.result_store import ResultStore
-from optimum_moonshot.pruning.selection import select
+from optimum_moonshot.pruning.selection import ONE_WIDTH, select
 from optimum_moonshot.pruning.variant import Variant
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.solvers import solver_class, solver_names
@@ -241,6 +241,16 @@ def test_a_run_at_lambda_one_passes_backwards_for_the_curves_alone(monkeypatch):
     seen.clear()
     prune(uneven(), lam=1, pattern="unstructured", sparsity=0.6)
     assert not seen
+
+
+def test_structured_pruning_stays_uniform_and_says_why():
+    same = dict(solver="wanda", pattern="structured", sparsity=0.5, lam=1)
+    model, plain = uneven(), uneven()
+    report = prune(model, **same, allocation="fisher").report
+    prune(plain, **same)
+    assert_same(model, weights(plain))
+    assert ONE_WIDTH in report.notes and report.config["allocation"] == "uniform"
+    assert "allocation" not in report.seconds
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

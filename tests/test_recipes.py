@@ -4,12 +4,12 @@ import pytest
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.commands import common
+from optimum_moonshot.commands import method_options
 from optimum_moonshot.recipes import BUDGETS
 
 
 def test_the_command_line_has_them_all():
-    assert common.BUDGETS == BUDGETS
+    assert method_options.BUDGETS == BUDGETS
 
 
 def test_the_papers_recipe_is_the_default_configuration():

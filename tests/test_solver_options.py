@@ -23,7 +23,7 @@ from optimum_moonshot import (
     load_pruned,
     prune_weight,
 )
-from optimum_moonshot.commands import common
+from optimum_moonshot.commands import common, method_options
 from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.solvers import base
@@ -138,7 +138,7 @@ def test_an_interrupted_run_goes_on_with_equal_hyperparameters_only(options, not
 def parse(*argv):
     parser = cli.argparse.ArgumentParser()
     cli.add_prune_options(parser)
-    return common.make_config(parser.parse_args(["some/model", "--output", "out", "--sparsity", "0.5", *argv]))
+    return method_options.make_config(parser.parse_args(["some/model", "--output", "out", "--sparsity", "0.5", *argv]))
 
 
 def test_options_of_the_command_line_have_the_solvers_types(toy):

@@ -9,19 +9,10 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError
-from .common import (
-    IMAGES_HELP,
-    UsageError,
-    add_model_options,
-    check_data,
-    expect,
-    find_device,
-    flag,
-    guard,
-    load,
-    make_meter,
-    remote_code,
-)
+from .common import IMAGES_HELP, UsageError, add_model_options, check_data, expect, find_device, load, remote_code
+from .measuring import make_meter
+from .messages import guard
+from .method_options import flag
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:

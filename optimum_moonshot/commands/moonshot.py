@@ -12,25 +12,24 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError
 from .calibration import add_calibration_options, calibration_source
-from .common import (  # fmt: skip
+from .common import (
     FORMAT_HELP,
     FORMATS,
     OUTPUT_HELP,
     UsageError,
-    add_method_options,
     add_model_options,
     check_data,
     check_source,
     expect,
     find_device,
-    guard,
     import_modules,
     load,
-    make_config,
-    make_meter,
     remote_code,
 )
 from .evaluate import EvalCommand
+from .measuring import BeforeAndAfter, make_meter
+from .messages import guard
+from .method_options import add_method_options, make_config
 from .output import Output, open_output
 from .rotate import RotateCommand
 from .sweep import SweepCommand
@@ -96,7 +95,6 @@ def prune(args: argparse.Namespace) -> None:
 def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
-    from ..data.text import short_name
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
     pruner.model.to(device)
@@ -105,17 +103,13 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     )
     if meter.metric == "accuracy" and calibration == "c4":
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
-    dense = {dataset: meter.measure(dataset) for dataset in args.eval}
+    measured = BeforeAndAfter(meter, args.eval)
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact:
         lines.append(_compact(pruner))
-    for dataset, before in dense.items():
-        after = meter.measure(dataset)
-        report.record(after, before)
-        change = f"{before.value:{meter.shown}} → {after.value:{meter.shown}}"
-        lines.append(f"{meter.metric:<12}{change} on {short_name(dataset)}")
+    lines += measured.lines(report.record)
     output.begin()
     pruner.save_pretrained(output.path, format=args.format)
     output.finish()

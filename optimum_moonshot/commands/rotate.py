@@ -7,17 +7,10 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from .calibration import add_calibration_options, calibration_source
-from .common import (
-    add_method_options,
-    add_model_options,
-    check_data,
-    find_device,
-    guard,
-    import_modules,
-    load,
-    make_config,
-    make_meter,
-)
+from .common import add_model_options, check_data, find_device, import_modules, load
+from .measuring import BeforeAndAfter, make_meter
+from .messages import guard
+from .method_options import add_method_options, make_config
 from .output import Output, open_output
 
 # Options that a model which is not pruned has no use for.
@@ -63,19 +56,14 @@ def rotate(args: argparse.Namespace) -> None:
 def _rotate(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `rotate`, and what to tell of it."""
     from .. import MoonshotPruner
-    from ..data.text import short_name
 
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
     pruner.model.to(device)
     size = min(config.batch_size, 4)
     meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
-    before = {dataset: meter.measure(dataset) for dataset in args.eval}
+    measured = BeforeAndAfter(meter, args.eval)
     report = pruner.rotate(calibration, progress=True, resume_dir=output.work())
-    lines = [report.line()]
-    for dataset, value in before.items():
-        after = meter.measure(dataset)
-        change = f"{value.value:{meter.shown}} → {after.value:{meter.shown}}"
-        lines.append(f"{meter.metric:<12}{change} on {short_name(dataset)}")
+    lines = [report.line(), *measured.lines()]
     output.begin()
     pruner.save_pretrained(output.path)
     output.finish()

@@ -12,17 +12,16 @@ from .common import (
     FORMAT_HELP,
     FORMATS,
     UsageError,
-    add_method_options,
     add_model_options,
     check_data,
     expect,
     find_device,
-    guard,
     import_modules,
     load,
-    make_config,
-    make_meter,
 )
+from .measuring import make_meter
+from .messages import guard
+from .method_options import add_method_options, make_config
 from .output import Output, open_output
 
 # Options of a single pruning, and their plural forms here.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from .common import check_source, guard, remote_code
+from .common import check_source, remote_code
+from .messages import guard
 
 
 def add_verify_options(parser: argparse.ArgumentParser) -> None:

@@ -178,10 +178,9 @@ def _sampled(prepared: Prepared) -> Prepared:
     assert data is not None  # `prepare` refuses to allocate without
     batches = spread_samples(data.batches, max(SAMPLES, data.num_samples // SHARE))
     count = sum(map(batch_size, batches))
-    config = dataclasses.replace(selection.config, fisher="all", recompute=False)
     return dataclasses.replace(
         prepared,
-        selection=dataclasses.replace(selection, config=config, lam=0.0),
+        selection=selection.of_the_dense_model(lam=0.0),
         data=dataclasses.replace(data, batches=batches, num_samples=count),
     )
 

@@ -63,6 +63,11 @@ class Prepared:
         """The calibration batches; none without data."""
         return [] if self.data is None else self.data.batches
 
+    @property
+    def probe(self) -> Batch:
+        """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
+        return to_device(shorten(self.batches[0]), model_device(self.model))
+
 
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
     """Check the model and read the data.

@@ -19,9 +19,9 @@ from ..calibration.chains import find_chains
 from ..calibration.memory import Storage
 from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
-from ..data.batches import Batch, batch_size, shorten, split_batches
+from ..data.batches import Batch, batch_size, split_batches
 from ..errors import require
-from ..model.calls import frozen, model_device, to_device
+from ..model.calls import frozen
 from ..model.layers import Block, Structure
 from ..model.losses import token_mask
 from ..model.presence import all_present
@@ -80,7 +80,7 @@ class Recovery:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
         batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
-        probe = to_device(shorten(batches[0]), model_device(model))
+        probe = prepared.probe
         with frozen(model), all_present(structure.blocks):
             found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)
         require(

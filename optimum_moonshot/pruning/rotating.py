@@ -18,9 +18,9 @@ from ..calibration.accumulators import Plan
 from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..config import MoonshotConfig
-from ..data.batches import Batch, shorten
+from ..data.batches import Batch
 from ..errors import MoonshotError, require
-from ..model.calls import frozen, model_device, to_device
+from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
 from ..model.presence import all_present
 from ..objective.patterns import Pattern
@@ -130,7 +130,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
     require(prepared.data is not None, f"rotation={config.rotation!r}: it is learned on calibration data; give some")
     started, model = time.perf_counter(), prepared.model
     structure = prepared.selection.structure
-    batch = to_device(shorten(prepared.batches[0]), model_device(model))
+    batch = prepared.probe
     with all_present(structure.blocks):
         ordered = [layer.name for layer in prepared.selection.layers if competing(patterns(layer))]
         spaces, refused = find(model, batch, config.rotation == "heads", ordered)
@@ -214,10 +214,8 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     """
     selection = prepared.selection
     fisher = selection.rotates_by_gradients
-    config = dataclasses.replace(selection.config, recompute=False, fisher="all")
     # The passes go backwards where λ < 1, whatever it is.
-    dense = dataclasses.replace(selection, config=config, lam=0.5 if fisher else 1.0)
-    prepared = dataclasses.replace(prepared, selection=dense)
+    prepared = dataclasses.replace(prepared, selection=selection.of_the_dense_model(0.5 if fisher else 1.0))
     gathering = _Gathering(prepared, spaces, patterns)
     try:
         with frozen(prepared.model):

@@ -14,6 +14,9 @@ from ..objective.linalg import all_finite
 from ..objective.patterns import MixedNM, Pattern, Structured
 from ..solvers import Solver
 
+# Why a structured pattern has no shares of its own for every layer.
+ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -59,6 +62,16 @@ class Selection:
         """
         return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
 
+    def of_the_dense_model(self, lam: float) -> "Selection":
+        """The same layers, all with the Fisher loss, by statistics of the dense model: for a look before the run.
+
+        Args:
+            lam: λ; below 1 the passes go backwards.
+        """
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, fisher="all", recompute=False), lam=lam
+        )
+
 
 def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
     """λ of a configuration on a model: the default depends on what the model reads."""
@@ -81,6 +94,8 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
     notes: list[str] = []
     if isinstance(pattern, Structured):
         found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
+        if config.allocation == "fisher":
+            config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:
         patterns = config.layer_patterns(layer.name for layer in found.layers())
     structure = _fitting(found, patterns, solver, config)

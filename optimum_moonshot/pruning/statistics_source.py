@@ -10,8 +10,8 @@ from ..calibration.chains import find_chains, parameters_read
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
-from ..data.batches import Batch, shorten
-from ..model.calls import frozen, model_device, to_device
+from ..data.batches import Batch
+from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
 from ..model.presence import all_present
 from ..objective.patterns import Pattern
@@ -105,7 +105,7 @@ class StatisticsSource:
         if not self.unfinished():
             return
         prepared, selection = self.prepared, self.prepared.selection
-        probe = self._probe
+        probe = prepared.probe
         if selection.config.recompute:
             yield from self._recomputed(probe)
             return
@@ -152,16 +152,12 @@ class StatisticsSource:
             if variant.lacks(layer):
                 variant.skip(layer, reason)
 
-    @property
-    def _probe(self) -> Batch:
-        return to_device(shorten(self.prepared.batches[0]), model_device(self.prepared.model))
-
     @cached_property
     def _parameters_read(self) -> set[nn.Parameter]:
         """By a pass of its own, which only a layer that no data reach asks for."""
         model = self.prepared.model
         with frozen(model), all_present(self.prepared.selection.structure.blocks):
-            return parameters_read(model, self._probe)
+            return parameters_read(model, self.prepared.probe)
 
     def _recomputed(self, probe: Batch) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection
