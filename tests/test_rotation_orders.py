@@ -89,7 +89,7 @@ def test_the_objective_of_the_order_is_the_one_that_is_told(patterns):
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 5, 0.05, CPU)
     assert state.after == state.learned == min(state.history)
-    order_neurons(objective, spaces, state, None)
+    order_neurons(objective, spaces, state)
     assert state.after < state.learned
     (order,) = state.orders["write neurons"]
     group = objective.blocks[0][1][-1]
@@ -105,12 +105,12 @@ def test_an_order_changes_nothing_else_and_survives_saving():
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 3, 0.05, CPU)
     before = copy.deepcopy(state)
-    order_neurons(objective, spaces, state, None)
+    order_neurons(objective, spaces, state)
     assert state.history == before.history
     again = Learned.load(*state.saved())
     assert again.saved()[1] == state.saved()[1] and again.after == state.after
     assert again.tensors.keys() == before.tensors.keys()
-    order_neurons(objective, spaces, again, None, lambda _: pytest.fail("found again"))
+    order_neurons(objective, spaces, again, lambda _: pytest.fail("found again"))
     assert torch.equal(again.orders["write neurons"], state.orders["write neurons"])
 
 
@@ -122,7 +122,7 @@ def test_neurons_alone_take_no_step():
     spaces = [neurons(objective)]
     state = learn(objective, spaces, 30, 0.05, CPU)
     assert len(state.history) == 1 and state.done and not state.tensors
-    order_neurons(objective, spaces, state, None)
+    order_neurons(objective, spaces, state)
     assert state.after < state.before
 
 
@@ -134,10 +134,24 @@ def test_an_order_is_of_all_columns_where_some_stand_for_all():
     set_totals(objective, None)
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 1, 0.05, CPU)
-    order_neurons(objective, spaces, state, 4)
+    order_neurons(objective, spaces, state)
     (order,) = state.orders["write neurons"]
     assert torch.equal(order.sort().values, torch.arange(16)) and not torch.equal(order, torch.arange(16))
     assert 0 < state.gains["write neurons"] < state.learned
+
+
+def test_an_order_is_of_all_rows_where_some_stand_for_all():
+    orders = []
+    for rows in (None, torch.arange(2)):
+        objective = problem(space(), (NM(2, 4),))
+        group = objective.blocks[0][1][-1]
+        group.matrices[0] = dataclasses.replace(group.matrices[0], gives=(), rows=rows)
+        set_totals(objective, None)
+        spaces = [neurons(objective)]
+        state = learn(objective, [*spaces, *objective.spaces], 1, 0.05, CPU)
+        order_neurons(objective, [*spaces, *objective.spaces], state)
+        orders.append(state.orders["write neurons"])
+    assert torch.equal(*orders)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "phi3"])

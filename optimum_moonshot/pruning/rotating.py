@@ -192,7 +192,7 @@ def _learned(
                 store.put_rotation(state)
 
         state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
-    order_neurons(objective, basis.spaces, state, config.rotation_rows, store.put_rotation)
+    order_neurons(objective, basis.spaces, state, store.put_rotation)
     return state
 
 

@@ -84,7 +84,7 @@ class _Table:
     def gains(self, order: Tensor) -> Tensor:
         """What exchanging the columns of two places adds to what is kept, [d_in, d_in]; nothing within a group."""
         found = self.kept[:, order]
-        found = found - found.diagonal()[:, None]
+        found -= found.diagonal().clone()[:, None]
         found = found + found.T
         m = self.pattern.m
         blocks = found.view(len(order) // m, m, len(order) // m, m)
@@ -106,9 +106,8 @@ def _chosen(gains: Tensor, block: int) -> tuple[Tensor, Tensor, float]:
         block: consecutive places in one of which no second exchange may happen.
     """
     count = len(gains) // block
-    pairs = gains.view(count, block, count, block).transpose(1, 2).flatten(2)
-    gained, place = pairs.max(2)
-    free = gained.clamp_min(0)
+    pairs = gains.view(count, block, count, block)
+    free = pairs.amax((1, 3)).clamp_min_(0)
     first, second, total = [], [], 0.0
     index = torch.arange(count, device=gains.device)
     while True:
@@ -117,10 +116,10 @@ def _chosen(gains: Tensor, block: int) -> tuple[Tensor, Tensor, float]:
         ones, others = index[mutual], partner[mutual]
         if not len(ones):
             break
-        at = place[ones, others]
+        gained, at = pairs[ones, :, others].flatten(1).max(1)
         first.append(ones * block + at // block)
         second.append(others * block + at % block)
-        total += float(gained[ones, others].sum(dtype=torch.float64))
+        total += float(gained.sum(dtype=torch.float64))
         taken = torch.cat([ones, others])
         free[taken] = 0
         free[:, taken] = 0

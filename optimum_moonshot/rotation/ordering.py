@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .exchange import best_order, competing
 from .learning import Learned, rotations
@@ -22,7 +21,6 @@ def order_neurons(
     objective: Objective,
     spaces: Sequence[Space],
     state: Learned,
-    rows: int | None,
     step_done: Callable[[Learned], None] = lambda state: None,
 ) -> None:
     """Find the orders that the state lacks, in the basis that it has come to.
@@ -31,7 +29,6 @@ def order_neurons(
         objective: of the model, as it was learned by.
         spaces: of the model. Those that may be permuted get an order.
         state: at the end of learning; it gets the orders, and what they gain.
-        rows: of each matrix that are looked at; None is all.
         step_done: called after every layer with the state.
     """
     found = rotations(spaces, state)
@@ -44,22 +41,16 @@ def order_neurons(
             diagonal = rotated_diagonal(group.inverse.to(device), None)
             turned = {each: change.to(device) for each, change in leaves.items()}
             patterns = competing(matrix.patterns)
-            # Some of its columns may stand for all in the objective; an order is of all.
+            # Some rows or columns may stand for all in the objective. An order that is chosen by some rows is worth
+            # nothing to the others, which have large weights elsewhere.
             part = weight * float(removed(scores(group, matrix, diagonal, turned), patterns))
-            whole = _some(scores(group, replace(matrix, columns=None), diagonal, turned), rows)
+            whole = scores(group, replace(matrix, rows=None, columns=None), diagonal, turned)
         order = best_order(whole, patterns)
         before, after = (float(removed(each, patterns)) for each in (whole, whole[:, order.to(device)]))
         share = max(0.0, 1 - after / before) if before > 0 else 0.0
         state.orders[space.name] = order[None]
         state.gains[space.name] = part * share * len(patterns) / len(matrix.patterns)
         step_done(state)
-
-
-def _some(values: Tensor, most: int | None) -> Tensor:
-    """At most so many rows of the values, evenly chosen."""
-    if most is None or len(values) <= most:
-        return values
-    return values[torch.arange(most, device=values.device) * len(values) // most]
 
 
 def _readers(
