@@ -75,6 +75,9 @@ FAMILIES = {
 
 # Model → how many layers have neurons that may be permuted, where that is not 3. Fused experts are not pruned.
 NEURONS = {"mixtral": 0, "qwen3-moe": 0, "gpt-oss": 0, "t5": 4}
+# The same of those that may be scaled: behind a gate or a ReLU, not behind a GELU.
+_BEHIND_GELU = "phi gpt-neox gpt2 falcon falcon-alibi bloom bert roberta vit deit dinov2"
+SCALED = {**NEURONS, **dict.fromkeys(_BEHIND_GELU.split(), 0)}
 
 
 def build(name):
@@ -98,6 +101,10 @@ def random_rotations(spaces):
         if space.permuted:
             found[space] = torch.randperm(space.width, generator=generator)[None]
             continue
+        if space.scaled:
+            factors = torch.randn(space.count, space.width, generator=generator, dtype=torch.float64).exp()
+            found[space] = factors
+            continue
         skew = torch.randn(space.count, space.width, space.width, generator=generator, dtype=torch.float64)
         if space.fixes_ones:
             skew = skew - skew.mean(-1, keepdim=True)
@@ -113,10 +120,12 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     tied = getattr(model.config, "tie_word_embeddings", None)
     names = [layer.name for layer in find_structure(model).layers()]
-    spaces, refused = find(model, batch, heads_only=False, ordered=names)
+    spaces, refused = find(model, batch, heads_only=False, ordered=names, scaled=names)
     assert [RESIDUAL in refused, RESIDUAL in {space.name for space in spaces}] == [why is not None, why is None]
     assert why is None or why in refused[RESIDUAL]
     assert sum(space.name.endswith(" heads") for space in spaces) == heads
+    assert sum(space.name.endswith(" heads, scaled") for space in spaces) == heads
+    assert sum(space.name.endswith(" neurons, scaled") for space in spaces) == SCALED.get(name, 3)
     assert sum(space.permuted for space in spaces) == NEURONS.get(name, 3)
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)

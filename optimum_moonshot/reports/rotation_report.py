@@ -31,6 +31,7 @@ class RotationReport:
     rotated: bool = True  # False where no basis is better than the one that was
     notes: tuple[str, ...] = ()
     orders: dict[str, int] = dataclasses.field(default_factory=dict)  # name → neurons that have another order
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)  # name → its largest factor over its least
     objective_learned: float | None = None  # before that order; None in reports of earlier versions
 
     @property
@@ -45,7 +46,8 @@ class RotationReport:
     def changes(self) -> str:
         """What was done, such as "1 of 256, 8 of 64, and the neurons of 4 layers in another order"."""
         ordered = f"the neurons of {len(self.orders)} layers in another order" if self.orders else ""
-        return ", and ".join(part for part in (self.rotations, ordered) if part)
+        scaled = f"{len(self.scales)} layers in units of the loss" if self.scales else ""
+        return ", and ".join(part for part in (self.rotations, ordered, scaled) if part)
 
     def line(self) -> str:
         """For people."""
@@ -60,8 +62,9 @@ class RotationReport:
     def summary(self) -> dict[str, Any]:
         """What a model's configuration keeps of it."""
         names = ("objective_before", "objective_after", "steps", "weighted", "untied_bytes")
-        ordered = {"neurons_ordered": len(self.orders)} if self.orders else {}
-        return {"rotations": self.rotations, **ordered, **{name: getattr(self, name) for name in names}}
+        changed = {"neurons_ordered": len(self.orders), "layers_scaled": len(self.scales)}
+        changed = {name: count for name, count in changed.items() if count}
+        return {"rotations": self.rotations, **changed, **{name: getattr(self, name) for name in names}}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""

@@ -108,6 +108,6 @@ def _space(node: Node, makers: list[Node], unit: Units, size: int, rows: Tensor)
         if mine.any():
             if not mine.all():
                 return None  # values of several matrices
-            places += [Place(axis, (rows - first)[:, None]) for axis in maker.gives]
+            places += [Place(axis, (rows - first)[:, None], gives=True) for axis in maker.gives]
         first += count
     return Space(f"{node.name} heads", size, heads, False, tuple(places))

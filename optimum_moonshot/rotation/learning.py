@@ -23,15 +23,15 @@ from .spaces import Space
 # It stops once this many steps have brought less than this share of the objective.
 PATIENCE, GAIN = 10, 1e-3
 BETAS, EPSILON = (0.9, 0.999), 1e-12
-_ORDER = "order "
+_ORDER, _FACTORS = "order ", "factors "
 
 
 @dataclass
 class Learned:
     """The state of learning, and its result: enough to go on from.
 
-    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments. Orders come once
-    the learning is done; see ordering.py.
+    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments. Orders and
+    factors come once the learning is done; see ordering.py and scaling.py.
     """
 
     tensors: dict[str, Tensor]
@@ -40,6 +40,8 @@ class Learned:
     done: bool = False
     orders: dict[str, Tensor] = field(default_factory=dict)  # space → int64 [count, width]
     gains: dict[str, float] = field(default_factory=dict)  # space → what its order takes off the objective
+    factors: dict[str, Tensor] = field(default_factory=dict)  # space → [count, width]
+    finished: bool = False  # with orders and factors
 
     @property
     def before(self) -> float:
@@ -57,8 +59,11 @@ class Learned:
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that `load` needs: tensors in host memory, and JSON types."""
-        tensors = {**self.tensors, **{_ORDER + name: order for name, order in self.orders.items()}}
-        values = {"history": self.history, "seconds": self.seconds, "done": self.done, "gains": self.gains}
+        tensors = dict(self.tensors)
+        for prefix, found in ((_ORDER, self.orders), (_FACTORS, self.factors)):
+            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+        names = ("history", "seconds", "done", "gains", "finished")
+        values = {name: getattr(self, name) for name in names}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, values
 
     @classmethod
@@ -69,9 +74,11 @@ class Learned:
             tensors: by name, of any shape.
             values: the rest.
         """
-        orders = {name.removeprefix(_ORDER): tensor for name, tensor in tensors.items() if name.startswith(_ORDER)}
-        others = {name: tensor for name, tensor in tensors.items() if not name.startswith(_ORDER)}
-        return cls(others, orders=orders, **values)
+        parts: dict[str, dict[str, Tensor]] = {_ORDER: {}, _FACTORS: {}, "": {}}
+        for name, tensor in tensors.items():
+            prefix = next(prefix for prefix in parts if name.startswith(prefix))
+            parts[prefix][name.removeprefix(prefix)] = tensor
+        return cls(parts[""], orders=parts[_ORDER], factors=parts[_FACTORS], **values)
 
 
 def learn(
@@ -89,7 +96,8 @@ def learn(
 
     Args:
         objective: of a model, its norms' gains folded.
-        spaces: to rotate; those that the objective does not depend on keep their basis, and orders come later.
+        spaces: to rotate; those that the objective does not depend on keep their basis, and orders and factors come
+            later.
         steps: at most.
         rate: Adam's learning rate of A, in radians.
         device: where the rotations are.
@@ -112,7 +120,7 @@ def learn(
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host, and the orders.
+    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host, orders and factors.
 
     Args:
         spaces: as `learn` had them.
@@ -122,7 +130,8 @@ def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
         found |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
-    return found | {space: state.orders[space.name] for space in spaces if space.name in state.orders}
+    others = state.orders | state.factors
+    return found | {space: others[space.name] for space in spaces if space.name in others}
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
@@ -170,7 +179,7 @@ def _gains_nothing(history: list[float]) -> bool:
 def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
     """Spaces of one width together, so that their rotations are one batch."""
     found: dict[str, list[Space]] = {}
-    for space in (space for space in spaces if not space.permuted):
+    for space in (space for space in spaces if not space.permuted and not space.scaled):
         found.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
     return found
 

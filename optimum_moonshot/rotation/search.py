@@ -13,13 +13,13 @@ from ..model.layers import find_blocks
 from ..model.units import find_units
 from .basis import Basis
 from .heads import find_heads
-from .neurons import find_neurons
+from .neurons import find_neurons, find_scales
 from .spaces import RESIDUAL, Space, find_spaces
 from .trace import plain_experts, tolerance_of, trace
 
 
 def find(
-    model: nn.Module, batch: Batch, heads_only: bool, ordered: Collection[str] = ()
+    model: nn.Module, batch: Batch, heads_only: bool, ordered: Collection[str] = (), scaled: Collection[str] = ()
 ) -> tuple[list[Space], dict[str, str]]:
     """What may be rotated, or permuted, in a model.
 
@@ -28,6 +28,7 @@ def find(
         batch: a small sample; its values do not matter.
         heads_only: leave out the residual stream, and whatever else would untie embeddings.
         ordered: the names of layers that the order of their neurons matters to.
+        scaled: the names of layers that may take what they read in other units.
 
     Returns:
         The spaces, and the reasons why there are no others.
@@ -43,6 +44,7 @@ def find(
         units, _ = find_units(model, batch)
     spaces += find_heads(found, units, spaces)
     spaces += [space for space in find_neurons(found, units, ordered, spaces) if not _touches(space, shared)]
+    spaces += [space for space in find_scales(found, units, scaled, spaces) if not _touches(space, shared)]
     if heads_only:
         spaces = [space for space in spaces if not space.name.startswith(RESIDUAL)]
         refused = {}
@@ -133,6 +135,8 @@ def _permutation(space: Space, generator: torch.Generator) -> Tensor:
     """Random signed permutations [count, width, width]; unsigned where the vector of ones must stay, or as orders."""
     if space.permuted:
         return torch.stack([torch.randperm(space.width, generator=generator) for _ in range(space.count)])
+    if space.scaled:
+        return 2.0 ** torch.randint(-2, 3, (space.count, space.width), generator=generator)
     found = torch.zeros(space.count, space.width, space.width)
     for matrix in found:
         order = torch.randperm(space.width, generator=generator)
