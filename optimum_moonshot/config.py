@@ -96,9 +96,10 @@ class MoonshotConfig:
         rotation: "learned" changes the basis of the residual stream and of what attention heads carry, before pruning,
             by orthogonal matrices that leave the model's function as it is and that are learned so that pruning removes
             little; they are merged into the weights. "heads" leaves the residual stream, and so tied embeddings, as
-            they are. None does neither.
+            they are. None does neither. Both give neurons an order for n:m, and rows that a solver compares units of
+            the loss where the pattern is a share.
         rotation_weights: "fisher" weighs every matrix in what is learned by its absolute Fisher loss, which takes one
-            backward pass of the data, at λ = 1 too; "equal" weighs all alike.
+            backward pass of the data, at λ = 1 too; "equal" weighs all alike, and leaves rows in their units.
         rotation_steps: optimizer steps, at most; it ends earlier once it gains nothing.
         rotation_lr: the learning rate that those steps begin with, in radians; it falls to 0 along a cosine.
         rotation_rows: rows (or columns) of each matrix that the learning looks at, where its rotations allow; fewer are

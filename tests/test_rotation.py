@@ -73,6 +73,12 @@ FAMILIES = {
     "dinov2": ("reads more than sums", 3),  # scales of its own behind attention and MLP
 }
 
+# Model → how many layers have neurons that may be permuted, where that is not 3. Fused experts are not pruned.
+NEURONS = {"mixtral": 0, "qwen3-moe": 0, "gpt-oss": 0, "t5": 4}
+# The same of those that may be scaled: behind a gate or a ReLU, not behind a GELU.
+_BEHIND_GELU = "phi gpt-neox gpt2 falcon falcon-alibi bloom bert roberta vit deit dinov2"
+SCALED = {**NEURONS, **dict.fromkeys(_BEHIND_GELU.split(), 0)}
+
 
 def build(name):
     """A tiny random model in float64 with gains, shifts, biases and experts that matter."""
@@ -92,6 +98,13 @@ def random_rotations(spaces):
     generator = torch.Generator().manual_seed(1)
     found = {}
     for space in spaces:
+        if space.permuted:
+            found[space] = torch.randperm(space.width, generator=generator)[None]
+            continue
+        if space.scaled:
+            factors = torch.randn(space.count, space.width, generator=generator, dtype=torch.float64).exp()
+            found[space] = factors
+            continue
         skew = torch.randn(space.count, space.width, space.width, generator=generator, dtype=torch.float64)
         if space.fixes_ones:
             skew = skew - skew.mean(-1, keepdim=True)
@@ -106,10 +119,14 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     batch = probe_inputs(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     tied = getattr(model.config, "tie_word_embeddings", None)
-    spaces, refused = find(model, batch, heads_only=False)
+    names = [layer.name for layer in find_structure(model).layers()]
+    spaces, refused = find(model, batch, heads_only=False, ordered=names, scaled=names)
     assert [RESIDUAL in refused, RESIDUAL in {space.name for space in spaces}] == [why is not None, why is None]
     assert why is None or why in refused[RESIDUAL]
     assert sum(space.name.endswith(" heads") for space in spaces) == heads
+    assert sum(space.name.endswith(" heads, scaled") for space in spaces) == heads
+    assert sum(space.name.endswith(" neurons, scaled") for space in spaces) == SCALED.get(name, 3)
+    assert sum(space.permuted for space in spaces) == NEURONS.get(name, 3)
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
@@ -159,6 +176,45 @@ def test_heads_alone_leave_embeddings_as_they_are():
     assert basis.untied_bytes == 0
     touched = {id(change.at.parameter) for change in basis.changes}
     assert id(model.model.embed_tokens.weight) not in touched
+
+
+class Gained(nn.Module):
+    """An activation with a gain of its own for every neuron."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(width, dtype=torch.float64))
+
+    def forward(self, x):
+        return nn.functional.silu(x) * self.gain
+
+
+def test_neurons_with_gains_of_their_own_keep_their_order():
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = Gained(24)
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    spaces, _ = find(model, probe_inputs(model), heads_only=True, ordered=names)
+    assert [space.name for space in spaces if space.permuted] == ["model.layers.0.mlp.down_proj neurons"]
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
+def test_orders_are_exact_in_every_dtype(name):
+    model = build(name).bfloat16()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    names = [layer.name for layer in find_structure(model).layers()]
+    spaces, _ = find(model, probe_inputs(model), heads_only=True, ordered=names)
+    spaces = [space for space in spaces if space.permuted]
+    basis = Basis(model, find_structure(model).blocks, spaces)
+    basis.keep()
+    orders = random_rotations(spaces)
+    basis.write(orders)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value.flatten().sort().values, before[key].flatten().sort().values)
+    back = {space: order.argsort(-1) for space, order in orders.items()}
+    again = Basis(model, find_structure(model).blocks, spaces)
+    again.keep()
+    again.write(back)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_what_has_neither_is_refused_with_the_reasons():

@@ -286,7 +286,7 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         turned = report.rotation
         change = f"objective {turned.objective_before:.4f} → {turned.objective_after:.4f}"
         untied = f"; the head is untied, {turned.untied_bytes / 2**20:.2f} MiB more" if turned.untied_bytes else ""
-        rows.append(("rotations, learned and merged", f"{turned.rotations}; {change}{untied}"))
+        rows.append(("rotations, learned and merged", f"{turned.changes}; {change}{untied}"))
     if config.get("recover") is not None:
         rows.append(
             ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")

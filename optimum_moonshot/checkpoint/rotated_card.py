@@ -81,7 +81,7 @@ def _card(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
         untied=untied,
         cls=cls,
         literal=json.dumps(name, ensure_ascii=False),
-        rotations=escaped(report.rotations or "none"),
+        rotations=escaped(report.changes or "none"),
         before=report.objective_before,
         after=report.objective_after,
         steps=report.steps,

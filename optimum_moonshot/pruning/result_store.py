@@ -70,7 +70,7 @@ class ResultStore:
         for _, values, tensors in folder.saved(ROTATION):
             damaged += values is None
             if values is not None:
-                self._rotation = Learned(tensors, **values)
+                self._rotation = Learned.load(tensors, values)
                 steps = len(self._rotation.history) - 1
                 self.notes.append(f"{steps} steps of the rotation were taken over from an interrupted run")
         if damaged:
@@ -120,8 +120,7 @@ class ResultStore:
             MoonshotError: the folder cannot be written, or the disk is full.
         """
         if self.folder is not None:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-            self.folder.save(ROTATION, "state", tensors, state.values())
+            self.folder.save(ROTATION, "state", *state.saved())
 
     def rotation(self) -> Learned | None:
         """How far learning a rotation had come in an earlier run; None where it had not begun."""

@@ -23,13 +23,16 @@ from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
 from ..model.presence import all_present
-from ..objective.patterns import Pattern
+from ..objective.patterns import Pattern, Unstructured
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..rotation.basis import Basis
+from ..rotation.exchange import competing
 from ..rotation.learning import Learned, learn, rotations
 from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
+from ..rotation.ordering import order_neurons
 from ..rotation.rotated import Rotated
+from ..rotation.scaling import OutputMoments, scale
 from ..rotation.search import check_same, find, outputs, verify
 from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
@@ -130,7 +133,8 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
     structure = prepared.selection.structure
     batch = prepared.probe
     with all_present(structure.blocks):
-        spaces, refused = find(model, batch, heads_only=config.rotation == "heads")
+        ordered = [layer.name for layer in prepared.selection.layers if competing(patterns(layer))]
+        spaces, refused = find(model, batch, config.rotation == "heads", ordered, _compared(prepared, patterns))
         expected = outputs(model, batch)
     basis = Basis(model, structure.blocks, spaces)
     untied = basis.untied_bytes
@@ -152,10 +156,13 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
             raise MoonshotError(f"out of device memory: {mend} ({error})") from None
         raise
     report = RotationReport(
-        spaces={space.name: (space.count, space.width) for space in spaces} if changed else {},
+        spaces={space.name: (space.count, space.width) for space in spaces if changed and _is_rotated(space)},
         refused=refused,
         objective_before=state.before,
         objective_after=state.after,
+        objective_learned=state.learned,
+        orders={space.name: space.width for space in spaces if changed and space.permuted},
+        scales={name: float(found.max() / found.min()) for name, found in state.factors.items() if changed},
         steps=len(state.history) - 1,
         seconds=time.perf_counter() - started,
         weighted=config.rotation_weights,
@@ -171,7 +178,7 @@ def _learned(
     """The state at the end of learning, from the store as far as it is there."""
     config, device = prepared.selection.config, model_device(prepared.model)
     state = store.rotation()
-    if state is not None and state.done:
+    if state is not None and state.finished:
         return state
     with all_present(basis.blocks):
         verify(prepared.model, basis, batch, expected)
@@ -186,7 +193,25 @@ def _learned(
             if state.done or len(state.history) % SAVED_EVERY == 0:
                 store.put_rotation(state)
 
-        return learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
+    order_neurons(objective, basis.spaces, state, store.put_rotation)
+    scale(basis.spaces, state, objective.moments)
+    state.finished = True
+    store.put_rotation(state)
+    return state
+
+
+def _is_rotated(space: Space) -> bool:
+    return not space.permuted and not space.scaled
+
+
+def _compared(prepared: Prepared, patterns: PatternsOf) -> list[str]:
+    """The layers whose rows are compared with each other, where gradients show what they cost."""
+    selection = prepared.selection
+    if not selection.rotates_by_gradients or selection.solver.objective.diagonal_only:
+        return []
+    asked = ((layer, pattern) for layer in selection.layers for pattern in patterns(layer))
+    return list(dict.fromkeys(layer.name for layer, pattern in asked if isinstance(pattern, Unstructured)))
 
 
 def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) -> Objective:
@@ -234,8 +259,11 @@ class _Gathering:
     """Groups of matrices that read the same inputs, block by block in whatever order the passes have."""
 
     def __init__(self, prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf):
-        self.prepared, self.spaces, self.patterns = prepared, spaces, patterns
+        self.prepared, self.patterns = prepared, patterns
+        self.spaces = [space for space in spaces if _is_rotated(space)]
+        self.output_moments = OutputMoments.of(spaces)
         self.fisher: dict[str, float] = {}
+        self.moments: dict[str, Tensor] = {}
         self.found: dict[str | None, list[Group]] = {}
         self.block_of = {layer.name: block for block in prepared.selection.structure.blocks for layer in block.layers}
 
@@ -248,7 +276,7 @@ class _Gathering:
         samples, storage = self.prepared.data.num_samples, self.prepared.storage
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: Plan(nothing=True) for name in wanted}
-        extra = (FisherAtZero,) if wanted else ()
+        extra = (FisherAtZero, self.output_moments) if wanted else ()
         with Observer(layers, False, wanted, samples, storage, plans, extra=extra) as observer:
             step.observe(observer, True)
         together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
@@ -256,6 +284,7 @@ class _Gathering:
             if observer.reached(layer):
                 statistics = observer.take(layer)
                 self.fisher[layer.name] = statistics.extra.get(FisherAtZero, 0.0)
+                self.moments |= statistics.extra.get(self.output_moments, {})
                 together.setdefault(id(statistics.inputs), (statistics.inputs, []))[1].append(layer)
         for gram, sharing in together.values():
             if bool(gram.any()):
@@ -289,4 +318,4 @@ class _Gathering:
             for block in self.prepared.selection.structure.blocks
             if block.name in self.found
         ]
-        return Objective(blocks + ([(None, self.found[None])] if None in self.found else []))
+        return Objective(blocks + ([(None, self.found[None])] if None in self.found else []), self.moments)

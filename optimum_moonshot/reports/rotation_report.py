@@ -30,6 +30,9 @@ class RotationReport:
     untied_bytes: int  # of a head that shared the embeddings' weights before
     rotated: bool = True  # False where no basis is better than the one that was
     notes: tuple[str, ...] = ()
+    orders: dict[str, int] = dataclasses.field(default_factory=dict)  # name → neurons that have another order
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)  # name → its largest factor over its least
+    objective_learned: float | None = None  # before that order; None in reports of earlier versions
 
     @property
     def rotations(self) -> str:
@@ -39,19 +42,29 @@ class RotationReport:
             counts[width] = counts.get(width, 0) + count
         return ", ".join(f"{count} of {width}" for width, count in sorted(counts.items(), reverse=True))
 
+    @property
+    def changes(self) -> str:
+        """What was done, such as "1 of 256, 8 of 64, and the neurons of 4 layers in another order"."""
+        ordered = f"the neurons of {len(self.orders)} layers in another order" if self.orders else ""
+        scaled = f"{len(self.scales)} layers in units of the loss" if self.scales else ""
+        return ", and ".join(part for part in (self.rotations, ordered, scaled) if part)
+
     def line(self) -> str:
         """For people."""
         change = f"objective {self.objective_before:.4f} → {self.objective_after:.4f}"
         kept = "".join(f"; not the {name}: {why}" for name, why in self.refused.items())
         untied = f"; the untied head takes {self.untied_bytes / 2**20:.2f} MiB more" if self.untied_bytes else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        done = f"rotations: {self.rotations}" if self.rotated else "nothing was rotated"
-        return f"{done}; {change} in {self.steps} steps, {self.seconds:.1f} s{untied}{kept}{notes}"
+        done = f"rotations: {self.changes}" if self.rotated else "nothing was rotated"
+        ordered = f" ({self.objective_learned:.4f} without that order)" if self.orders else ""
+        return f"{done}; {change}{ordered} in {self.steps} steps, {self.seconds:.1f} s{untied}{kept}{notes}"
 
     def summary(self) -> dict[str, Any]:
         """What a model's configuration keeps of it."""
         names = ("objective_before", "objective_after", "steps", "weighted", "untied_bytes")
-        return {"rotations": self.rotations, **{name: getattr(self, name) for name in names}}
+        changed = {"neurons_ordered": len(self.orders), "layers_scaled": len(self.scales)}
+        changed = {name: count for name, count in changed.items() if count}
+        return {"rotations": self.rotations, **changed, **{name: getattr(self, name) for name in names}}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is its inverse."""

@@ -113,8 +113,10 @@ class Basis:
         """Write the weights in a basis, from what they were.
 
         Args:
-            rotations: orthogonal matrices [count, width, width] of some spaces; the others keep their basis. A space
-                whose norms' gains are folded stays the function that it was at any rotation, the identity too.
+            rotations: orthogonal matrices [count, width, width] of some spaces, orders int64 [count, width] of those
+                that may only be permuted, factors [count, width] of those that may be scaled; the others keep their
+                basis. A space whose norms' gains are folded stays the function that it was at any rotation, the
+                identity too.
         """
         done: set[int] = set()
         for change in self._present():
@@ -192,8 +194,42 @@ def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) 
         value = value * gain.to(value).view(shape)
     for space, place in change.places:
         if space in rotations:
-            value = rotated(value, place.at.axis, place.index, rotations[space].to(value))
+            change = rotations[space]
+            value = moved(value, place.at.axis, place.index, 1 / change if space.scaled and not place.gives else change)
     return value
+
+
+def moved(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
+    """A weight with the coordinates of one axis in another basis, in another order, or in other units.
+
+    Args:
+        value: of any shape.
+        axis: which holds the coordinates.
+        index: where on it, int64 [count, copies, width]; None where they are the axis, in its order.
+        change: a rotation [count, width, width]; int64 [count, width], the coordinate that each place gets; or factors
+            [count, width].
+    """
+    if change.ndim == 3:
+        return rotated(value, axis, index, change.to(value))
+    if change.is_floating_point():
+        return _scaled(value, axis, index, change.to(value))
+    change = change.to(value.device)
+    if index is None:
+        return value.index_select(axis, change[0])
+    index = index.to(value.device)
+    source = index.gather(-1, change[:, None].expand_as(index))
+    return value.index_copy(axis, index.flatten(), value.index_select(axis, source.flatten()))
+
+
+def _scaled(value: Tensor, axis: int, index: Tensor | None, factors: Tensor) -> Tensor:
+    whole = factors[0]
+    if index is not None:
+        index = index.to(value.device)
+        whole = factors.new_ones(value.shape[axis])
+        whole[index.flatten()] = factors[:, None].expand_as(index).flatten()
+    shape = [1] * value.ndim
+    shape[axis] = -1
+    return value * whole.view(shape)
 
 
 def rotated(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) -> Tensor:

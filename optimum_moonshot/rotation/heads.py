@@ -5,13 +5,12 @@ rows of v is a product of a token mixing and an identity: a factor on one column
 every token. That names v's rows, in whatever order a fused projection has them, and tells them from those of q and k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..data.batches import Batch
-from ..model.units import Units, find_units
+from ..model.units import Units
 from .spaces import Place, Space
 from .trace import Node, Trace, tolerance_of
 
@@ -19,19 +18,17 @@ from .trace import Node, Trace, tolerance_of
 LARGEST_FACTOR = 2.0**8
 
 
-def find_heads(model: nn.Module, trace: Trace, batch: Batch, spaces: Sequence[Space]) -> list[Space]:
+def find_heads(trace: Trace, units: Mapping[str, Units], spaces: Sequence[Space]) -> list[Space]:
     """The spaces between values and what reads them, those of one layer together.
 
     Args:
-        model: the one of the trace.
-        trace: of its run.
-        batch: of the trace.
+        trace: of the model's run.
+        units: layer → the units of its columns.
         spaces: that were found. A single head is a whole space between two matrices already.
 
     Returns:
         A space for every layer whose columns are heads, with a rotation for each key-value head.
     """
-    units, _ = find_units(model, batch)
     found, sizes = [], {}
     taken = {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
     for name, unit in units.items():
@@ -111,6 +108,6 @@ def _space(node: Node, makers: list[Node], unit: Units, size: int, rows: Tensor)
         if mine.any():
             if not mine.all():
                 return None  # values of several matrices
-            places += [Place(axis, (rows - first)[:, None]) for axis in maker.gives]
+            places += [Place(axis, (rows - first)[:, None], gives=True) for axis in maker.gives]
         first += count
     return Space(f"{node.name} heads", size, heads, False, tuple(places))

@@ -23,32 +23,62 @@ from .spaces import Space
 # It stops once this many steps have brought less than this share of the objective.
 PATIENCE, GAIN = 10, 1e-3
 BETAS, EPSILON = (0.9, 0.999), 1e-12
+_ORDER, _FACTORS = "order ", "factors "
 
 
 @dataclass
 class Learned:
     """The state of learning, and its result: enough to go on from.
 
-    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments.
+    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments. Orders and
+    factors come once the learning is done; see ordering.py and scaling.py.
     """
 
     tensors: dict[str, Tensor]
     history: list[float] = field(default_factory=list)  # the objective before every step
     seconds: float = 0.0
     done: bool = False
+    orders: dict[str, Tensor] = field(default_factory=dict)  # space → int64 [count, width]
+    gains: dict[str, float] = field(default_factory=dict)  # space → what its order takes off the objective
+    factors: dict[str, Tensor] = field(default_factory=dict)  # space → [count, width]
+    finished: bool = False  # with orders and factors
 
     @property
     def before(self) -> float:
         return self.history[0]
 
     @property
-    def after(self) -> float:
+    def learned(self) -> float:
         """At the best step: never more than before."""
         return min(self.history)
 
-    def values(self) -> dict[str, Any]:
-        """All but the tensors, as JSON types."""
-        return {"history": self.history, "seconds": self.seconds, "done": self.done}
+    @property
+    def after(self) -> float:
+        """At the best step, with the orders."""
+        return max(0.0, self.learned - sum(self.gains.values()))
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that `load` needs: tensors in host memory, and JSON types."""
+        tensors = dict(self.tensors)
+        for prefix, found in ((_ORDER, self.orders), (_FACTORS, self.factors)):
+            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+        names = ("history", "seconds", "done", "gains", "finished")
+        values = {name: getattr(self, name) for name in names}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, values
+
+    @classmethod
+    def load(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "Learned":
+        """From what `saved` gave.
+
+        Args:
+            tensors: by name, of any shape.
+            values: the rest.
+        """
+        parts: dict[str, dict[str, Tensor]] = {_ORDER: {}, _FACTORS: {}, "": {}}
+        for name, tensor in tensors.items():
+            prefix = next(prefix for prefix in parts if name.startswith(prefix))
+            parts[prefix][name.removeprefix(prefix)] = tensor
+        return cls(parts[""], orders=parts[_ORDER], factors=parts[_FACTORS], **values)
 
 
 def learn(
@@ -66,7 +96,8 @@ def learn(
 
     Args:
         objective: of a model, its norms' gains folded.
-        spaces: to rotate; those that the objective does not depend on keep their basis.
+        spaces: to rotate; those that the objective does not depend on keep their basis, and orders and factors come
+            later.
         steps: at most.
         rate: Adam's learning rate of A, in radians.
         device: where the rotations are.
@@ -89,17 +120,18 @@ def learn(
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host.
+    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host, orders and factors.
 
     Args:
         spaces: as `learn` had them.
         state: that it returned.
     """
-    found = {}
+    found: dict[Space, Tensor] = {}
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
         found |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
-    return found
+    others = state.orders | state.factors
+    return found | {space: others[space.name] for space in spaces if space.name in others}
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
@@ -116,7 +148,7 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
         for name in families:
             state.tensors[f"{name}.best"] = parameters[name].detach().clone()
     state.history.append(value)
-    state.done = number >= steps or _gains_nothing(state.history)
+    state.done = number >= steps or not families or _gains_nothing(state.history)
     if state.done:
         return
     now = rate * (1 + math.cos(math.pi * number / steps)) / 2
@@ -147,7 +179,7 @@ def _gains_nothing(history: list[float]) -> bool:
 def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
     """Spaces of one width together, so that their rotations are one batch."""
     found: dict[str, list[Space]] = {}
-    for space in spaces:
+    for space in (space for space in spaces if not space.permuted and not space.scaled):
         found.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
     return found
 

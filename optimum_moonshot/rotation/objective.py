@@ -61,6 +61,7 @@ class Objective:
     """The groups of a model, by block; a block's weights are present while they are looked at."""
 
     blocks: list[tuple[Block | None, list[Group]]] = field(default_factory=list)
+    moments: dict[str, Tensor] = field(default_factory=dict)  # of the spaces that may be scaled; see scaling.py
 
     @property
     def matrices(self) -> Iterator[Matrix]:

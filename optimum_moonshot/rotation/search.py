@@ -1,6 +1,6 @@
 """The spaces of a model that may be rotated, and whether the model stays the function that it is."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +10,25 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks
+from ..model.units import find_units
 from .basis import Basis
 from .heads import find_heads
+from .neurons import find_neurons, find_scales
 from .spaces import RESIDUAL, Space, find_spaces
 from .trace import plain_experts, tolerance_of, trace
 
 
-def find(model: nn.Module, batch: Batch, heads_only: bool) -> tuple[list[Space], dict[str, str]]:
-    """What may be rotated in a model.
+def find(
+    model: nn.Module, batch: Batch, heads_only: bool, ordered: Collection[str] = (), scaled: Collection[str] = ()
+) -> tuple[list[Space], dict[str, str]]:
+    """What may be rotated, or permuted, in a model.
 
     Args:
         model: its weights present.
         batch: a small sample; its values do not matter.
         heads_only: leave out the residual stream, and whatever else would untie embeddings.
+        ordered: the names of layers that the order of their neurons matters to.
+        scaled: the names of layers that may take what they read in other units.
 
     Returns:
         The spaces, and the reasons why there are no others.
@@ -35,7 +41,10 @@ def find(model: nn.Module, batch: Batch, heads_only: bool) -> tuple[list[Space],
     shared = _shared(model)
     spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or not _touches(space, shared)]
     with plain_experts(model):
-        spaces += find_heads(model, found, batch, spaces)
+        units, _ = find_units(model, batch)
+    spaces += find_heads(found, units, spaces)
+    spaces += [space for space in find_neurons(found, units, ordered, spaces) if not _touches(space, shared)]
+    spaces += [space for space in find_scales(found, units, scaled, spaces) if not _touches(space, shared)]
     if heads_only:
         spaces = [space for space in spaces if not space.name.startswith(RESIDUAL)]
         refused = {}
@@ -123,7 +132,11 @@ def verify(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tens
 
 
 def _permutation(space: Space, generator: torch.Generator) -> Tensor:
-    """Random signed permutations [count, width, width]; unsigned where the vector of ones must stay."""
+    """Random signed permutations [count, width, width]; unsigned where the vector of ones must stay, or as orders."""
+    if space.permuted:
+        return torch.stack([torch.randperm(space.width, generator=generator) for _ in range(space.count)])
+    if space.scaled:
+        return 2.0 ** torch.randint(-2, 3, (space.count, space.width), generator=generator)
     found = torch.zeros(space.count, space.width, space.width)
     for matrix in found:
         order = torch.randperm(space.width, generator=generator)

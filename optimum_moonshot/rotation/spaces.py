@@ -22,6 +22,7 @@ class Place:
 
     at: Axis
     index: Tensor | None = None  # int64 [count, copies, width]; None: the axis is the space, in its order
+    gives: bool = False  # whether a node gives the coordinates there, or reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,9 @@ class Folding:
 class Space:
     """`count` vector spaces of `width` coordinates, and every axis that holds them.
 
-    A rotation R multiplies each axis from the right: p → p R for what reads, and for what gives (y → Rᵀ y).
+    A rotation R multiplies each axis from the right: p → p R for what reads, and for what gives (y → Rᵀ y). Where
+    coordinates may only be `permuted`, R is an order of them. Where they may be `scaled`, positive factors multiply
+    what gives, and divide what reads.
     """
 
     name: str
@@ -45,6 +48,9 @@ class Space:
     fixes_ones: bool  # R must fix the vector of ones
     places: tuple[Place, ...]
     foldings: tuple[Folding, ...] = ()
+    permuted: bool = False
+    scaled: bool = False
+    follows: "Space | None" = None  # in whose basis, or order, the coordinates are that may be scaled
 
 
 @dataclass(eq=False)
@@ -214,7 +220,7 @@ def _space(trace: Trace, members: list[int], name: str, width: int, foldable: di
     places, foldings, fixes_ones = [], [], False
     for end in members:
         node, gives = trace.nodes[end // 2], end % 2 == 1
-        places += [Place(axis) for axis in (node.gives if gives else node.reads)]
+        places += [Place(axis, gives=gives) for axis in (node.gives if gives else node.reads)]
         if node.norm is None or not gives:
             continue
         fixes_ones |= node.norm.fixes_ones

@@ -1,0 +1,229 @@
+"""Orders of neurons for n:m: the search for one against all orders, and what a run makes of it."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from models import token_batches
+from test_rotation_learning import problem, space
+from test_rotation_runs import prune, pruner, same, weights
+
+from optimum_moonshot.model.units import probe_inputs
+from optimum_moonshot.objective.patterns import NM, Unstructured
+from optimum_moonshot.pruning import rotating
+from optimum_moonshot.reports.rotation_report import RotationReport
+from optimum_moonshot.rotation.exchange import GAIN, best_order, competing
+from optimum_moonshot.rotation.learning import Learned, learn, rotations
+from optimum_moonshot.rotation.objective import removed, set_totals
+from optimum_moonshot.rotation.ordering import order_neurons
+from optimum_moonshot.rotation.search import check_same, outputs
+from optimum_moonshot.rotation.spaces import Place, Space
+from optimum_moonshot.rotation.trace import Axis
+
+CPU = torch.device("cpu")
+N_OF_M = dict(sparsity=None, pattern="2:4")
+
+
+def some_scores(columns, seed, rows=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).square() * torch.logspace(-1, 1, columns)
+
+
+def lost(scores, order, patterns):
+    return float(removed(scores.double()[:, order], patterns))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_pairs_get_the_best_of_all_orders(seed):
+    scores, patterns = some_scores(4, seed), [NM(1, 2)]
+    best = min(lost(scores, list(order), patterns) for order in itertools.permutations(range(4)))
+    assert lost(scores, best_order(scores, patterns), patterns) <= best * (1 + GAIN) + 1e-9
+
+
+@pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(3, 4)], [NM(4, 6)], [NM(1, 2), NM(2, 4)]], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_exchange_of_two_columns_is_better(patterns, seed):
+    scores = some_scores(12, seed)
+    order = best_order(scores, patterns)
+    assert torch.equal(order.sort().values, torch.arange(12))
+    assert torch.equal(order, best_order(scores, patterns))
+    at_first, found = lost(scores, torch.arange(12), patterns), lost(scores, order, patterns)
+    assert found < at_first
+    for i, j in itertools.combinations(range(12), 2):
+        other = order.clone()
+        other[[i, j]] = order[[j, i]]
+        assert lost(scores, other, patterns) >= found - 1.01 * len(patterns) * GAIN * at_first
+
+
+def test_columns_that_dominate_are_parted():
+    scores = torch.full((3, 16), 0.1)
+    scores[:, [0, 1, 2, 3]] = 10.0
+    order = best_order(scores, [NM(1, 4)])
+    assert sorted((order.argsort()[:4] // 4).tolist()) == [0, 1, 2, 3]
+
+
+def test_ties_and_nothing_to_gain_leave_the_order():
+    assert torch.equal(best_order(torch.ones(4, 16), [NM(2, 4)]), torch.arange(16))
+    assert torch.equal(best_order(torch.zeros(4, 16), [NM(2, 4)]), torch.arange(16))
+
+
+@pytest.mark.parametrize("patterns", [[Unstructured(0.5)], [NM(4, 4)], [NM(2, 8)], [NM(5, 7)]], ids=str)
+def test_where_no_columns_compete_with_others_the_order_stays(patterns):
+    assert torch.equal(best_order(some_scores(8, 0), patterns), torch.arange(8))
+    assert bool(competing(patterns)) == (patterns[0] in (NM(2, 8), NM(5, 7)))
+
+
+def neurons(objective):
+    """The space of the neurons that the matrix "write" reads."""
+    (matrix,) = (matrix for matrix in objective.matrices if matrix.layer.name == "write")
+    at = Axis(matrix.layer.modules[0], "weight", 1)
+    return Space("write neurons", matrix.layer.shape[1], 1, False, (Place(at),), permuted=True)
+
+
+@pytest.mark.parametrize("patterns", [(NM(2, 4),), (NM(2, 4), NM(4, 8)), (NM(1, 4), Unstructured(0.5))], ids=str)
+def test_the_objective_of_the_order_is_the_one_that_is_told(patterns):
+    stream = space()
+    objective = problem(stream, patterns)
+    spaces = [stream, neurons(objective)]
+    state = learn(objective, spaces, 5, 0.05, CPU)
+    assert state.after == state.learned == min(state.history)
+    order_neurons(objective, spaces, state)
+    assert state.after < state.learned
+    (order,) = state.orders["write neurons"]
+    group = objective.blocks[0][1][-1]
+    weight = group.matrices[0].layer.parameter
+    weight.data, group.inverse = weight.data[:, order], group.inverse[order]
+    at = {stream: rotations([stream], state)[stream].float()}
+    assert objective.value(at) == pytest.approx(state.after, rel=1e-4)
+
+
+def test_an_order_changes_nothing_else_and_survives_saving():
+    stream = space()
+    objective = problem(stream, (NM(2, 4),))
+    spaces = [stream, neurons(objective)]
+    state = learn(objective, spaces, 3, 0.05, CPU)
+    before = copy.deepcopy(state)
+    order_neurons(objective, spaces, state)
+    assert state.history == before.history
+    again = Learned.load(*state.saved())
+    assert again.saved()[1] == state.saved()[1] and again.after == state.after
+    assert again.tensors.keys() == before.tensors.keys()
+    order_neurons(objective, spaces, again, lambda _: pytest.fail("found again"))
+    assert torch.equal(again.orders["write neurons"], state.orders["write neurons"])
+
+
+def test_neurons_alone_take_no_step():
+    objective = problem(space(), (NM(2, 4),))
+    objective.blocks[0][1].pop(0)
+    (group,) = objective.blocks[0][1]
+    group.matrices[0] = dataclasses.replace(group.matrices[0], gives=())
+    spaces = [neurons(objective)]
+    state = learn(objective, spaces, 30, 0.05, CPU)
+    assert len(state.history) == 1 and state.done and not state.tensors
+    order_neurons(objective, spaces, state)
+    assert state.after < state.before
+
+
+def test_an_order_is_of_all_columns_where_some_stand_for_all():
+    stream = space()
+    objective = problem(stream, (NM(2, 4),))
+    group = objective.blocks[0][1][-1]
+    group.matrices[0] = dataclasses.replace(group.matrices[0], columns=torch.arange(8))
+    set_totals(objective, None)
+    spaces = [stream, neurons(objective)]
+    state = learn(objective, spaces, 1, 0.05, CPU)
+    order_neurons(objective, spaces, state)
+    (order,) = state.orders["write neurons"]
+    assert torch.equal(order.sort().values, torch.arange(16)) and not torch.equal(order, torch.arange(16))
+    assert 0 < state.gains["write neurons"] < state.learned
+
+
+def test_an_order_is_of_all_rows_where_some_stand_for_all():
+    orders = []
+    for rows in (None, torch.arange(2)):
+        objective = problem(space(), (NM(2, 4),))
+        group = objective.blocks[0][1][-1]
+        group.matrices[0] = dataclasses.replace(group.matrices[0], gives=(), rows=rows)
+        set_totals(objective, None)
+        spaces = [neurons(objective)]
+        state = learn(objective, [*spaces, *objective.spaces], 1, 0.05, CPU)
+        order_neurons(objective, [*spaces, *objective.spaces], state)
+        orders.append(state.orders["write neurons"])
+    assert torch.equal(*orders)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "phi3"])
+@pytest.mark.parametrize("rotation", ["learned", "heads"])
+def test_a_run_orders_neurons_for_n_of_m(name, rotation):
+    report = prune(name, rotation=rotation, **N_OF_M).report
+    turned = report.rotation
+    assert len(turned.orders) == 3 and set(turned.orders.values()) == {24}
+    assert turned.objective_after < turned.objective_learned <= turned.objective_before
+    assert "the neurons of 3 layers in another order" in report.table()
+    assert RotationReport.from_dict(turned.to_dict()) == turned and turned.summary()["neurons_ordered"] == 3
+    assert not any(name.endswith("neurons") for name in turned.spaces)
+
+
+def test_unstructured_runs_and_layers_that_stay_dense_need_no_order():
+    assert not prune().report.rotation.orders
+    kept = prune(ignore=["layers.1.mlp.down_proj"], **N_OF_M).report.rotation
+    assert list(kept.orders) == [f"model.layers.{i}.mlp.down_proj neurons" for i in (0, 2)]
+
+
+@pytest.mark.parametrize("rotation", ["learned", "heads"])
+def test_an_ordered_model_is_the_same_function_and_prunes_as_a_run_does(rotation):
+    alone = pruner("llama-tied-biased", rotation=rotation, **N_OF_M)
+    batch = probe_inputs(alone.model)
+    dense, before = outputs(alone.model, batch), weights(alone.model)
+    report = alone.rotate(token_batches(), progress=False)
+    check_same(alone.model, batch, dense, "it")
+    assert len(report.orders) == 3 and not same(weights(alone.model), before)
+    alone.prune(token_batches(), progress=False)
+    assert same(weights(alone.model), weights(prune("llama-tied-biased", rotation=rotation, **N_OF_M).model))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeypatch):
+    whole = prune(**N_OF_M)
+    put = rotating.ResultStore.put_rotation
+
+    def kill(store, state):
+        put(store, state)
+        if len(state.orders) == count:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rotating.ResultStore, "put_rotation", kill)
+        with pytest.raises(KeyboardInterrupt):
+            pruner(**N_OF_M).prune(token_batches(), progress=False, resume_dir=tmp_path)
+    if count == 3:
+        monkeypatch.setattr(rotating, "gather", lambda *_: pytest.fail("learned again"))
+    again = pruner(**N_OF_M)
+    again.prune(token_batches(), progress=False, resume_dir=tmp_path)
+    assert same(weights(again.model), weights(whole.model))
+    assert again.report.rotation.orders == whole.report.rotation.orders
+    assert again.report.rotation.objective_after == whole.report.rotation.objective_after
+
+
+def test_a_failure_puts_the_neurons_back(monkeypatch):
+    done = pruner(**N_OF_M)
+    dense = weights(done.model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optimum_moonshot.pruning.run.solve_and_write", fail)
+    with pytest.raises(KeyboardInterrupt):
+        done.prune(token_batches(), progress=False)
+    assert same(weights(done.model), dense)
+
+
+def test_a_sweep_orders_for_all_its_patterns():
+    done = pruner(**N_OF_M)
+    dense = weights(done.model)
+    swept = done.sweep(token_batches(), lambdas=[1.0], patterns=["2:4", "4:8"], progress=False)
+    assert same(weights(done.model), dense)
+    done.choose(swept.entries[0])
+    assert len(done.report.rotation.orders) == 3
