@@ -36,7 +36,7 @@ def test_moments_are_those_of_the_gradients_of_all_pieces(turned):
     found = statistic(layer, 8, None)
     delta = torch.randn(2, 4, 1, 5, 6)
     for piece in delta:
-        found.add(torch.zeros(4, 1, 5, 3), piece, True)
+        found.add(torch.zeros(4, 1, 5, 3), piece, True, slice(None))
     whole = torch.einsum("...i,...j->ij", delta, delta)
     expected = [whole[rows][:, rows] for rows in index[:, 0]]
     expected = torch.stack(expected if turned else [each.diagonal() for each in expected])

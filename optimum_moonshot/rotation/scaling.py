@@ -45,7 +45,7 @@ class OutputMoments(GradientStatistic):
         self.given = list(_given(layer, self.spaces))
         self.totals: dict[str, Tensor] = {}
 
-    def add(self, inputs: Tensor, delta: Tensor, done: bool) -> None:
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         for space, rows in self.given:
             part = delta.flatten(0, -2)[:, rows.to(delta.device)]
             turned = space.follows is not None and not space.follows.permuted
