@@ -1,0 +1,206 @@
+/* Unpacking and products of one dtype in one instruction set; included once for each.
+ *
+ * The file that includes it defines, for its dtype:
+ *   NAME(x)             a name of its own
+ *   T                   the type of a value, as bits
+ *   COLUMNS             how many a step expands: divides 64
+ *   RAW, EXPAND(p, m)   a vector of COLUMNS values; those at p, put where the bits of m are 1, and 0 elsewhere
+ *   STORE(p, raw)       it, as it is stored in a dense matrix
+ *   STORE_WIDE(p, raw), X_OF(bits)     it as X, a value as X
+ *   FLOAT_OF(bits), Y_OF(float)        a bias as a float, an output from one
+ *   PART(raw, k)        the k-th vector of LANES of it
+ *
+ * and once for several dtypes:
+ *   X                   an input or weight as it is multiplied
+ *   LANES               how many of them are multiplied at once: divides COLUMNS
+ *   VEC, LOAD(p)        a vector of them
+ *   ACC, ZERO(), SUM(acc)              a vector of float32 sums
+ *   MULTIPLY(acc, a, b)                acc + a * b
+ *   ROWS_OF_X           rows of inputs that are multiplied together
+ */
+
+#define PRAGMA_UNROLL _Pragma("GCC unroll 16")
+#define STEPS (WORD / COLUMNS)
+#define PARTS (COLUMNS / LANES)
+#define STRIP (WIDEST / (int64_t)sizeof(X)) /* a multiple of 64 */
+#define STEP_BITS ((COLUMNS == 64) ? ~0ull : (1ull << (COLUMNS % 64)) - 1)
+
+/* Expand without reading at or beyond `end`: the last values go through a copy. */
+static __attribute__((noinline)) void NAME(copy)(T *copy, const T *p, const T *end) {
+    int64_t left = end - p;
+    for (int64_t i = 0; i < COLUMNS; i++) copy[i] = i < left ? p[i] : 0;
+}
+
+INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
+    T last[COLUMNS];
+    if (end - p >= COLUMNS) return EXPAND(p, bits);
+    NAME(copy)(last, p, end);
+    return EXPAND(last, bits);
+}
+
+/* Call ACTION(raw, column) for every step of `columns` columns from a row's start on; p moves on. */
+#define EACH_STEP(p, end, meta, columns, ACTION)                                                                       \
+    do {                                                                                                               \
+        int64_t column = 0;                                                                                            \
+        if ((end) - (p) >= (columns) + COLUMNS)                                                                        \
+            for (; column + WORD <= (columns); column += WORD) {                                                       \
+                uint64_t word = read_word((meta) + column / 8, WORD);                                                  \
+                PRAGMA_UNROLL for (int step = 0; step < STEPS; step++) {                                               \
+                    uint64_t bits = (word >> (step * COLUMNS)) & STEP_BITS;                                            \
+                    RAW raw = EXPAND(p, bits);                                                                         \
+                    p += __builtin_popcountll(bits);                                                                   \
+                    ACTION(raw, column + step * COLUMNS, step);                                                        \
+                }                                                                                                      \
+            }                                                                                                          \
+        for (; column < (columns); column += WORD) {                                                                   \
+            uint64_t word = read_word((meta) + column / 8, (columns) - column);                                        \
+            for (int step = 0; step < STEPS; step++) {                                                                 \
+                uint64_t bits = (word >> (step * COLUMNS)) & STEP_BITS;                                                \
+                RAW raw = NAME(careful)(p, bits, end);                                                                 \
+                p += __builtin_popcountll(bits);                                                                       \
+                ACTION(raw, column + step * COLUMNS, step & 3);                                                        \
+            }                                                                                                          \
+        }                                                                                                              \
+    } while (0)
+
+static void NAME(unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+    const T *values = w->values, *end = values + w->stored;
+    T *out = dense;
+    for (int64_t row = first; row < last; row++, out += d_in) {
+        const T *p = values + row_start(w, row);
+        const uint8_t *meta = w->meta + row * bytes;
+        int64_t whole = d_in - d_in % WORD;
+#define KEEP(raw, column, step) STORE(out + (column), raw)
+        EACH_STEP(p, end, meta, whole, KEEP);
+#undef KEEP
+        if (whole < d_in) {
+            T rest[WORD];
+            const uint8_t *bits = meta + whole / 8;
+#define KEEP(raw, column, step) STORE(rest + (column), raw)
+            EACH_STEP(p, end, bits, d_in - whole, KEEP);
+#undef KEEP
+            memcpy(out + whole, rest, (size_t)(d_in - whole) * sizeof(T));
+        }
+    }
+}
+
+static void NAME(widen)(const void *x, int64_t d_in, int64_t padded, void *wide) {
+    const T *in = x;
+    X *out = wide;
+    for (int64_t i = 0; i < d_in; i++) out[i] = X_OF(in[i]);
+    memset(out + d_in, 0, (size_t)(padded - d_in) * sizeof(X));
+}
+
+INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_row, int64_t row, float sum) {
+    const T *bias = job->bias;
+    if (bias) sum += FLOAT_OF(bias[row]);
+    ((T *)job->y)[x_row * w->d_out + row] = Y_OF(sum);
+}
+
+/* One row of inputs: every value is multiplied where it is expanded. */
+static void NAME(vector)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+    const T *values = w->values, *end = values + w->stored;
+    const X *x = job->x;
+    for (int64_t row = first; row < last; row++) {
+        const T *p = values + row_start(w, row);
+        const uint8_t *meta = w->meta + row * bytes;
+        ACC sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+#define ADD(raw, column, step)                                                                                         \
+    PRAGMA_UNROLL for (int k = 0; k < PARTS; k++)                                                                      \
+        sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
+        EACH_STEP(p, end, meta, d_in, ADD);
+#undef ADD
+        NAME(finish)(w, job, 0, row, (SUM(sums[0]) + SUM(sums[1])) + (SUM(sums[2]) + SUM(sums[3])));
+    }
+}
+
+/* sums[i][j] += the dot product of row i of an unpacked strip and row j of x; `count` rows of x. */
+INLINE void NAME(tile)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t columns, ACC *sums,
+                       int64_t sums_stride, const int count) {
+    ACC acc[ROWS_OF_W][ROWS_OF_X];
+    PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++)
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) acc[i][j] = sums[i * sums_stride + j];
+    for (int64_t c = 0; c < columns; c += LANES) {
+        VEC b[ROWS_OF_X];
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) b[j] = LOAD(x + j * stride + c);
+        PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++) {
+            VEC a = LOAD(strip + i * strip_stride + c);
+            PRAGMA_UNROLL for (int j = 0; j < count; j++) acc[i][j] = MULTIPLY(acc[i][j], a, b[j]);
+        }
+    }
+    PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++)
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) sums[i * sums_stride + j] = acc[i][j];
+}
+
+#define MOST 16 /* rows of x whose sums are kept at once */
+
+static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t rows,
+                        int64_t columns, ACC *sums) {
+    int64_t j = 0;
+    for (; j + ROWS_OF_X <= rows; j += ROWS_OF_X)
+        NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, ROWS_OF_X);
+    for (; j + 2 <= rows; j += 2) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 2);
+    for (; j < rows; j++) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 1);
+}
+
+/* 2 to 16 rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
+static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
+                          int64_t rows) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = job->stride;
+    const T *values = w->values, *end = values + w->stored;
+    const X *x = (const X *)job->x + x_row * stride;
+    /* Rows that do not begin at the same place of a page. */
+    enum { STRIDE = WIDEST / sizeof(X) + 64 / sizeof(X) };
+    X strip[ROWS_OF_W * STRIDE] __attribute__((aligned(64)));
+    ACC sums[ROWS_OF_W * MOST];
+    for (int64_t row = first; row < last; row += ROWS_OF_W) {
+        const int64_t here = last - row < ROWS_OF_W ? last - row : ROWS_OF_W;
+        const T *p[ROWS_OF_W];
+        for (int64_t i = 0; i < here; i++) p[i] = values + row_start(w, row + i);
+        for (int i = 0; i < ROWS_OF_W * MOST; i++) sums[i] = ZERO();
+        if (here < ROWS_OF_W) memset(strip, 0, sizeof strip);
+        for (int64_t start = 0; start < d_in; start += STRIP) {
+            const int64_t columns = d_in - start < STRIP ? d_in - start : STRIP;
+            const int64_t padded = (columns + WORD - 1) / WORD * WORD;
+            for (int64_t i = 0; i < here; i++) {
+                const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
+                X *out = strip + i * STRIDE;
+#define KEEP(raw, column, step) STORE_WIDE(out + (column), raw)
+                EACH_STEP(p[i], end, meta, columns, KEEP);
+#undef KEEP
+            }
+            NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
+        }
+        for (int64_t i = 0; i < here; i++)
+            for (int64_t j = 0; j < rows; j++) NAME(finish)(w, job, x_row + j, row + i, SUM(sums[i * MOST + j]));
+    }
+}
+
+static void NAME(product)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    if (job->rows == 1) {
+        NAME(vector)(w, job, first, last);
+        return;
+    }
+    for (int64_t x_row = 0; x_row < job->rows; x_row += MOST)
+        NAME(several)(w, job, first, last, x_row, job->rows - x_row < MOST ? job->rows - x_row : MOST);
+}
+
+#undef NAME
+#undef T
+#undef COLUMNS
+#undef RAW
+#undef EXPAND
+#undef STORE
+#undef STORE_WIDE
+#undef X_OF
+#undef Y_OF
+#undef FLOAT_OF
+#undef PART
+#undef MOST
+#undef STRIP
+#undef STEPS
+#undef PARTS
+#undef STEP_BITS
+#undef PRAGMA_UNROLL

@@ -1,0 +1,69 @@
+/* x86-64 with AVX-512 VBMI2 and BF16: 16-bit lanes expand, and bfloat16 is multiplied as such. */
+#include "kernels.h"
+
+#if defined(__AVX512VBMI2__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__F16C__)
+#include <immintrin.h>
+
+/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
+#define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
+
+INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
+    __m512i values = _mm512_loadu_si512(p);
+    IN_REGISTER(values);
+    return _mm512_maskz_expand_epi16((__mmask32)bits, values);
+}
+
+#define ACC __m512
+#define ZERO() _mm512_setzero_ps()
+#define SUM(acc) _mm512_reduce_add_ps(acc)
+#define ROWS_OF_X 4
+
+#define X uint16_t
+#define LANES 32
+#define VEC __m512i
+#define LOAD(p) _mm512_loadu_si512(p)
+#define MULTIPLY(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
+
+#define NAME(x) bf16_##x
+#define T uint16_t
+#define COLUMNS 32
+#define RAW __m512i
+#define EXPAND(p, m) expand_halves(p, m)
+#define STORE(p, raw) _mm512_storeu_si512(p, raw)
+#define STORE_WIDE(p, raw) _mm512_storeu_si512(p, raw)
+#define X_OF(bits) (bits)
+#define FLOAT_OF float_of_bf16
+#define Y_OF bf16_of_float
+#define PART(raw, k) (raw)
+#include "rows.h"
+
+#undef X
+#undef LANES
+#undef VEC
+#undef LOAD
+#undef MULTIPLY
+#define X float
+#define LANES 16
+#define VEC __m512
+#define LOAD(p) _mm512_loadu_ps(p)
+#define MULTIPLY(acc, a, b) _mm512_fmadd_ps(a, b, acc)
+
+#define NAME(x) f16_##x
+#define T uint16_t
+#define COLUMNS 32
+#define RAW __m512i
+#define EXPAND(p, m) expand_halves(p, m)
+#define STORE(p, raw) _mm512_storeu_si512(p, raw)
+#define STORE_WIDE(p, raw) (_mm512_storeu_ps(p, PART(raw, 0)), _mm512_storeu_ps((p) + 16, PART(raw, 1)))
+#define X_OF float_of_f16
+#define FLOAT_OF float_of_f16
+#define Y_OF f16_of_float
+#define PART(raw, k) _mm512_cvtph_ps((k) ? _mm512_extracti64x4_epi64(raw, 1) : _mm512_castsi512_si256(raw))
+#include "rows.h"
+
+/* float32 is that of avx512.c. */
+const kernels moonshot_vbmi2 = {
+    {bf16_unpack, f16_unpack}, {bf16_widen, f16_widen}, {2, 4}, {bf16_product, f16_product}};
+#else
+const kernels moonshot_vbmi2; /* empty */
+#endif
