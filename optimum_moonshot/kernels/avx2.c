@@ -32,6 +32,7 @@ INLINE float sum_floats(__m256 a) {
 #define LOAD(p) _mm256_loadu_ps(p)
 #define ACC __m256
 #define ZERO() _mm256_setzero_ps()
+#define PLUS(a, b) _mm256_add_ps(a, b)
 #define SUM(acc) sum_floats(acc)
 #define MULTIPLY(acc, a, b) _mm256_fmadd_ps(a, b, acc)
 #define ROWS_OF_X 2

@@ -27,6 +27,7 @@ INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi3
 #define LOAD(p) _mm512_loadu_ps(p)
 #define ACC __m512
 #define ZERO() _mm512_setzero_ps()
+#define PLUS(a, b) _mm512_add_ps(a, b)
 #define SUM(acc) _mm512_reduce_add_ps(acc)
 #define MULTIPLY(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #define ROWS_OF_X 4

@@ -55,6 +55,11 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define WIDEST 4096 /* bytes of a row that are unpacked at once */
 #define ROWS_OF_W 4 /* which are unpacked together */
 
+#ifndef AHEAD
+#define AHEAD 2048
+#define AHEAD_BITS 512
+#endif
+
 #define INLINE static inline __attribute__((always_inline, unused))
 
 INLINE int64_t row_start(const packed_matrix *w, int64_t row) {

@@ -31,6 +31,7 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
 #define LOAD(p) vld1q_f32(p)
 #define ACC float32x4_t
 #define ZERO() vdupq_n_f32(0)
+#define PLUS(a, b) vaddq_f32(a, b)
 #define SUM(acc) vaddvq_f32(acc)
 #define MULTIPLY(acc, a, b) vfmaq_f32(acc, a, b)
 #define ROWS_OF_X 4

@@ -49,6 +49,7 @@ INLINE floats floats_of_words(words raw) {
 #define LOAD(p) load_floats(p)
 #define ACC floats
 #define ZERO() ((floats){0})
+#define PLUS(a, b) ((a) + (b))
 #define SUM(acc) sum_floats(acc)
 #define MULTIPLY(acc, a, b) ((acc) + (a) * (b))
 #define ROWS_OF_X 2

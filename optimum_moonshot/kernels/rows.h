@@ -15,7 +15,7 @@
  *   LANES               how many of them are multiplied at once: divides COLUMNS
  *   VEC, LOAD(p)        a vector of them
  *   ACC, ZERO(), SUM(acc)              a vector of float32 sums
- *   MULTIPLY(acc, a, b)                acc + a * b
+ *   MULTIPLY(acc, a, b), PLUS(a, b)    acc + a * b; the sum of two of these vectors
  *   ROWS_OF_X           rows of inputs that are multiplied together
  */
 
@@ -42,16 +42,20 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
 #define EACH_STEP(p, end, meta, columns, ACTION)                                                                       \
     do {                                                                                                               \
         int64_t column = 0;                                                                                            \
-        if ((end) - (p) >= (columns) + COLUMNS)                                                                        \
-            for (; column + WORD <= (columns); column += WORD) {                                                       \
-                uint64_t word = read_word((meta) + column / 8, WORD);                                                  \
-                PRAGMA_UNROLL for (int step = 0; step < STEPS; step++) {                                               \
-                    uint64_t bits = (word >> (step * COLUMNS)) & STEP_BITS;                                            \
+        if ((end) - (p) >= (columns) + COLUMNS) {                                                                      \
+            for (; column + 2 * WORD <= (columns); column += 2 * WORD) {                                               \
+                const uint64_t pair[2] = {read_word((meta) + column / 8, WORD), read_word((meta) + column / 8 + 8, WORD)}; \
+                __builtin_prefetch((const char *)(p) + AHEAD);                                                          \
+                __builtin_prefetch((const char *)(p) + AHEAD + 64);                                                     \
+                __builtin_prefetch((const char *)(meta) + column / 8 + AHEAD_BITS);                                              \
+                PRAGMA_UNROLL for (int step = 0; step < 2 * STEPS; step++) {                                           \
+                    uint64_t bits = (pair[step / STEPS] >> (step % STEPS * COLUMNS)) & STEP_BITS;                                            \
                     RAW raw = EXPAND(p, bits);                                                                         \
                     p += __builtin_popcountll(bits);                                                                   \
                     ACTION(raw, column + step * COLUMNS, step);                                                        \
                 }                                                                                                      \
             }                                                                                                          \
+        }                                                                                                              \
         for (; column < (columns); column += WORD) {                                                                   \
             uint64_t word = read_word((meta) + column / 8, (columns) - column);                                        \
             for (int step = 0; step < STEPS; step++) {                                                                 \
@@ -112,7 +116,7 @@ static void NAME(vector)(const packed_matrix *w, const product *job, int64_t fir
         sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
         EACH_STEP(p, end, meta, d_in, ADD);
 #undef ADD
-        NAME(finish)(w, job, 0, row, (SUM(sums[0]) + SUM(sums[1])) + (SUM(sums[2]) + SUM(sums[3])));
+        NAME(finish)(w, job, 0, row, SUM(PLUS(PLUS(sums[0], sums[1]), PLUS(sums[2], sums[3]))));
     }
 }
 

@@ -15,6 +15,7 @@ INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
 
 #define ACC __m512
 #define ZERO() _mm512_setzero_ps()
+#define PLUS(a, b) _mm512_add_ps(a, b)
 #define SUM(acc) _mm512_reduce_add_ps(acc)
 #define ROWS_OF_X 4
 
