@@ -76,7 +76,7 @@ INLINE float sum_floats(__m256 a) {
 #define PART(raw, k) (raw)
 #include "rows.h"
 
-const kernels moonshot_avx2 = {ALL(unpack), ALL(widen), {4, 4, 4}, ALL(product)};
+const kernels moonshot_avx2 = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};
 #else
 const kernels moonshot_avx2; /* empty */
 #endif

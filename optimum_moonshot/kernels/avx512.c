@@ -71,7 +71,7 @@ INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi3
 #define PART(raw, k) (raw)
 #include "rows.h"
 
-const kernels moonshot_avx512 = {ALL(unpack), ALL(widen), {4, 4, 4}, ALL(product)};
+const kernels moonshot_avx512 = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};
 #else
 const kernels moonshot_avx512; /* empty */
 #endif

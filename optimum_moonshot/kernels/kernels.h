@@ -26,30 +26,30 @@ typedef struct {
     int64_t d_out, d_in;
 } packed_matrix;
 
-/* Inputs [rows, stride] as a kernel reads them: zeros from d_in on, rows aligned to 64 bytes. */
 typedef struct {
-    const void *x;
-    int64_t stride; /* in elements */
+    const void *x; /* what `prepare` made of the inputs */
     int64_t rows;
     const void *bias; /* [d_out], or null */
     void *y;          /* [rows, d_out] */
 } product;
 
-/* One instruction set, by dtype; null where the compiler had none for it. */
+/* The functions for one dtype. */
 typedef struct {
     /* Dense rows first to last - 1, [last - first, d_in]. */
-    void (*unpack[DTYPES])(const packed_matrix *w, int64_t first, int64_t last, void *dense);
-    /* One row of inputs as the product reads them. */
-    void (*widen[DTYPES])(const void *x, int64_t d_in, int64_t padded, void *wide);
-    int wide_bytes[DTYPES];
-    /* Outputs first to last - 1 of every row. */
-    void (*product[DTYPES])(const packed_matrix *w, const product *job, int64_t first, int64_t last);
-} kernels;
+    void (*unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense);
+    /* Outputs first to last - 1 of every row of inputs. */
+    void (*multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last);
+    /* Inputs [rows, d_in] as `multiply` reads them, in `prepared_bytes` of memory aligned to 64. */
+    int64_t (*prepared_bytes)(int64_t rows, int64_t d_in);
+    void (*prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared);
+} kernel;
 
-extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_neon;
+/* One instruction set, by dtype; null where it has none, or the compiler had none for it. */
+typedef kernel kernels[DTYPES];
 
-/* The functions of one name for every dtype. */
-#define ALL(name) {bf16_##name, f16_##name, f32_##name}
+extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_amx, moonshot_neon;
+
+#define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare}
 
 #define WORD 64 /* columns that are looked at together: one word of bits */
 #define WIDEST 4096 /* bytes of a row that are unpacked at once */

@@ -2,6 +2,10 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kernels.h"
 #include "tables.h"
@@ -19,13 +23,23 @@ static uint64_t enabled_state(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* 1 for avx2, 3 with avx512, 7 with vbmi2: what the processor has and the system saves at a switch. */
+/* The tiles' state is large: Linux saves it for processes that asked. */
+static int may_use_tiles(void) {
+#if defined(__linux__)
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+/* Bits for avx2, avx512, vbmi2, amx: what the processor has and the system saves at a switch. */
 static int found_sets(void) {
-    unsigned a, b, c, d, b7, c7, a71 = 0, found = 0;
+    unsigned a, b, c, d, b7, c7, d7, a71 = 0, found = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
     const unsigned base = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
     if ((c & base) != base || (enabled_state() & 6) != 6) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d)) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return 0;
     if (!(b7 & 1u << 5)) return 0; /* AVX2 */
     found = 1;
     const unsigned wide = 1u << 16 | 1u << 30 | 1u << 31; /* AVX-512 F, BW, VL */
@@ -35,36 +49,41 @@ static int found_sets(void) {
         unsigned b1, c1, d1;
         __get_cpuid_count(7, 1, &a71, &b1, &c1, &d1);
     }
-    if ((c7 & 1u << 6) && (a71 & 1u << 5)) found |= 4; /* VBMI2, BF16 */
+    if (!(c7 & 1u << 6) || !(a71 & 1u << 5)) return (int)found; /* VBMI2, BF16 */
+    found |= 4;
+    const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE */
+    if ((d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) found |= 8;
     return (int)found;
 }
 #endif
 
-/* From the slowest to the fastest. */
-static const struct {
+/* From the slowest to the fastest; each has what it lacks itself from the one that it is based on. */
+static const struct instruction_set {
     const char *name;
-    const kernels *own, *base; /* base has what own lacks */
-    int needs;
+    const kernels *own;
+    const struct instruction_set *base;
+    int needs, many; /* many: it is for two rows of inputs or more */
 } sets[] = {
-    {"portable", &moonshot_portable, &moonshot_portable, 0},
+    {"portable", &moonshot_portable, NULL, 0, 0},
 #if defined(__x86_64__)
-    {"avx2", &moonshot_avx2, &moonshot_portable, 1},
-    {"avx512", &moonshot_avx512, &moonshot_portable, 2},
-    {"vbmi2", &moonshot_vbmi2, &moonshot_avx512, 4},
+    {"avx2", &moonshot_avx2, &sets[0], 1, 0},
+    {"avx512", &moonshot_avx512, &sets[0], 2, 0},
+    {"vbmi2", &moonshot_vbmi2, &sets[2], 4, 0},
+    {"amx", &moonshot_amx, &sets[3], 8, 1},
 #elif defined(__aarch64__)
-    {"neon", &moonshot_neon, &moonshot_portable, 0},
+    {"neon", &moonshot_neon, &sets[0], 0, 0},
 #endif
 };
 enum { SETS = sizeof sets / sizeof *sets };
 
-static kernels chosen;
+static kernels one_row, many_rows;
 
 static int usable(int set) {
     int found = 0;
 #if defined(__x86_64__)
     found = found_sets();
 #endif
-    return (sets[set].needs & found) == sets[set].needs && sets[set].own->product[0];
+    return (sets[set].needs & found) == sets[set].needs && (*sets[set].own)[BF16].multiply;
 }
 
 static void fill_shuffles(void) {
@@ -94,17 +113,15 @@ PUBLIC const char *moonshot_set_name(int which) {
 PUBLIC int moonshot_use(const char *name) {
     for (int set = SETS - 1; set >= 0; set--) {
         if ((name && strcmp(name, sets[set].name)) || !usable(set)) continue;
-        kernels all = *sets[set].own;
-        for (int dtype = 0; dtype < DTYPES; dtype++)
-            if (!all.product[dtype]) {
-                const kernels *base = sets[set].base;
-                all.unpack[dtype] = base->unpack[dtype];
-                all.widen[dtype] = base->widen[dtype];
-                all.wide_bytes[dtype] = base->wide_bytes[dtype];
-                all.product[dtype] = base->product[dtype];
-            }
+        for (int dtype = 0; dtype < DTYPES; dtype++) {
+            const struct instruction_set *many = &sets[set], *one;
+            while (!(*many->own)[dtype].multiply) many = many->base;
+            for (one = many; one->many;) one = one->base;
+            while (!(*one->own)[dtype].multiply) one = one->base;
+            many_rows[dtype] = (*many->own)[dtype];
+            one_row[dtype] = (*one->own)[dtype];
+        }
         fill_shuffles();
-        chosen = all;
         return 0;
     }
     return -1;
@@ -115,11 +132,14 @@ typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
 
 typedef struct {
     const packed_matrix *w;
-    const product *job;
+    const kernel *with;
+    const product *job; /* or null: */
     void *dense;
     int64_t first, last, parts, next;
-    int dtype, bytes;
+    int bytes;
 } task;
+
+#define TOGETHER 32 /* rows that the widest kernel unpacks together */
 
 /* The first row of a part: parts hold equally many bytes of values and bits. */
 static int64_t part_start(const task *t, int64_t part) {
@@ -139,7 +159,7 @@ static int64_t part_start(const task *t, int64_t part) {
         }
         row = low;
     }
-    row = t->first + (row - t->first + ROWS_OF_W - 1) / ROWS_OF_W * ROWS_OF_W;
+    row = t->first + (row - t->first + TOGETHER - 1) / TOGETHER * TOGETHER;
     return row < t->last ? row : t->last;
 }
 
@@ -150,10 +170,8 @@ static void work(void *argument) {
         if (part >= t->parts) return;
         const int64_t first = part_start(t, part), last = part_start(t, part + 1);
         if (first >= last) continue;
-        if (t->job) chosen.product[t->dtype](t->w, t->job, first, last);
-        else
-            chosen.unpack[t->dtype](t->w, first, last,
-                                    (char *)t->dense + (first - t->first) * t->w->d_in * t->bytes);
+        if (t->job) t->with->multiply(t->w, t->job, first, last);
+        else t->with->unpack(t->w, first, last, (char *)t->dense + (first - t->first) * t->w->d_in * t->bytes);
     }
 }
 
@@ -187,18 +205,15 @@ PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *
                             const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
                             const void *bias, void *y, int threads) {
     const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
-    const int bytes = dtype == F32 ? 4 : 2, wide = chosen.wide_bytes[dtype];
-    const int64_t padded = (d_in + WORD - 1) / WORD * WORD;
-    const int64_t stride = padded + WORD; /* rows do not begin at the same place of a page */
-    void *copy = NULL;
+    const kernel *with = rows > 1 ? &many_rows[dtype] : &one_row[dtype];
+    void *prepared = NULL;
     if (rows <= 0 || d_out <= 0) return 0;
-    if (posix_memalign(&copy, 64, (size_t)(rows * stride * wide))) return -1;
-    for (int64_t row = 0; row < rows; row++)
-        chosen.widen[dtype]((const char *)x + row * d_in * bytes, d_in, padded, (char *)copy + row * stride * wide);
-    const product job = {copy, stride, rows, bias, y};
-    task t = {&w, &job, NULL, 0, d_out, 1, 0, dtype, bytes};
+    if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(rows, d_in))) return -1;
+    with->prepare(x, rows, d_in, prepared);
+    const product job = {prepared, rows, bias, y};
+    task t = {&w, with, &job, NULL, 0, d_out, 1, 0, dtype == F32 ? 4 : 2};
     run(&t, threads);
-    free(copy);
+    free(prepared);
     return 0;
 }
 
@@ -207,7 +222,7 @@ PUBLIC void moonshot_unpack(int dtype, int64_t d_out, int64_t d_in, const void *
                             const uint8_t *meta, const int64_t *offsets, int64_t first, int64_t last, void *dense,
                             int threads) {
     const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
-    task t = {&w, NULL, dense, first, last, 1, 0, dtype, dtype == F32 ? 4 : 2};
+    task t = {&w, &one_row[dtype], NULL, dense, first, last, 1, 0, dtype == F32 ? 4 : 2};
     run(&t, threads);
 }
 

@@ -75,7 +75,7 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
 #define PART(raw, k) (raw)
 #include "rows.h"
 
-const kernels moonshot_neon = {ALL(unpack), ALL(widen), {4, 4, 4}, ALL(product)};
+const kernels moonshot_neon = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};
 #else
 const kernels moonshot_neon; /* empty */
 #endif

@@ -93,4 +93,4 @@ INLINE floats floats_of_words(words raw) {
 #define PART(raw, k) floats_of_words(raw)
 #include "rows.h"
 
-const kernels moonshot_portable = {ALL(unpack), ALL(widen), {4, 4, 4}, ALL(product)};
+const kernels moonshot_portable = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};

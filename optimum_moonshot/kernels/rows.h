@@ -38,16 +38,17 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
     return EXPAND(last, bits);
 }
 
-/* Call ACTION(raw, column) for every step of `columns` columns from a row's start on; p moves on. */
-#define EACH_STEP(p, end, meta, columns, ACTION)                                                                       \
+/* Call ACTION(raw, column, step) for every step of `columns` columns from p and the first bit of meta on; p moves on.
+ * Memory `ahead` and `ahead_bits` bytes further is fetched, which need not be there. */
+#define EACH_STEP(p, end, meta, columns, ahead, ahead_bits, ACTION)                                                                       \
     do {                                                                                                               \
         int64_t column = 0;                                                                                            \
         if ((end) - (p) >= (columns) + COLUMNS) {                                                                      \
             for (; column + 2 * WORD <= (columns); column += 2 * WORD) {                                               \
                 const uint64_t pair[2] = {read_word((meta) + column / 8, WORD), read_word((meta) + column / 8 + 8, WORD)}; \
-                __builtin_prefetch((const char *)(p) + AHEAD);                                                          \
-                __builtin_prefetch((const char *)(p) + AHEAD + 64);                                                     \
-                __builtin_prefetch((const char *)(meta) + column / 8 + AHEAD_BITS);                                              \
+                __builtin_prefetch((const char *)(p) + (ahead));                                                          \
+                __builtin_prefetch((const char *)(p) + (ahead) + 64);                                                     \
+                __builtin_prefetch((const char *)(meta) + column / 8 + (ahead_bits));                                              \
                 PRAGMA_UNROLL for (int step = 0; step < 2 * STEPS; step++) {                                           \
                     uint64_t bits = (pair[step / STEPS] >> (step % STEPS * COLUMNS)) & STEP_BITS;                                            \
                     RAW raw = EXPAND(p, bits);                                                                         \
@@ -67,7 +68,7 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
         }                                                                                                              \
     } while (0)
 
-static void NAME(unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense) {
+__attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense) {
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
     const T *values = w->values, *end = values + w->stored;
     T *out = dense;
@@ -76,24 +77,34 @@ static void NAME(unpack)(const packed_matrix *w, int64_t first, int64_t last, vo
         const uint8_t *meta = w->meta + row * bytes;
         int64_t whole = d_in - d_in % WORD;
 #define KEEP(raw, column, step) STORE(out + (column), raw)
-        EACH_STEP(p, end, meta, whole, KEEP);
+        EACH_STEP(p, end, meta, whole, AHEAD, AHEAD_BITS, KEEP);
 #undef KEEP
         if (whole < d_in) {
             T rest[WORD];
             const uint8_t *bits = meta + whole / 8;
 #define KEEP(raw, column, step) STORE(rest + (column), raw)
-            EACH_STEP(p, end, bits, d_in - whole, KEEP);
+            EACH_STEP(p, end, bits, d_in - whole, AHEAD, AHEAD_BITS, KEEP);
 #undef KEEP
             memcpy(out + whole, rest, (size_t)(d_in - whole) * sizeof(T));
         }
     }
 }
 
-static void NAME(widen)(const void *x, int64_t d_in, int64_t padded, void *wide) {
+/* Rows that are padded with zeros to whole words, and do not begin at the same place of a page. */
+INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
+
+__attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
+    return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
+}
+
+__attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared) {
     const T *in = x;
-    X *out = wide;
-    for (int64_t i = 0; i < d_in; i++) out[i] = X_OF(in[i]);
-    memset(out + d_in, 0, (size_t)(padded - d_in) * sizeof(X));
+    const int64_t stride = NAME(stride)(d_in);
+    for (int64_t row = 0; row < rows; row++) {
+        X *out = (X *)prepared + row * stride;
+        for (int64_t i = 0; i < d_in; i++) out[i] = X_OF(in[row * d_in + i]);
+        memset(out + d_in, 0, (size_t)(stride - d_in) * sizeof(X));
+    }
 }
 
 INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_row, int64_t row, float sum) {
@@ -114,7 +125,7 @@ static void NAME(vector)(const packed_matrix *w, const product *job, int64_t fir
 #define ADD(raw, column, step)                                                                                         \
     PRAGMA_UNROLL for (int k = 0; k < PARTS; k++)                                                                      \
         sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
-        EACH_STEP(p, end, meta, d_in, ADD);
+        EACH_STEP(p, end, meta, d_in, AHEAD, AHEAD_BITS, ADD);
 #undef ADD
         NAME(finish)(w, job, 0, row, SUM(PLUS(PLUS(sums[0], sums[1]), PLUS(sums[2], sums[3]))));
     }
@@ -152,7 +163,7 @@ static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_
 /* 2 to 16 rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
 static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                           int64_t rows) {
-    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = job->stride;
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
     const T *values = w->values, *end = values + w->stored;
     const X *x = (const X *)job->x + x_row * stride;
     /* Rows that do not begin at the same place of a page. */
@@ -172,7 +183,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
                 const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
                 X *out = strip + i * STRIDE;
 #define KEEP(raw, column, step) STORE_WIDE(out + (column), raw)
-                EACH_STEP(p[i], end, meta, columns, KEEP);
+                EACH_STEP(p[i], end, meta, columns, AHEAD, AHEAD_BITS, KEEP);
 #undef KEEP
             }
             NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
@@ -182,7 +193,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
     }
 }
 
-static void NAME(product)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+__attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     if (job->rows == 1) {
         NAME(vector)(w, job, first, last);
         return;
@@ -191,6 +202,7 @@ static void NAME(product)(const packed_matrix *w, const product *job, int64_t fi
         NAME(several)(w, job, first, last, x_row, job->rows - x_row < MOST ? job->rows - x_row : MOST);
 }
 
+#ifndef KEEP_STEPS
 #undef NAME
 #undef T
 #undef COLUMNS
@@ -208,3 +220,4 @@ static void NAME(product)(const packed_matrix *w, const product *job, int64_t fi
 #undef PARTS
 #undef STEP_BITS
 #undef PRAGMA_UNROLL
+#endif

@@ -2,40 +2,7 @@
 #include "kernels.h"
 
 #if defined(__AVX512VBMI2__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__F16C__)
-#include <immintrin.h>
-
-/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
-#define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
-
-INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
-    __m512i values = _mm512_loadu_si512(p);
-    IN_REGISTER(values);
-    return _mm512_maskz_expand_epi16((__mmask32)bits, values);
-}
-
-#define ACC __m512
-#define ZERO() _mm512_setzero_ps()
-#define PLUS(a, b) _mm512_add_ps(a, b)
-#define SUM(acc) _mm512_reduce_add_ps(acc)
-#define ROWS_OF_X 4
-
-#define X uint16_t
-#define LANES 32
-#define VEC __m512i
-#define LOAD(p) _mm512_loadu_si512(p)
-#define MULTIPLY(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
-
-#define NAME(x) bf16_##x
-#define T uint16_t
-#define COLUMNS 32
-#define RAW __m512i
-#define EXPAND(p, m) expand_halves(p, m)
-#define STORE(p, raw) _mm512_storeu_si512(p, raw)
-#define STORE_WIDE(p, raw) _mm512_storeu_si512(p, raw)
-#define X_OF(bits) (bits)
-#define FLOAT_OF float_of_bf16
-#define Y_OF bf16_of_float
-#define PART(raw, k) (raw)
+#include "bf16_lanes.h"
 #include "rows.h"
 
 #undef X
@@ -63,8 +30,7 @@ INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
 #include "rows.h"
 
 /* float32 is that of avx512.c. */
-const kernels moonshot_vbmi2 = {
-    {bf16_unpack, f16_unpack}, {bf16_widen, f16_widen}, {2, 4}, {bf16_product, f16_product}};
+const kernels moonshot_vbmi2 = {KERNEL(bf16), KERNEL(f16)};
 #else
 const kernels moonshot_vbmi2; /* empty */
 #endif

@@ -1,0 +1,35 @@
+/* bfloat16 in 16-bit lanes: what rows.h asks for, with AVX-512 VBMI2 and BF16. */
+#include <immintrin.h>
+
+/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
+#define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
+
+INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
+    __m512i values = _mm512_loadu_si512(p);
+    IN_REGISTER(values);
+    return _mm512_maskz_expand_epi16((__mmask32)bits, values);
+}
+
+#define ACC __m512
+#define ZERO() _mm512_setzero_ps()
+#define PLUS(a, b) _mm512_add_ps(a, b)
+#define SUM(acc) _mm512_reduce_add_ps(acc)
+#define ROWS_OF_X 4
+
+#define X uint16_t
+#define LANES 32
+#define VEC __m512i
+#define LOAD(p) _mm512_loadu_si512(p)
+#define MULTIPLY(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
+
+#define NAME(x) bf16_##x
+#define T uint16_t
+#define COLUMNS 32
+#define RAW __m512i
+#define EXPAND(p, m) expand_halves(p, m)
+#define STORE(p, raw) _mm512_storeu_si512(p, raw)
+#define STORE_WIDE(p, raw) _mm512_storeu_si512(p, raw)
+#define X_OF(bits) (bits)
+#define FLOAT_OF float_of_bf16
+#define Y_OF bf16_of_float
+#define PART(raw, k) (raw)
