@@ -1,4 +1,6 @@
 /* x86-64 with AMX tiles of bfloat16, for two rows of inputs or more: rows of W are unpacked into tiles. */
+#include <stdlib.h>
+
 #include "kernels.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512VBMI2__) && defined(__AVX512BF16__)
@@ -13,7 +15,8 @@ enum {
     PANEL = 2 * SIDE, /* rows of W, and of x, that are multiplied together */
     STRIP_OF_TILES = 512, /* inputs that are unpacked at once: 32 KiB of a panel */
     BLOCKS = STRIP_OF_TILES / DEPTH,
-    MOST_ROWS = 1024, /* of x whose sums are kept at once: 128 KiB */
+    MOST_ROWS = 512, /* of x whose sums are kept at once: 64 KiB for a panel */
+    GROUP = 8, /* panels that share a strip of x */
 };
 
 typedef struct {
@@ -89,25 +92,39 @@ INLINE void multiply_tiles(const char *w, const char *x, int64_t x_step, int64_t
     }
 }
 
-/* Inputs start to start + columns of a panel; the strip that comes next, or the next panel's first, is fetched. */
-static void unpack_tiles(const packed_matrix *w, const uint16_t **p, int64_t row, int64_t here, int64_t start,
-                         int64_t columns, char *tiles) {
+typedef struct {
+    const packed_matrix *w;
+    int64_t first, last; /* rows of W */
+    int64_t start, columns;
+    const uint16_t *values[GROUP * PANEL]; /* of each of these rows, from `start` on */
+} strip;
+
+/* Unpack a panel, from row `from` of the strip on; what is unpacked next is fetched. */
+static void unpack_tiles(strip *s, int64_t from, char *tiles) {
+    const packed_matrix *w = s->w;
     const uint16_t *base = w->values, *end = base + w->stored;
-    const int64_t bytes = (w->d_in + 7) / 8;
-    const int more = start + columns < w->d_in;
-    for (int64_t i = 0; i < here; i++) {
-        const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
-        char *out = tiles + i * 64;
-        const uint16_t *values = p[i];
-        int64_t ahead = w->stored / w->d_out * 2 * STRIP_OF_TILES / w->d_in, ahead_bits = STRIP_OF_TILES / 8;
-        if (!more && row + PANEL + i < w->d_out) {
-            ahead = (const char *)(base + row_start(w, row + PANEL + i)) - (const char *)values;
-            ahead_bits = PANEL * bytes - start / 8;
+    const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
+    const int64_t usual = w->stored / w->d_out * s->columns / w->d_in;
+    for (int64_t i = from; i < from + PANEL && i < rows; i++) {
+        const uint8_t *meta = w->meta + (s->first + i) * bytes + s->start / 8;
+        char *out = tiles + (i - from) * 64;
+        const uint16_t *values = s->values[i], *next = values;
+        int64_t next_bits = 0;
+        if (i + PANEL < rows) { /* the same inputs of the next panel */
+            next = s->values[i + PANEL];
+            next_bits = PANEL * bytes;
+        } else if (s->start + s->columns < w->d_in) { /* the next inputs of the first panel */
+            next = rows > PANEL ? s->values[i - from] : values + usual;
+            next_bits = s->columns / 8 - from * bytes;
+        } else if (s->last + i - from < w->d_out) { /* the next rows */
+            next = base + row_start(w, s->last + i - from);
+            next_bits = (s->last - s->first - from) * bytes - s->start / 8;
         }
+        const int64_t ahead = (const char *)next - (const char *)values;
 #define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * 2 * TILE, raw)
-        EACH_STEP(values, end, meta, columns, ahead, ahead_bits, KEEP);
+        EACH_STEP(values, end, meta, s->columns, ahead, next_bits, KEEP);
 #undef KEEP
-        p[i] = values;
+        s->values[i] = values;
     }
 }
 
@@ -132,39 +149,49 @@ static void write_outputs(const packed_matrix *w, const product *job, int64_t ro
     }
 }
 
-/* All rows of W from first on, and rows of x from x_first on: at most MOST_ROWS. */
-static void multiply_panels(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_first) {
-    const int64_t d_in = w->d_in, x_step = depth_blocks(d_in) * TILE;
+/* Rows of W of one group and up to MOST_ROWS rows of x, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
+static void multiply_group(strip *s, const product *job, int64_t x_first, char *tiles, float *sums) {
+    const packed_matrix *w = s->w;
+    const int64_t x_step = depth_blocks(w->d_in) * TILE, w_rows = s->last - s->first;
     const int64_t rows = job->rows - x_first < MOST_ROWS ? job->rows - x_first : MOST_ROWS;
-    const char *x = (const char *)job->x + x_first / SIDE * x_step;
-    char tiles[BLOCKS * 2 * TILE] __attribute__((aligned(64)));
-    float sums[MOST_ROWS / PANEL * 4 * 256] __attribute__((aligned(64)));
-    for (int64_t row = first; row < last; row += PANEL) {
-        const int64_t here = last - row < PANEL ? last - row : PANEL;
-        const uint16_t *p[PANEL];
-        for (int64_t i = 0; i < here; i++) p[i] = (const uint16_t *)w->values + row_start(w, row + i);
-        if (here < PANEL) memset(tiles, 0, sizeof tiles);
-        for (int64_t start = 0; start < d_in; start += STRIP_OF_TILES) {
-            const int64_t columns = d_in - start < STRIP_OF_TILES ? d_in - start : STRIP_OF_TILES;
-            const int64_t blocks = depth_blocks(columns);
-            const char *x_strip = x + start / DEPTH * TILE;
-            unpack_tiles(w, p, row, here, start, columns, tiles);
-            for (int64_t pair = 0; pair * PANEL < rows; pair++) {
-                const char *x_pair = x_strip + 2 * pair * x_step;
-                float *to = sums + pair * 4 * 256;
-                if (rows - pair * PANEL > SIDE) multiply_tiles(tiles, x_pair, x_step, blocks, to, start == 0, 2);
-                else multiply_tiles(tiles, x_pair, x_step, blocks, to, start == 0, 1);
+    const int64_t pairs = (rows + PANEL - 1) / PANEL;
+    for (int64_t i = 0; i < w_rows; i++) s->values[i] = (const uint16_t *)w->values + row_start(w, s->first + i);
+    for (s->start = 0; s->start < w->d_in; s->start += STRIP_OF_TILES) {
+        s->columns = w->d_in - s->start < STRIP_OF_TILES ? w->d_in - s->start : STRIP_OF_TILES;
+        const char *x = (const char *)job->x + x_first / SIDE * x_step + s->start / DEPTH * TILE;
+        for (int64_t panel = 0; panel * PANEL < w_rows; panel++) {
+            float *to = sums + panel * pairs * 4 * 256;
+            unpack_tiles(s, panel * PANEL, tiles);
+            for (int64_t pair = 0; pair < pairs; pair++, to += 4 * 256) {
+                const int64_t blocks = depth_blocks(s->columns);
+                if (rows - pair * PANEL > SIDE)
+                    multiply_tiles(tiles, x + 2 * pair * x_step, x_step, blocks, to, s->start == 0, 2);
+                else multiply_tiles(tiles, x + 2 * pair * x_step, x_step, blocks, to, s->start == 0, 1);
             }
         }
-        write_outputs(w, job, row, here, x_first, rows, sums);
+    }
+    for (int64_t row = 0; row < w_rows; row += PANEL) {
+        const int64_t here = w_rows - row < PANEL ? w_rows - row : PANEL;
+        write_outputs(w, job, s->first + row, here, x_first, rows, sums + row / PANEL * pairs * 4 * 256);
     }
 }
 
 static void amx_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    char tiles[BLOCKS * 2 * TILE] __attribute__((aligned(64))) = {0};
+    float few[MOST_ROWS / PANEL * 4 * 256] __attribute__((aligned(64)));
+    /* With many rows of x, a strip of them is read from the cache by several panels before the next. */
+    void *many = NULL;
+    if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof few)) many = NULL;
+    const int64_t group = many ? GROUP * PANEL : PANEL;
+    strip s = {.w = w};
     configure();
     for (int64_t x_first = 0; x_first < job->rows; x_first += MOST_ROWS)
-        multiply_panels(w, job, first, last, x_first);
+        for (s.first = first; s.first < last; s.first = s.last) {
+            s.last = last - s.first < group ? last : s.first + group;
+            multiply_group(&s, job, x_first, tiles, many ? many : few);
+        }
     _tile_release();
+    free(many);
 }
 
 const kernels moonshot_amx = {{NULL, amx_multiply, amx_prepared_bytes, amx_prepare}};
