@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<path>[^)]+)\)")
 
 KERNELS = Path("optimum_moonshot", "kernels")
-WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mpopcnt"]
+WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"]
 # What the files of an instruction set are compiled with; without it, or with a compiler that lacks it, they are empty.
 INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-    "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt"],
+    "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
     "avx512.c": WIDE,
     "vbmi2.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16"],
 }

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import platform
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +23,11 @@ LIBRARY = find_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")
 SETS = LIBRARY.instruction_sets if LIBRARY else ()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [*range(1, 18), 64]
+ROWS = [*range(1, 18), 30, 70]
 NMS = [NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32), NM(1, 4)]
 GUARDED = Path(__file__).with_name("guarded_kernels.py")
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "optimum_moonshot" / "kernels").glob("*.c"))
 
 
 @pytest.fixture(params=SETS)
@@ -53,6 +58,7 @@ def cases():
     """Every n:m and sparsity in a few sizes, ragged ones too."""
     yield from ((9, 4 * kind.m if kind.m < 16 else 288, kind) for kind in NMS)
     yield 6, 2 * 2048 + 96, NM(2, 4)  # more than one strip
+    yield 300, 64, NM(2, 4)  # more than one group of rows
     for d_in in (1, 7, 33, 100, 257):
         yield from ((9, d_in, sparsity) for sparsity in (0.0, 0.5, 0.9, 1.0))
     yield 3, 4200, 0.7
@@ -162,6 +168,24 @@ assert os.wait()[1] == 0 and (before == 256).all()
 def test_nothing_is_read_or_written_outside_the_buffers():
     """Every buffer ends, or begins, where a page begins that may not be touched; also with bits that are damaged."""
     subprocess.run([sys.executable, str(GUARDED), str(library._PATH), *SETS], check=True, timeout=60)
+
+
+@needs_library
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sanitizer is loaded as on Linux")
+def test_the_sanitizer_finds_nothing(tmp_path):
+    """The same, compiled with checks of every buffer on the stack and of every operation that C leaves undefined."""
+    compiler, path = shutil.which("gcc"), tmp_path / "libmoonshot.so"
+    runtime = compiler and subprocess.check_output([compiler, "-print-file-name=libasan.so"], text=True).strip()
+    if not runtime or not Path(runtime).exists() or not SOURCES:
+        pytest.skip("no gcc with an address sanitizer, or no sources")
+    flags = runpy.run_path(str(ROOT / "setup.py"))["INSTRUCTIONS"] if platform.machine() == "x86_64" else {}
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fPIC", "-O1", "-std=gnu11"]
+    objects = [tmp_path / f"{source.stem}.o" for source in SOURCES]
+    for source, made in zip(SOURCES, objects, strict=True):
+        subprocess.run([compiler, *checks, *flags.get(source.name, []), "-c", source, "-o", made], check=True)
+    subprocess.run([compiler, "-shared", *checks, *objects, "-ldl", "-o", path], check=True)
+    settings = {**os.environ, "LD_PRELOAD": os.path.realpath(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
+    subprocess.run([sys.executable, str(GUARDED), str(path), *SETS], env=settings, check=True, timeout=100)
 
 
 @needs_library

@@ -26,6 +26,14 @@ INLINE float sum_floats(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+#define FLOATS __m256
+#define FLANES 8
+#define FLOAD(p) _mm256_loadu_ps(p)
+#define FSTORE(p, a) _mm256_storeu_ps(p, a)
+#define FSET(x) _mm256_set1_ps(x)
+#define FADD(acc, a, b) _mm256_fmadd_ps(a, b, acc)
+#define FVECTORS 8
+
 #define X float
 #define LANES 8
 #define VEC __m256
@@ -48,6 +56,7 @@ INLINE float sum_floats(__m256 a) {
 #define FLOAT_OF float_of_bf16
 #define Y_OF bf16_of_float
 #define PART(raw, k) floats_of_bf16(raw)
+#define FLOATS_AT(p) floats_of_bf16(_mm_loadu_si128((const __m128i *)(p)))
 #include "rows.h"
 
 #define NAME(x) f16_##x
@@ -61,6 +70,7 @@ INLINE float sum_floats(__m256 a) {
 #define FLOAT_OF float_of_f16
 #define Y_OF f16_of_float
 #define PART(raw, k) _mm256_cvtph_ps(raw)
+#define FLOATS_AT(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #include "rows.h"
 
 #define NAME(x) f32_##x
@@ -74,6 +84,7 @@ INLINE float sum_floats(__m256 a) {
 #define FLOAT_OF float_of_bits
 #define Y_OF bits_of_float
 #define PART(raw, k) (raw)
+#define FLOATS_AT(p) _mm256_loadu_ps((const float *)(p))
 #include "rows.h"
 
 const kernels moonshot_avx2 = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};

@@ -21,6 +21,14 @@ INLINE __m512 expand_floats(const uint32_t *p, uint64_t bits) {
 INLINE __m512 floats_of_bf16(__m512i raw) { return _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)); }
 INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(raw)); }
 
+#define FLOATS __m512
+#define FLANES 16
+#define FLOAD(p) _mm512_loadu_ps(p)
+#define FSTORE(p, a) _mm512_storeu_ps(p, a)
+#define FSET(x) _mm512_set1_ps(x)
+#define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
+#define FVECTORS 4
+
 #define X float
 #define LANES 16
 #define VEC __m512
@@ -43,6 +51,7 @@ INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi3
 #define FLOAT_OF float_of_bf16
 #define Y_OF bf16_of_float
 #define PART(raw, k) floats_of_bf16(raw)
+#define FLOATS_AT(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #include "rows.h"
 
 #define NAME(x) f16_##x
@@ -56,6 +65,7 @@ INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi3
 #define FLOAT_OF float_of_f16
 #define Y_OF f16_of_float
 #define PART(raw, k) floats_of_f16(raw)
+#define FLOATS_AT(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #include "rows.h"
 
 #define NAME(x) f32_##x
@@ -69,6 +79,7 @@ INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi3
 #define FLOAT_OF float_of_bits
 #define Y_OF bits_of_float
 #define PART(raw, k) (raw)
+#define FLOATS_AT(p) _mm512_loadu_ps((const float *)(p))
 #include "rows.h"
 
 const kernels moonshot_avx512 = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};

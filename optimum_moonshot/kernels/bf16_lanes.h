@@ -16,6 +16,14 @@ INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
 #define SUM(acc) _mm512_reduce_add_ps(acc)
 #define ROWS_OF_X 4
 
+#define FLOATS __m512
+#define FLANES 16
+#define FLOAD(p) _mm512_loadu_ps(p)
+#define FSTORE(p, a) _mm512_storeu_ps(p, a)
+#define FSET(x) _mm512_set1_ps(x)
+#define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
+#define FVECTORS 4
+
 #define X uint16_t
 #define LANES 32
 #define VEC __m512i
@@ -33,3 +41,4 @@ INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
 #define FLOAT_OF float_of_bf16
 #define Y_OF bf16_of_float
 #define PART(raw, k) (raw)
+#define FLOATS_AT(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))

@@ -53,6 +53,9 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 
 #define WORD 64 /* columns that are looked at together: one word of bits */
 #define WIDEST 4096 /* bytes of a row that are unpacked at once */
+#ifndef FEW
+#define FEW 24 /* rows of inputs for which W is unpacked: for more, only what is stored is multiplied */
+#endif
 #define ROWS_OF_W 4 /* which are unpacked together */
 
 #ifndef AHEAD

@@ -40,7 +40,7 @@ static int found_sets(void) {
     const unsigned base = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
     if ((c & base) != base || (enabled_state() & 6) != 6) return 0;
     if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return 0;
-    if (!(b7 & 1u << 5)) return 0; /* AVX2 */
+    if ((b7 & (1u << 3 | 1u << 5)) != (1u << 3 | 1u << 5)) return 0; /* BMI, AVX2 */
     found = 1;
     const unsigned wide = 1u << 16 | 1u << 30 | 1u << 31; /* AVX-512 F, BW, VL */
     if ((b7 & wide) != wide || (enabled_state() & 0xe6) != 0xe6) return (int)found;

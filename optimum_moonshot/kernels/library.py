@@ -7,6 +7,7 @@ has. Its threads are those of torch.
 import ctypes
 import logging
 import os
+import sys
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,8 @@ class Library:
 
     W [d_out, d_in] is given by its values, its bits (uint8 [d_out, ⌈d_in/8⌉]) and the values before each row, int64
     [d_out + 1], which is None where every row has as many: as the format "bitmask" has them, contiguous. Nothing is
-    read outside of them, whatever the bits say.
+    read outside of them, whatever the bits say. `most_rows` is for how many rows of inputs it is faster than torch's
+    dense product.
 
     Args:
         path: of the library.
@@ -53,7 +55,7 @@ class Library:
         self._unpack.restype = None
         self._offsets.argtypes, self._offsets.restype = [c_int64, c_int64, c_void_p, c_void_p], None
         self._use.argtypes, self._name.argtypes, self._name.restype = [c_char_p], [c_int], c_char_p
-        self._use(None)
+        self.use(None)
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -70,8 +72,10 @@ class Library:
             MoonshotError: this processor lacks it, or the library.
         """
         name = None if instruction_set is None else instruction_set.encode()
-        known = ", ".join(self.instruction_sets)
-        require(self._use(name) == 0, f"{_SWITCH}={instruction_set!r}: here are {known}, and none for torch's own")
+        known = self.instruction_sets
+        others = f"here are {', '.join(known)}, and none for torch's own"
+        require(self._use(name) == 0, f"{_SWITCH}={instruction_set!r}: {others}")
+        self.most_rows = 16 if (instruction_set or known[-1]) == known[0] else sys.maxsize
 
     @staticmethod
     def takes(values: Tensor) -> bool:

@@ -25,6 +25,14 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
     return vcvt_f32_f16(vreinterpret_f16_u16(half));
 }
 
+#define FLOATS float32x4_t
+#define FLANES 4
+#define FLOAD(p) vld1q_f32(p)
+#define FSTORE(p, a) vst1q_f32(p, a)
+#define FSET(x) vdupq_n_f32(x)
+#define FADD(acc, a, b) vfmaq_f32(acc, a, b)
+#define FVECTORS 8
+
 #define X float
 #define LANES 4
 #define VEC float32x4_t
@@ -47,6 +55,7 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
 #define FLOAT_OF float_of_bf16
 #define Y_OF bf16_of_float
 #define PART(raw, k) floats_of_bf16(raw, k)
+#define FLOATS_AT(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))
 #include "rows.h"
 
 #define NAME(x) f16_##x
@@ -60,6 +69,7 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
 #define FLOAT_OF float_of_f16
 #define Y_OF f16_of_float
 #define PART(raw, k) floats_of_f16(raw, k)
+#define FLOATS_AT(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
 #include "rows.h"
 
 #define NAME(x) f32_##x
@@ -73,6 +83,7 @@ INLINE float32x4_t floats_of_f16(uint16x8_t raw, int k) {
 #define FLOAT_OF float_of_bits
 #define Y_OF bits_of_float
 #define PART(raw, k) (raw)
+#define FLOATS_AT(p) vld1q_f32((const float *)(p))
 #include "rows.h"
 
 const kernels moonshot_neon = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};

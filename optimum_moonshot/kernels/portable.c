@@ -43,6 +43,14 @@ INLINE floats floats_of_words(words raw) {
     return wide;
 }
 
+#define FLOATS floats
+#define FLANES 4
+#define FLOAD(p) load_floats(p)
+#define FSTORE(p, a) (*(floats *)(p) = (a))
+#define FSET(x) ((floats){x, x, x, x})
+#define FADD(acc, a, b) ((acc) + (a) * (b))
+#define FVECTORS 8
+
 #define X float
 #define LANES 4
 #define VEC floats
@@ -65,6 +73,7 @@ INLINE floats floats_of_words(words raw) {
 #define FLOAT_OF float_of_bf16
 #define Y_OF bf16_of_float
 #define PART(raw, k) floats_of_bf16(raw)
+#define FLOATS_AT(p) floats_of_bf16(*(const halves *)(p))
 #include "rows.h"
 
 #define NAME(x) f16_##x
@@ -78,6 +87,7 @@ INLINE floats floats_of_words(words raw) {
 #define FLOAT_OF float_of_f16
 #define Y_OF f16_of_float
 #define PART(raw, k) floats_of_f16(raw)
+#define FLOATS_AT(p) floats_of_f16(*(const halves *)(p))
 #include "rows.h"
 
 #define NAME(x) f32_##x
@@ -91,6 +101,7 @@ INLINE floats floats_of_words(words raw) {
 #define FLOAT_OF float_of_bits
 #define Y_OF bits_of_float
 #define PART(raw, k) floats_of_words(raw)
+#define FLOATS_AT(p) load_floats((const float *)(p))
 #include "rows.h"
 
 const kernels moonshot_portable = {KERNEL(bf16), KERNEL(f16), KERNEL(f32)};

@@ -9,6 +9,7 @@
  *   STORE_WIDE(p, raw), X_OF(bits)     it as X, a value as X
  *   FLOAT_OF(bits), Y_OF(float)        a bias as a float, an output from one
  *   PART(raw, k)        the k-th vector of LANES of it
+ *   FLOATS_AT(p)        the values at p as a vector of floats
  *
  * and once for several dtypes:
  *   X                   an input or weight as it is multiplied
@@ -17,6 +18,9 @@
  *   ACC, ZERO(), SUM(acc)              a vector of float32 sums
  *   MULTIPLY(acc, a, b), PLUS(a, b)    acc + a * b; the sum of two of these vectors
  *   ROWS_OF_X           rows of inputs that are multiplied together
+ *   FLOATS, FLANES      a vector of float32 and how many it has
+ *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  it from memory, to memory, of one value; acc + a * b
+ *   FVECTORS            how many sums of that kind fit into registers: a power of two
  */
 
 #define PRAGMA_UNROLL _Pragma("GCC unroll 16")
@@ -90,15 +94,41 @@ __attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t
     }
 }
 
+/* Many rows of inputs are taken in chunks of whole vectors: the widest, and at last the narrowest that is enough. */
+INLINE int64_t NAME(chunk)(int64_t rows) {
+    int64_t vectors = FVECTORS;
+    while (vectors > 1 && vectors / 2 * FLANES >= rows) vectors /= 2;
+    return vectors * FLANES;
+}
+
+/* A chunk as [d_in, width] floats. */
+static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int64_t width) {
+    if (rows < width) memset(out, 0, (size_t)(d_in * width) * sizeof(float));
+    for (int64_t start = 0; start < d_in; start += 16) {
+        const int64_t last = d_in - start < 16 ? d_in : start + 16;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = start; i < last; i++) out[i * width + row] = FLOAT_OF(in[row * d_in + i]);
+    }
+}
+
 /* Rows that are padded with zeros to whole words, and do not begin at the same place of a page. */
 INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
 
 __attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
+    if (rows > FEW) return (rows + FVECTORS * FLANES) * d_in * (int64_t)sizeof(float);
     return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
 }
 
 __attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared) {
     const T *in = x;
+    if (rows > FEW) {
+        for (int64_t row = 0, width; row < rows; row += width) {
+            width = NAME(chunk)(rows - row);
+            NAME(turn)(in + row * d_in, rows - row < width ? rows - row : width, d_in,
+                       (float *)prepared + row * d_in, width);
+        }
+        return;
+    }
     const int64_t stride = NAME(stride)(d_in);
     for (int64_t row = 0; row < rows; row++) {
         X *out = (X *)prepared + row * stride;
@@ -149,7 +179,7 @@ INLINE void NAME(tile)(const X *strip, int64_t strip_stride, const X *x, int64_t
         PRAGMA_UNROLL for (int j = 0; j < count; j++) sums[i * sums_stride + j] = acc[i][j];
 }
 
-#define MOST 16 /* rows of x whose sums are kept at once */
+#define MOST FEW /* rows of x whose sums are kept at once */
 
 static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t rows,
                         int64_t columns, ACC *sums) {
@@ -160,7 +190,7 @@ static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_
     for (; j < rows; j++) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 1);
 }
 
-/* 2 to 16 rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
+/* 2 to FEW rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
 static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                           int64_t rows) {
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
@@ -193,13 +223,84 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
     }
 }
 
+/* `count` values from p on as floats, 0 from `end` on. */
+INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float *buffer) {
+    const int64_t left = end - p;
+    if (left >= count && sizeof(T) == sizeof(float)) return (const float *)p;
+    int64_t i = 0;
+    for (; i < count && i + FLANES <= left; i += FLANES) FSTORE(buffer + i, FLOATS_AT(p + i));
+    for (; i < count; i++) buffer[i] = i < left ? FLOAT_OF(p[i]) : 0;
+    return buffer;
+}
+
+/* sums [vectors * FLANES] += the values where the bits are, times the inputs [128, vectors * FLANES]. */
+INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
+    FLOATS acc[FVECTORS];
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[j] = FLOAD(sums + j * FLANES);
+    for (int word = 0; word < 2; word++, x += WORD * vectors * FLANES)
+        for (uint64_t bits = words[word]; bits; bits &= bits - 1) {
+            const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
+            const float one = *values++;
+            const FLOATS value = FSET(one);
+            PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
+                acc[j] = FADD(acc[j], value, FLOAD(inputs + j * FLANES));
+        }
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) FSTORE(sums + j * FLANES, acc[j]);
+}
+
+enum { NAME(GROUP) = 64 };
+
+/* A chunk of inputs and some rows of W, of which only what is stored is multiplied. */
+INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
+                        const int vectors) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES;
+    const T *end = (const T *)w->values + w->stored, *p[NAME(GROUP)];
+    const float *x = (const float *)job->x + x_row * d_in;
+    float sums[NAME(GROUP) * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
+    memset(sums, 0, sizeof sums);
+    for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
+    for (int64_t start = 0; start < d_in; start += 2 * WORD)
+        for (int64_t row = first; row < last; row++) {
+            const uint8_t *meta = w->meta + row * bytes + start / 8;
+            const uint64_t words[2] = {read_word(meta, d_in - start),
+                                       d_in - start > WORD ? read_word(meta + 8, d_in - start - WORD) : 0};
+            const int64_t count = __builtin_popcountll(words[0]) + __builtin_popcountll(words[1]);
+            const T *here = p[row - first];
+            const float *values = NAME(floats)(here, count, end, buffer);
+            p[row - first] = here + count;
+            for (int64_t line = 0; line < count * (int64_t)sizeof(T); line += 64)
+                __builtin_prefetch((const char *)(here + count) + line, 0, 2);
+            NAME(add_bits)(words, values, x + start * width, sums + (row - first) * width, vectors);
+        }
+    for (int64_t j = 0; j < width && x_row + j < job->rows; j++)
+        for (int64_t row = first; row < last; row++) NAME(finish)(w, job, x_row + j, row, sums[(row - first) * width + j]);
+}
+
+static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
+        width = NAME(chunk)(job->rows - x_row);
+        for (int64_t row = first, next; row < last; row = next) {
+            next = last - row < NAME(GROUP) ? last : row + NAME(GROUP);
+            switch (width / FLANES) {
+            case 8: NAME(group)(w, job, row, next, x_row, FVECTORS < 8 ? 1 : 8); break;
+            case 4: NAME(group)(w, job, row, next, x_row, 4); break;
+            case 2: NAME(group)(w, job, row, next, x_row, 2); break;
+            default: NAME(group)(w, job, row, next, x_row, 1);
+            }
+        }
+    }
+}
+
 __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     if (job->rows == 1) {
         NAME(vector)(w, job, first, last);
         return;
     }
-    for (int64_t x_row = 0; x_row < job->rows; x_row += MOST)
-        NAME(several)(w, job, first, last, x_row, job->rows - x_row < MOST ? job->rows - x_row : MOST);
+    if (job->rows > FEW) {
+        NAME(many)(w, job, first, last);
+        return;
+    }
+    NAME(several)(w, job, first, last, 0, job->rows);
 }
 
 #ifndef KEEP_STEPS
@@ -214,6 +315,7 @@ __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const
 #undef Y_OF
 #undef FLOAT_OF
 #undef PART
+#undef FLOATS_AT
 #undef MOST
 #undef STRIP
 #undef STEPS

@@ -27,6 +27,7 @@
 #define FLOAT_OF float_of_f16
 #define Y_OF f16_of_float
 #define PART(raw, k) _mm512_cvtph_ps((k) ? _mm512_extracti64x4_epi64(raw, 1) : _mm512_castsi512_si256(raw))
+#define FLOATS_AT(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #include "rows.h"
 
 /* float32 is that of avx512.c. */

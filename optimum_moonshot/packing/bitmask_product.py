@@ -1,8 +1,8 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
-``moonshot::packed_linear`` is x Wᵀ + bias, with a gradient for x and bias; W is not trained. Few rows of x are
-multiplied while W is read; for many, some rows of W at a time are unpacked into a buffer that stays in the processor's
-cache, and torch multiplies by it.
+``moonshot::packed_linear`` is x Wᵀ + bias, with a gradient for x and bias; W is not trained. The compiled library
+multiplies while it reads W. Where torch does the rest, some rows of W at a time are unpacked into a buffer that stays in
+the processor's cache: no dense copy of W is made.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ from ..kernels import Library, find_library
 from .bitmask import unpack
 
 _TILE = 1 << 20  # bytes of unpacked rows: half a processor's second-level cache, or less
-# The most rows of x that are multiplied while W is read: measured by benchmarks/runtime.py.
-_ROWS = {torch.bfloat16: 8, torch.float16: 64, torch.float32: 64}
 
 _MATRIX = "Tensor values, Tensor meta, Tensor? offsets"
 _library = torch.library.Library("moonshot", "DEF")
@@ -57,7 +55,7 @@ def _product(
         return functional.linear(inputs, unpack(values, meta, d_in, None if window < 0 else window), bias)
     flat = inputs.reshape(-1, d_in).contiguous()
     offsets = _row_offsets(library, values, meta, offsets, d_in)
-    multiply = library.product if len(flat) <= _ROWS[values.dtype] else _multiply_tiles
+    multiply = library.product if len(flat) <= library.most_rows else _multiply_tiles
     return multiply(flat, values, meta, offsets, bias).view(*inputs.shape[:-1], len(meta))
 
 
