@@ -60,8 +60,7 @@ def dense_kernel(folder: Path):
 
 def with_kernel(function, weight: torch.Tensor):
     outputs = torch.empty(len(weight))
-    pointers = weight.data_ptr(), outputs.data_ptr()
-    return lambda x: function(*weight.shape, pointers[0], x.data_ptr(), pointers[1])
+    return lambda x: function(*weight.shape, weight.data_ptr(), x.data_ptr(), outputs.data_ptr())
 
 
 def measure(calls: dict, inputs: torch.Tensor, rounds: int, clock) -> dict[str, list[float]]:
@@ -119,6 +118,11 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
             found.append(cell)
         print(row(found[-len(KINDS) :]), flush=True)
     return found
+
+
+def speed(size: int, seconds: list[float]) -> float:
+    """Gigabytes a second."""
+    return round(size / statistics.median(seconds) / 1e9, 2)
 
 
 def row(found: list[dict]) -> str:

@@ -198,6 +198,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
     const X *x = (const X *)job->x + x_row * stride;
     /* Rows that do not begin at the same place of a page. */
     enum { STRIDE = WIDEST / sizeof(X) + 64 / sizeof(X) };
+    const int64_t usual = w->stored / w->d_out * STRIP / d_in; /* values of a strip */
     X strip[ROWS_OF_W * STRIDE] __attribute__((aligned(64)));
     ACC sums[ROWS_OF_W * MOST];
     for (int64_t row = first; row < last; row += ROWS_OF_W) {
@@ -212,8 +213,13 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
             for (int64_t i = 0; i < here; i++) {
                 const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
                 X *out = strip + i * STRIDE;
+                int64_t ahead = usual * (int64_t)sizeof(T), ahead_bits = STRIP / 8;
+                if (start + columns >= d_in && row + i + ROWS_OF_W < w->d_out) { /* the next rows' first strip */
+                    ahead = (const char *)(values + row_start(w, row + i + ROWS_OF_W)) - (const char *)p[i];
+                    ahead_bits = ROWS_OF_W * bytes - start / 8;
+                }
 #define KEEP(raw, column, step) STORE_WIDE(out + (column), raw)
-                EACH_STEP(p[i], end, meta, columns, AHEAD, AHEAD_BITS, KEEP);
+                EACH_STEP(p[i], end, meta, columns, ahead, ahead_bits, KEEP);
 #undef KEEP
             }
             NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
