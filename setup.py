@@ -20,7 +20,7 @@ INSTRUCTIONS = {
     "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
     "avx512.c": WIDE,
-    "vbmi2.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16"],
+    "vbmi2.c": [*WIDE, "-mavx512vbmi2"],
 }
 
 

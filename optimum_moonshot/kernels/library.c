@@ -49,10 +49,10 @@ static int found_sets(void) {
         unsigned b1, c1, d1;
         __get_cpuid_count(7, 1, &a71, &b1, &c1, &d1);
     }
-    if (!(c7 & 1u << 6) || !(a71 & 1u << 5)) return (int)found; /* VBMI2, BF16 */
+    if (!(c7 & 1u << 6)) return (int)found; /* VBMI2 */
     found |= 4;
-    const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE */
-    if ((d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) found |= 8;
+    const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BF16 */
+    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) found |= 8;
     return (int)found;
 }
 #endif

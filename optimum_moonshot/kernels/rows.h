@@ -8,7 +8,8 @@
  *   STORE(p, raw)       it, as it is stored in a dense matrix
  *   STORE_WIDE(p, raw), X_OF(bits)     it as X, a value as X
  *   FLOAT_OF(bits), Y_OF(float)        a bias as a float, an output from one
- *   PART(raw, k)        the k-th vector of LANES of it
+ *   PART(raw, k)        the k-th vector of LANES of it, as STORE_WIDE puts it
+ *   PLACE(column)       where STORE_WIDE puts a column, of every 64 from their first on; its own place by default
  *   FLOATS_AT(p)        the values at p as a vector of floats
  *
  * and once for several dtypes:
@@ -22,6 +23,10 @@
  *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  it from memory, to memory, of one value; acc + a * b
  *   FVECTORS            how many sums of that kind fit into registers: a power of two
  */
+
+#ifndef PLACE
+#define PLACE(column) (column)
+#endif
 
 #define PRAGMA_UNROLL _Pragma("GCC unroll 16")
 #define STEPS (WORD / COLUMNS)
@@ -132,8 +137,8 @@ __attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, i
     const int64_t stride = NAME(stride)(d_in);
     for (int64_t row = 0; row < rows; row++) {
         X *out = (X *)prepared + row * stride;
-        for (int64_t i = 0; i < d_in; i++) out[i] = X_OF(in[row * d_in + i]);
-        memset(out + d_in, 0, (size_t)(stride - d_in) * sizeof(X));
+        memset(out + d_in / WORD * WORD, 0, (size_t)(stride - d_in / WORD * WORD) * sizeof(X));
+        for (int64_t i = 0; i < d_in; i++) out[PLACE(i)] = X_OF(in[row * d_in + i]);
     }
 }
 
@@ -322,6 +327,7 @@ __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const
 #undef FLOAT_OF
 #undef PART
 #undef FLOATS_AT
+#undef PLACE
 #undef MOST
 #undef STRIP
 #undef STEPS

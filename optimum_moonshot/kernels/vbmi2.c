@@ -1,20 +1,9 @@
-/* x86-64 with AVX-512 VBMI2 and BF16: 16-bit lanes expand, and bfloat16 is multiplied as such. */
+/* x86-64 with AVX-512 VBMI2: 16-bit lanes expand. */
 #include "kernels.h"
 
-#if defined(__AVX512VBMI2__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__F16C__)
+#if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
 #include "bf16_lanes.h"
 #include "rows.h"
-
-#undef X
-#undef LANES
-#undef VEC
-#undef LOAD
-#undef MULTIPLY
-#define X float
-#define LANES 16
-#define VEC __m512
-#define LOAD(p) _mm512_loadu_ps(p)
-#define MULTIPLY(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 
 #define NAME(x) f16_##x
 #define T uint16_t
