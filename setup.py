@@ -38,16 +38,12 @@ class BuildKernels(build_ext):
 
     def _compile(self, source: str, ext: Extension) -> str:
         flags = INSTRUCTIONS.get(Path(source).name, []) if platform.machine() in ("x86_64", "AMD64") else []
-        for extra in (flags, []):
-            try:
-                arguments = [*ext.extra_compile_args, *extra]
-                return self.compiler.compile([source], self.build_temp, extra_postargs=arguments, depends=ext.depends)[
-                    0
-                ]
-            except CompileError:
-                if not extra:
-                    raise
-        raise AssertionError
+        settings = {"output_dir": self.build_temp, "depends": ext.depends}
+        try:
+            made = self.compiler.compile([source], extra_postargs=[*ext.extra_compile_args, *flags], **settings)
+        except CompileError:  # perhaps it does not know the flags
+            made = self.compiler.compile([source], extra_postargs=ext.extra_compile_args, **settings)
+        return made[0]
 
 
 class AnyPython(bdist_wheel):

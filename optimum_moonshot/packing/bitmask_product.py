@@ -1,8 +1,8 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
 ``moonshot::packed_linear`` is x Wᵀ + bias, with a gradient for x and bias; W is not trained. The compiled library
-multiplies while it reads W. For gradients, and where torch is faster, some rows of W at a time are unpacked into a buffer
-that stays in the processor's cache: no dense copy of W is made.
+multiplies while it reads W. For gradients, and where torch is faster, some rows of W at a time are unpacked into a
+buffer that stays in the processor's cache: no dense copy of W is made.
 """
 
 from collections.abc import Iterator
