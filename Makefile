@@ -38,7 +38,7 @@ check-dist: dist
 
 .venv/.installed: constraints.txt
 .venv-oldest/.installed: constraints-oldest.txt
-%/.installed: pyproject.toml setup.cfg setup.py
+%/.installed: pyproject.toml setup.cfg setup.py $(wildcard optimum_moonshot/kernels/*.[ch])
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install "$$(grep -h '^torch==' $(filter constraints%,$^))" -c $(filter constraints%,$^)
 	$*/bin/python -m pip install -e '.[dev]' -c $(filter constraints%,$^)
@@ -51,3 +51,4 @@ check-dist: dist
 clean:
 	rm -rf .venv .venv-oldest build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f optimum_moonshot/kernels/*.so

@@ -1,13 +1,56 @@
-"""What setup.cfg cannot say: where the command of optimum-cli lies, and the page that a package index shows."""
+"""What setup.cfg cannot say: the C library, where the command of optimum-cli lies, and the page of a package index."""
 
 import configparser
+import platform
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<path>[^)]+)\)")
+
+KERNELS = Path("optimum_moonshot", "kernels")
+WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"]
+# What the files of an instruction set are compiled with; without it, or with a compiler that lacks it, they are empty.
+INSTRUCTIONS = {
+    "amx.c": [*WIDE, "-mavx512vbmi2", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx2.c": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mbmi"],
+    "avx512.c": WIDE,
+    "vbmi2.c": [*WIDE, "-mavx512vbmi2"],
+}
+
+
+class BuildKernels(build_ext):
+    """Compiles the C library, each file with the flags of its instruction set; without a compiler it is left out."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"  # it is no module of Python's: ctypes loads it
+
+    def build_extension(self, ext: Extension) -> None:
+        objects = [self._compile(source, ext) for source in ext.sources]
+        path = self.get_ext_fullpath(ext.name)
+        self.mkpath(str(Path(path).parent))
+        self.compiler.link_shared_object(objects, path, libraries=ext.libraries)
+
+    def _compile(self, source: str, ext: Extension) -> str:
+        flags = INSTRUCTIONS.get(Path(source).name, []) if platform.machine() in ("x86_64", "AMD64") else []
+        settings = {"output_dir": self.build_temp, "depends": ext.depends}
+        try:
+            made = self.compiler.compile([source], extra_postargs=[*ext.extra_compile_args, *flags], **settings)
+        except CompileError:  # perhaps it does not know the flags
+            made = self.compiler.compile([source], extra_postargs=ext.extra_compile_args, **settings)
+        return made[0]
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for every Python of this system, since the library has nothing of Python's."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def index_page(readme: str, repository: str | None) -> str:
@@ -44,4 +87,15 @@ if __name__ == "__main__":
         # optimum-cli imports every module of the namespace package optimum.commands.register.
         packages=[*find_packages(include=["optimum_moonshot", "optimum_moonshot.*"]), "optimum.commands.register"],
         package_dir={"optimum.commands.register": "optimum_moonshot/commands/register"},
+        ext_modules=[
+            Extension(
+                "optimum_moonshot.kernels.libmoonshot",
+                sorted(path.as_posix() for path in KERNELS.glob("*.c")),
+                depends=sorted(path.as_posix() for path in KERNELS.glob("*.h")),
+                libraries=["dl"],
+                extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fvisibility=hidden"],
+                optional=True,
+            )
+        ],
+        cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
     )

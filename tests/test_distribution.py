@@ -1,9 +1,11 @@
 """What a source distribution and a wheel hold, and what a package index shows of the README."""
 
+import os
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -11,17 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from optimum_moonshot.kernels import Library
+
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 # Beside the sources in the repository, but not of them.
 LEFT_BEHIND = shutil.ignore_patterns(
-    ".git", ".venv", "*.egg-info", "build", "dist", "outputs", "site", "__pycache__", ".*_cache"
+    ".git", ".venv", "*.egg-info", "build", "dist", "outputs", "site", "__pycache__", ".*_cache", "*.so"
 )
+COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+LIBRARY = "optimum_moonshot/kernels/libmoonshot.so"
 
 
-def build(folder, what):
-    subprocess.run([sys.executable, "-c", BUILD.format(what)], cwd=folder, check=True, capture_output=True, timeout=100)
+def build(folder, what, **environment):
+    command, settings = [sys.executable, "-c", BUILD.format(what)], {**os.environ, **environment}
+    subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, timeout=100)
     (made,) = (folder / "dist").iterdir()
     return made
 
@@ -41,13 +48,14 @@ def source(tmp_path_factory):
 def wheel(source):
     """The wheel that the source distribution gives."""
     with zipfile.ZipFile(build(source, "wheel")) as archive:
-        return {name: archive.read(name).decode() for name in archive.namelist()}
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def files(folder, *parts):
     """Of some parts of a folder, by their paths in it."""
     found = [path for part in parts for path in [folder / part, *(folder / part).rglob("*")] if path.is_file()]
-    return {path.relative_to(folder).as_posix() for path in found if "__pycache__" not in path.parts}
+    made = lambda path: "__pycache__" in path.parts or path.suffix == ".so"  # noqa: E731
+    return {path.relative_to(folder).as_posix() for path in found if not made(path)}
 
 
 def test_the_source_distribution_has_tests_docs_and_examples(source):
@@ -57,20 +65,41 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
     assert files(source, *parts) == files(ROOT, *parts)
     assert {"tests/test_distribution.py", "examples/demo_model/model.safetensors"} < files(source, *parts)
     assert files(source, "tests/golden")
+    assert {"optimum_moonshot/kernels/library.c", "optimum_moonshot/kernels/rows.h"} < files(source, *parts)
+    assert not (source / LIBRARY).exists()
 
 
 def test_the_wheel_has_the_package_and_what_it_reads(wheel):
-    modules = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
+    named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
+    modules = {name for name in named if not name.endswith((".c", ".h"))}
     data = {"optimum_moonshot/py.typed", "optimum_moonshot/checkpoint/card_template.md"}
     command = {"optimum/commands/register/register_moonshot.py"}
     assert data < modules
-    assert {name for name in wheel if ".dist-info/" not in name} == modules | command
+    library = {LIBRARY} if COMPILER else set()
+    assert {name for name in wheel if ".dist-info/" not in name} == modules | command | library
     assert "optimum/__init__.py" not in wheel  # it belongs to another distribution
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_the_wheel_is_for_every_python_and_its_library_has_every_function(wheel, tmp_path):
+    (name,) = (name for name in wheel if name.endswith("/WHEEL"))
+    tag = Parser().parsestr(wheel[name].decode())["Tag"]
+    assert tag.startswith("py3-none-") and not tag.endswith("any")
+    path = tmp_path / "libmoonshot.so"
+    path.write_bytes(wheel[LIBRARY])
+    assert "portable" in Library(path).instruction_sets
+
+
+def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
+    shutil.rmtree(source / "dist")
+    shutil.rmtree(source / "build")
+    with zipfile.ZipFile(build(source, "wheel", CC="no-such-compiler")) as archive:
+        assert set(archive.namelist()) == {name for name in wheel if name != LIBRARY}
 
 
 def test_the_index_shows_a_page_without_links_that_lead_nowhere(wheel):
     (name,) = (name for name in wheel if name.endswith("METADATA"))
-    metadata = Parser().parsestr(wheel[name])
+    metadata = Parser().parsestr(wheel[name].decode())
     page = metadata.get_payload()
     assert metadata["Description-Content-Type"] == "text/markdown" and page.startswith("# optimum-moonshot")
     assert page == SETUP["index_page"]((ROOT / "README.md").read_text(encoding="utf-8"), SETUP["repository"]())

@@ -1,6 +1,6 @@
 """Packed formats of a matrix, one file each; importing this package registers them all."""
 
-from .bitmask import Bitmask
+from .bitmask_codec import Bitmask
 from .codec import Codec, find_codec, register_codec, suffixes, weight_of
 from .layer import PackedLayer
 

@@ -12,17 +12,15 @@ length. −0.0 counts as zero and comes back as 0.0; everything else comes back 
 1/2 + 1/16 = 9/16.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache, reduce
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import require
+from ..kernels import find_library
 from ..objective.patterns import NM
-from .codec import Codec, Parts
 
 # Whole numbers as wide as a floating-point type.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -138,6 +136,19 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -
         d_in: inputs of a row.
         window: what `find_window` says; None looks for it.
     """
+    library = find_library()
+    if type(values) is Tensor and library is not None and library.takes(values) and meta.is_contiguous():
+        offsets = library.offsets(meta, d_in) if values.ndim == 1 else None
+        return library.unpack(values.new_empty(len(meta), d_in), values, meta, offsets)
+    return unpack_by_torch(values, meta, d_in, window)
+
+
+def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
+    """`unpack` for other devices and dtypes, and without the compiled library.
+
+    Args:
+        values, meta, d_in, window: as for `unpack`.
+    """
     window = find_window(values, meta, d_in) if window is None else window
     if window:
         return _unpack_windows(values, meta, d_in, window)
@@ -211,40 +222,3 @@ def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
             word, shift = divmod(place * bits, 64)
             shifts[code, group, word, rank] = shift
     return shifts.to(device)
-
-
-class Bitmask(Codec):
-    """The formulas above as a codec; its plan is the window of `find_window`."""
-
-    name: ClassVar[str] = "bitmask"
-    suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
-
-    def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
-        return dict(zip(self.suffixes, pack(matrix, pattern), strict=True))
-
-    def check(
-        self,
-        parts: Mapping[str, Tensor],
-        shape: tuple[int, int],
-        dtype: torch.dtype | None = None,
-        pattern: NM | None = None,
-    ) -> None:
-        values, meta = self._parts(parts)
-        check_packed(values, meta, shape)
-        require(dtype in (None, values.dtype), f"its values are {values.dtype}, {dtype} was written")
-        require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
-
-    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: int | None = None) -> Tensor:
-        return unpack(*self._parts(parts), shape[1], plan)
-
-    def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
-        d_out, d_in = matrix.shape
-        values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
-        return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
-
-    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> int:
-        return find_window(*self._parts(parts), shape[1])
-
-    def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        values, meta = (parts[suffix] for suffix in self.suffixes)
-        return values, meta

@@ -1,8 +1,9 @@
 """Linear layers whose weights stay packed in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..packing import Codec
@@ -47,7 +48,9 @@ class PackedLinear(nn.Module):
 
     @property
     def plan(self) -> Any:
-        """The codec's, of the tensors that are here when it is first asked for."""
+        """The codec's, of the tensors that are here when it is first asked for, until they are moved or loaded anew."""
+        if torch.compiler.is_compiling() and self._plan is None:
+            return self.codec.plan(self.parts, self.shape)  # a graph keeps no tensor that is made in it
         if self._plan is None:
             self._plan = self.codec.plan(self.parts, self.shape)
         return self._plan
@@ -56,6 +59,14 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight [d_out, d_in], unpacked anew."""
         return self.codec.unpack(self.parts, self.shape, self.plan)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PackedLinear":
+        self._plan = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._plan = None
+        super()._load_from_state_dict(*args)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., d_in] → [..., d_out]."""

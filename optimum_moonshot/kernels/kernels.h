@@ -1,0 +1,138 @@
+/* Products with a matrix in the packed format "bitmask": what the files of this folder share.
+ *
+ * W [d_out, d_in] is the values that are stored, in the order of a row's inputs, and one bit per weight: bit j (least
+ * significant first) of byte b of a row is 1 where input 8b+j has a value. A row has ceil(d_in/8) bytes. Row o begins
+ * at value offsets[o], or at o * per_row where offsets is null. No byte beyond `stored` values, d_out rows of bits and
+ * d_in inputs is read, whatever the bits say.
+ */
+#ifndef MOONSHOT_KERNELS_H
+#define MOONSHOT_KERNELS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the bits are read as little-endian words"
+#endif
+
+enum { BF16, F16, F32, DTYPES };
+
+typedef struct {
+    const void *values;
+    const uint8_t *meta;
+    const int64_t *offsets; /* [d_out + 1], or null */
+    int64_t per_row;        /* values of every row, where offsets is null */
+    int64_t stored;         /* values of all rows */
+    int64_t d_out, d_in;
+} packed_matrix;
+
+typedef struct {
+    const void *x; /* what `prepare` made of the inputs */
+    int64_t rows;
+    const void *bias; /* [d_out], or null */
+    void *y;          /* [rows, d_out] */
+} product;
+
+/* The functions for one dtype. */
+typedef struct {
+    /* Dense rows first to last - 1, [last - first, d_in]. */
+    void (*unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense);
+    /* Outputs first to last - 1 of every row of inputs. */
+    void (*multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last);
+    /* Inputs [rows, d_in] as `multiply` reads them, in `prepared_bytes` of memory aligned to 64. */
+    int64_t (*prepared_bytes)(int64_t rows, int64_t d_in);
+    void (*prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared);
+} kernel;
+
+/* One instruction set, by dtype; null where it has none, or the compiler had none for it. */
+typedef kernel kernels[DTYPES];
+
+extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_amx, moonshot_neon;
+
+#define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare}
+
+#define WORD 64 /* columns that are looked at together: one word of bits */
+#define WIDEST 4096 /* bytes of a row that are unpacked at once */
+#ifndef FEW
+#define FEW 24 /* rows of inputs for which W is unpacked: for more, only what is stored is multiplied */
+#endif
+#define ROWS_OF_W 4 /* which are unpacked together */
+
+#ifndef AHEAD
+#define AHEAD 2048
+#define AHEAD_BITS 512
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+INLINE int64_t row_start(const packed_matrix *w, int64_t row) {
+    return w->offsets ? w->offsets[row] : row * w->per_row;
+}
+
+/* The bits of up to 64 columns, without those beyond the row. */
+INLINE uint64_t read_word(const uint8_t *meta, int64_t columns) {
+    uint64_t word = 0;
+    if (columns >= WORD) {
+        memcpy(&word, meta, 8);
+        return word;
+    }
+    for (int64_t byte = 0; 8 * byte < columns; byte++) word |= (uint64_t)meta[byte] << (8 * byte);
+    return word & ((1ull << columns) - 1);
+}
+
+INLINE float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float float_of_bf16(uint16_t bits) { return float_of_bits((uint32_t)bits << 16); }
+
+/* To nearest, ties to even. */
+INLINE uint16_t bf16_of_float(float value) {
+    uint32_t bits = bits_of_float(value);
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__F16C__)
+#include <immintrin.h>
+INLINE float float_of_f16(uint16_t bits) { return _cvtsh_ss(bits); }
+INLINE uint16_t f16_of_float(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined(__aarch64__)
+INLINE float float_of_f16(uint16_t bits) {
+    __fp16 half;
+    memcpy(&half, &bits, 2);
+    return half;
+}
+INLINE uint16_t f16_of_float(float value) {
+    __fp16 half = (__fp16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+#else
+INLINE float float_of_f16(uint16_t bits) {
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    if (rest >= 0x400) return float_of_bits(sign | ((rest << 13) + (112u << 23)));
+    float small = (float)rest * 0x1p-24f; /* denormal */
+    return float_of_bits(sign | bits_of_float(small));
+}
+INLINE uint16_t f16_of_float(float value) {
+    uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000) /* denormal: the sum's last place is that of the smallest half */
+        return (uint16_t)(sign | (bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | ((rest - (112u << 23) + 0xfff + ((rest >> 13) & 1)) >> 13));
+}
+#endif
+
+#endif

@@ -1,0 +1,239 @@
+/* What Python calls: the choice of instructions, the threads, and the products and unpacking of whole matrices. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "kernels.h"
+#include "tables.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+shuffles moonshot_shuffles __attribute__((aligned(64)));
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static uint64_t enabled_state(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+/* The tiles' state is large: Linux saves it for processes that asked. */
+static int may_use_tiles(void) {
+#if defined(__linux__)
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+/* Bits for avx2, avx512, vbmi2, amx: what the processor has and the system saves at a switch. */
+static int found_sets(void) {
+    unsigned a, b, c, d, b7, c7, d7, a71 = 0, found = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    const unsigned base = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29; /* FMA, OSXSAVE, AVX, F16C */
+    if ((c & base) != base || (enabled_state() & 6) != 6) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return 0;
+    if ((b7 & (1u << 3 | 1u << 5)) != (1u << 3 | 1u << 5)) return 0; /* BMI, AVX2 */
+    found = 1;
+    const unsigned wide = 1u << 16 | 1u << 30 | 1u << 31; /* AVX-512 F, BW, VL */
+    if ((b7 & wide) != wide || (enabled_state() & 0xe6) != 0xe6) return (int)found;
+    found |= 2;
+    if (a >= 1) {
+        unsigned b1, c1, d1;
+        __get_cpuid_count(7, 1, &a71, &b1, &c1, &d1);
+    }
+    if (!(c7 & 1u << 6)) return (int)found; /* VBMI2 */
+    found |= 4;
+    const unsigned tiles = 1u << 22 | 1u << 24; /* AMX-BF16, AMX-TILE; and AVX-512 BF16 */
+    if ((a71 & 1u << 5) && (d7 & tiles) == tiles && (enabled_state() & 0x60000) == 0x60000 && may_use_tiles()) found |= 8;
+    return (int)found;
+}
+#endif
+
+/* From the slowest to the fastest; each has what it lacks itself from the one that it is based on. */
+static const struct instruction_set {
+    const char *name;
+    const kernels *own;
+    const struct instruction_set *base;
+    int needs, many; /* many: it is for two rows of inputs or more */
+} sets[] = {
+    {"portable", &moonshot_portable, NULL, 0, 0},
+#if defined(__x86_64__)
+    {"avx2", &moonshot_avx2, &sets[0], 1, 0},
+    {"avx512", &moonshot_avx512, &sets[0], 2, 0},
+    {"vbmi2", &moonshot_vbmi2, &sets[2], 4, 0},
+    {"amx", &moonshot_amx, &sets[3], 8, 1},
+#elif defined(__aarch64__)
+    {"neon", &moonshot_neon, &sets[0], 0, 0},
+#endif
+};
+enum { SETS = sizeof sets / sizeof *sets };
+
+static kernels one_row, many_rows;
+
+static int usable(int set) {
+    int found = 0;
+#if defined(__x86_64__)
+    found = found_sets();
+#endif
+    return (sets[set].needs & found) == sets[set].needs && (*sets[set].own)[BF16].multiply;
+}
+
+static void fill_shuffles(void) {
+    for (int bits = 0; bits < 256; bits++)
+        for (int column = 0, rank = 0; column < 8; column++) {
+            const int has = bits >> column & 1;
+            moonshot_shuffles.places[bits][column] = (int8_t)(has ? rank : -1);
+            for (int byte = 0; byte < 2; byte++)
+                moonshot_shuffles.halves[bits][2 * column + byte] = (uint8_t)(has ? 2 * rank + byte : 255);
+            for (int byte = 0; byte < 4 && bits < 16 && column < 4; byte++)
+                moonshot_shuffles.floats[bits][4 * column + byte] = (uint8_t)(has ? 4 * rank + byte : 255);
+            rank += has;
+        }
+}
+
+/* What the functions take; a library of another release is not used. */
+PUBLIC int moonshot_version(void) { return 1; }
+
+/* The name of an instruction set that this processor has, from the slowest on; null beyond the last. */
+PUBLIC const char *moonshot_set_name(int which) {
+    for (int set = 0; set < SETS; set++)
+        if (usable(set) && which-- == 0) return sets[set].name;
+    return NULL;
+}
+
+/* Use the instruction set of a name from now on, null for the fastest: 0, or -1 where the processor lacks it. */
+PUBLIC int moonshot_use(const char *name) {
+    for (int set = SETS - 1; set >= 0; set--) {
+        if ((name && strcmp(name, sets[set].name)) || !usable(set)) continue;
+        for (int dtype = 0; dtype < DTYPES; dtype++) {
+            const struct instruction_set *many = &sets[set], *one;
+            while (!(*many->own)[dtype].multiply) many = many->base;
+            for (one = many; one->many;) one = one->base;
+            while (!(*one->own)[dtype].multiply) one = one->base;
+            many_rows[dtype] = (*many->own)[dtype];
+            one_row[dtype] = (*one->own)[dtype];
+        }
+        fill_shuffles();
+        return 0;
+    }
+    return -1;
+}
+
+/* Threads: those of the OpenMP that torch brings and keeps, so that no second pool competes with it. */
+typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
+
+typedef struct {
+    const packed_matrix *w;
+    const kernel *with;
+    const product *job; /* or null: */
+    void *dense;
+    int64_t first, last, parts, next;
+    int bytes;
+} task;
+
+#define TOGETHER 32 /* rows that the widest kernel unpacks together */
+
+/* The first row of a part: parts hold equally many bytes of values and bits. */
+static int64_t part_start(const task *t, int64_t part) {
+    const packed_matrix *w = t->w;
+    const int64_t meta = (w->d_in + 7) / 8, rows = t->last - t->first;
+    if (part >= t->parts) return t->last;
+    int64_t row = t->first + rows * part / t->parts;
+    if (w->offsets) {
+        const int64_t *offsets = w->offsets, origin = offsets[t->first];
+        const int64_t all = (offsets[t->last] - origin) * t->bytes + rows * meta;
+        int64_t low = t->first, high = t->last;
+        while (low < high) {
+            row = low + (high - low) / 2;
+            const int64_t before = (offsets[row] - origin) * t->bytes + (row - t->first) * meta;
+            if (before < all / t->parts * part) low = row + 1;
+            else high = row;
+        }
+        row = low;
+    }
+    row = t->first + (row - t->first + TOGETHER - 1) / TOGETHER * TOGETHER;
+    return row < t->last ? row : t->last;
+}
+
+static void work(void *argument) {
+    task *t = argument;
+    for (;;) {
+        const int64_t part = __atomic_fetch_add(&t->next, 1, __ATOMIC_RELAXED);
+        if (part >= t->parts) return;
+        const int64_t first = part_start(t, part), last = part_start(t, part + 1);
+        if (first >= last) continue;
+        if (t->job) t->with->multiply(t->w, t->job, first, last);
+        else t->with->unpack(t->w, first, last, (char *)t->dense + (first - t->first) * t->w->d_in * t->bytes);
+    }
+}
+
+#define PART_BYTES (64 << 10)
+#define ALONE_BYTES (256 << 10) /* less than this is done before other threads are awake */
+
+static void run(task *t, int threads) {
+    static parallel_region parallel;
+    const packed_matrix *w = t->w;
+    const int64_t rows = t->last - t->first;
+    if (rows <= 0) return;
+    const int64_t values = row_start(w, t->last) - row_start(w, t->first);
+    const int64_t bytes = values * t->bytes + rows * ((w->d_in + 7) / 8);
+    const int64_t load = bytes * (t->job ? (t->job->rows + 3) / 4 : 2);
+    t->parts = 1;
+    t->next = 0;
+    if (threads > 1 && load >= ALONE_BYTES) {
+        if (!parallel) parallel = (parallel_region)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        if (parallel) {
+            t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
+            if (t->parts > 16 * threads) t->parts = 16 * threads;
+            parallel(work, t, (unsigned)threads, 0);
+            return;
+        }
+    }
+    work(t);
+}
+
+/* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype; 0, or -1 without memory for the inputs. */
+PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
+                            const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
+                            const void *bias, void *y, int threads) {
+    const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
+    const kernel *with = rows > 1 ? &many_rows[dtype] : &one_row[dtype];
+    void *prepared = NULL;
+    if (rows <= 0 || d_out <= 0) return 0;
+    if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(rows, d_in))) return -1;
+    with->prepare(x, rows, d_in, prepared);
+    const product job = {prepared, rows, bias, y};
+    task t = {&w, with, &job, NULL, 0, d_out, 1, 0, dtype == F32 ? 4 : 2};
+    run(&t, threads);
+    free(prepared);
+    return 0;
+}
+
+/* Dense rows first to last - 1 of W, [last - first, d_in]. */
+PUBLIC void moonshot_unpack(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
+                            const uint8_t *meta, const int64_t *offsets, int64_t first, int64_t last, void *dense,
+                            int threads) {
+    const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
+    task t = {&w, &one_row[dtype], NULL, dense, first, last, 1, 0, dtype == F32 ? 4 : 2};
+    run(&t, threads);
+}
+
+/* offsets [d_out + 1]: how many values the rows before have. */
+PUBLIC void moonshot_offsets(int64_t d_out, int64_t d_in, const uint8_t *meta, int64_t *offsets) {
+    const int64_t bytes = (d_in + 7) / 8;
+    int64_t total = 0;
+    for (int64_t row = 0; row < d_out; row++, meta += bytes) {
+        offsets[row] = total;
+        for (int64_t column = 0; column < d_in; column += WORD)
+            total += __builtin_popcountll(read_word(meta + column / 8, d_in - column));
+    }
+    offsets[d_out] = total;
+}

@@ -1,0 +1,337 @@
+/* Unpacking and products of one dtype in one instruction set; included once for each.
+ *
+ * The file that includes it defines, for its dtype:
+ *   NAME(x)             a name of its own
+ *   T                   the type of a value, as bits
+ *   COLUMNS             how many a step expands: divides 64
+ *   RAW, EXPAND(p, m)   a vector of COLUMNS values; those at p, put where the bits of m are 1, and 0 elsewhere
+ *   STORE(p, raw)       it, as it is stored in a dense matrix
+ *   STORE_WIDE(p, raw), X_OF(bits)     it as X, a value as X
+ *   FLOAT_OF(bits), Y_OF(float)        a bias as a float, an output from one
+ *   PART(raw, k)        the k-th vector of LANES of it, as STORE_WIDE puts it
+ *   PLACE(column)       where STORE_WIDE puts a column, of every 64 from their first on; its own place by default
+ *   FLOATS_AT(p)        the values at p as a vector of floats
+ *
+ * and once for several dtypes:
+ *   X                   an input or weight as it is multiplied
+ *   LANES               how many of them are multiplied at once: divides COLUMNS
+ *   VEC, LOAD(p)        a vector of them
+ *   ACC, ZERO(), SUM(acc)              a vector of float32 sums
+ *   MULTIPLY(acc, a, b), PLUS(a, b)    acc + a * b; the sum of two of these vectors
+ *   ROWS_OF_X           rows of inputs that are multiplied together
+ *   FLOATS, FLANES      a vector of float32 and how many it has
+ *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  it from memory, to memory, of one value; acc + a * b
+ *   FVECTORS            how many sums of that kind fit into registers: a power of two
+ */
+
+#ifndef PLACE
+#define PLACE(column) (column)
+#endif
+
+#define PRAGMA_UNROLL _Pragma("GCC unroll 16")
+#define STEPS (WORD / COLUMNS)
+#define PARTS (COLUMNS / LANES)
+#define STRIP (WIDEST / (int64_t)sizeof(X)) /* a multiple of 64 */
+#define STEP_BITS ((COLUMNS == 64) ? ~0ull : (1ull << (COLUMNS % 64)) - 1)
+
+/* Expand without reading at or beyond `end`: the last values go through a copy. */
+static __attribute__((noinline)) void NAME(copy)(T *copy, const T *p, const T *end) {
+    int64_t left = end - p;
+    for (int64_t i = 0; i < COLUMNS; i++) copy[i] = i < left ? p[i] : 0;
+}
+
+INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
+    T last[COLUMNS];
+    if (end - p >= COLUMNS) return EXPAND(p, bits);
+    NAME(copy)(last, p, end);
+    return EXPAND(last, bits);
+}
+
+/* Call ACTION(raw, column, step) for every step of `columns` columns from p and the first bit of meta on; p moves on.
+ * Memory `ahead` and `ahead_bits` bytes further is fetched, which need not be there. */
+#define EACH_STEP(p, end, meta, columns, ahead, ahead_bits, ACTION)                                                                       \
+    do {                                                                                                               \
+        int64_t column = 0;                                                                                            \
+        if ((end) - (p) >= (columns) + COLUMNS) {                                                                      \
+            for (; column + 2 * WORD <= (columns); column += 2 * WORD) {                                               \
+                const uint64_t pair[2] = {read_word((meta) + column / 8, WORD), read_word((meta) + column / 8 + 8, WORD)}; \
+                __builtin_prefetch((const char *)(p) + (ahead));                                                          \
+                __builtin_prefetch((const char *)(p) + (ahead) + 64);                                                     \
+                __builtin_prefetch((const char *)(meta) + column / 8 + (ahead_bits));                                              \
+                PRAGMA_UNROLL for (int step = 0; step < 2 * STEPS; step++) {                                           \
+                    uint64_t bits = (pair[step / STEPS] >> (step % STEPS * COLUMNS)) & STEP_BITS;                                            \
+                    RAW raw = EXPAND(p, bits);                                                                         \
+                    p += __builtin_popcountll(bits);                                                                   \
+                    ACTION(raw, column + step * COLUMNS, step);                                                        \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; column < (columns); column += WORD) {                                                                   \
+            uint64_t word = read_word((meta) + column / 8, (columns) - column);                                        \
+            for (int step = 0; step < STEPS; step++) {                                                                 \
+                uint64_t bits = (word >> (step * COLUMNS)) & STEP_BITS;                                                \
+                RAW raw = NAME(careful)(p, bits, end);                                                                 \
+                p += __builtin_popcountll(bits);                                                                       \
+                ACTION(raw, column + step * COLUMNS, step & 3);                                                        \
+            }                                                                                                          \
+        }                                                                                                              \
+    } while (0)
+
+__attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+    const T *values = w->values, *end = values + w->stored;
+    T *out = dense;
+    for (int64_t row = first; row < last; row++, out += d_in) {
+        const T *p = values + row_start(w, row);
+        const uint8_t *meta = w->meta + row * bytes;
+        int64_t whole = d_in - d_in % WORD;
+#define KEEP(raw, column, step) STORE(out + (column), raw)
+        EACH_STEP(p, end, meta, whole, AHEAD, AHEAD_BITS, KEEP);
+#undef KEEP
+        if (whole < d_in) {
+            T rest[WORD];
+            const uint8_t *bits = meta + whole / 8;
+#define KEEP(raw, column, step) STORE(rest + (column), raw)
+            EACH_STEP(p, end, bits, d_in - whole, AHEAD, AHEAD_BITS, KEEP);
+#undef KEEP
+            memcpy(out + whole, rest, (size_t)(d_in - whole) * sizeof(T));
+        }
+    }
+}
+
+/* Many rows of inputs are taken in chunks of whole vectors: the widest, and at last the narrowest that is enough. */
+INLINE int64_t NAME(chunk)(int64_t rows) {
+    int64_t vectors = FVECTORS;
+    while (vectors > 1 && vectors / 2 * FLANES >= rows) vectors /= 2;
+    return vectors * FLANES;
+}
+
+/* A chunk as [d_in, width] floats. */
+static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int64_t width) {
+    if (rows < width) memset(out, 0, (size_t)(d_in * width) * sizeof(float));
+    for (int64_t start = 0; start < d_in; start += 16) {
+        const int64_t last = d_in - start < 16 ? d_in : start + 16;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = start; i < last; i++) out[i * width + row] = FLOAT_OF(in[row * d_in + i]);
+    }
+}
+
+/* Rows that are padded with zeros to whole words, and do not begin at the same place of a page. */
+INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
+
+__attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
+    if (rows > FEW) return (rows + FVECTORS * FLANES) * d_in * (int64_t)sizeof(float);
+    return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
+}
+
+__attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared) {
+    const T *in = x;
+    if (rows > FEW) {
+        for (int64_t row = 0, width; row < rows; row += width) {
+            width = NAME(chunk)(rows - row);
+            NAME(turn)(in + row * d_in, rows - row < width ? rows - row : width, d_in,
+                       (float *)prepared + row * d_in, width);
+        }
+        return;
+    }
+    const int64_t stride = NAME(stride)(d_in);
+    for (int64_t row = 0; row < rows; row++) {
+        X *out = (X *)prepared + row * stride;
+        memset(out + d_in / WORD * WORD, 0, (size_t)(stride - d_in / WORD * WORD) * sizeof(X));
+        for (int64_t i = 0; i < d_in; i++) out[PLACE(i)] = X_OF(in[row * d_in + i]);
+    }
+}
+
+INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_row, int64_t row, float sum) {
+    const T *bias = job->bias;
+    if (bias) sum += FLOAT_OF(bias[row]);
+    ((T *)job->y)[x_row * w->d_out + row] = Y_OF(sum);
+}
+
+/* One row of inputs: every value is multiplied where it is expanded. */
+static void NAME(vector)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+    const T *values = w->values, *end = values + w->stored;
+    const X *x = job->x;
+    for (int64_t row = first; row < last; row++) {
+        const T *p = values + row_start(w, row);
+        const uint8_t *meta = w->meta + row * bytes;
+        ACC sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+#define ADD(raw, column, step)                                                                                         \
+    PRAGMA_UNROLL for (int k = 0; k < PARTS; k++)                                                                      \
+        sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
+        EACH_STEP(p, end, meta, d_in, AHEAD, AHEAD_BITS, ADD);
+#undef ADD
+        NAME(finish)(w, job, 0, row, SUM(PLUS(PLUS(sums[0], sums[1]), PLUS(sums[2], sums[3]))));
+    }
+}
+
+/* sums[i][j] += the dot product of row i of an unpacked strip and row j of x; `count` rows of x. */
+INLINE void NAME(tile)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t columns, ACC *sums,
+                       int64_t sums_stride, const int count) {
+    ACC acc[ROWS_OF_W][ROWS_OF_X];
+    PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++)
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) acc[i][j] = sums[i * sums_stride + j];
+    for (int64_t c = 0; c < columns; c += LANES) {
+        VEC b[ROWS_OF_X];
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) b[j] = LOAD(x + j * stride + c);
+        PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++) {
+            VEC a = LOAD(strip + i * strip_stride + c);
+            PRAGMA_UNROLL for (int j = 0; j < count; j++) acc[i][j] = MULTIPLY(acc[i][j], a, b[j]);
+        }
+    }
+    PRAGMA_UNROLL for (int i = 0; i < ROWS_OF_W; i++)
+        PRAGMA_UNROLL for (int j = 0; j < count; j++) sums[i * sums_stride + j] = acc[i][j];
+}
+
+#define MOST FEW /* rows of x whose sums are kept at once */
+
+static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t rows,
+                        int64_t columns, ACC *sums) {
+    int64_t j = 0;
+    for (; j + ROWS_OF_X <= rows; j += ROWS_OF_X)
+        NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, ROWS_OF_X);
+    for (; j + 2 <= rows; j += 2) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 2);
+    for (; j < rows; j++) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 1);
+}
+
+/* 2 to FEW rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
+static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
+                          int64_t rows) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
+    const T *values = w->values, *end = values + w->stored;
+    const X *x = (const X *)job->x + x_row * stride;
+    /* Rows that do not begin at the same place of a page. */
+    enum { STRIDE = WIDEST / sizeof(X) + 64 / sizeof(X) };
+    const int64_t usual = w->stored / w->d_out * STRIP / d_in; /* values of a strip */
+    X strip[ROWS_OF_W * STRIDE] __attribute__((aligned(64)));
+    ACC sums[ROWS_OF_W * MOST];
+    for (int64_t row = first; row < last; row += ROWS_OF_W) {
+        const int64_t here = last - row < ROWS_OF_W ? last - row : ROWS_OF_W;
+        const T *p[ROWS_OF_W];
+        for (int64_t i = 0; i < here; i++) p[i] = values + row_start(w, row + i);
+        for (int i = 0; i < ROWS_OF_W * MOST; i++) sums[i] = ZERO();
+        if (here < ROWS_OF_W) memset(strip, 0, sizeof strip);
+        for (int64_t start = 0; start < d_in; start += STRIP) {
+            const int64_t columns = d_in - start < STRIP ? d_in - start : STRIP;
+            const int64_t padded = (columns + WORD - 1) / WORD * WORD;
+            for (int64_t i = 0; i < here; i++) {
+                const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
+                X *out = strip + i * STRIDE;
+                int64_t ahead = usual * (int64_t)sizeof(T), ahead_bits = STRIP / 8;
+                if (start + columns >= d_in && row + i + ROWS_OF_W < w->d_out) { /* the next rows' first strip */
+                    ahead = (const char *)(values + row_start(w, row + i + ROWS_OF_W)) - (const char *)p[i];
+                    ahead_bits = ROWS_OF_W * bytes - start / 8;
+                }
+#define KEEP(raw, column, step) STORE_WIDE(out + (column), raw)
+                EACH_STEP(p[i], end, meta, columns, ahead, ahead_bits, KEEP);
+#undef KEEP
+            }
+            NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
+        }
+        for (int64_t i = 0; i < here; i++)
+            for (int64_t j = 0; j < rows; j++) NAME(finish)(w, job, x_row + j, row + i, SUM(sums[i * MOST + j]));
+    }
+}
+
+/* `count` values from p on as floats, 0 from `end` on. */
+INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float *buffer) {
+    const int64_t left = end - p;
+    if (left >= count && sizeof(T) == sizeof(float)) return (const float *)p;
+    int64_t i = 0;
+    for (; i < count && i + FLANES <= left; i += FLANES) FSTORE(buffer + i, FLOATS_AT(p + i));
+    for (; i < count; i++) buffer[i] = i < left ? FLOAT_OF(p[i]) : 0;
+    return buffer;
+}
+
+/* sums [vectors * FLANES] += the values where the bits are, times the inputs [128, vectors * FLANES]. */
+INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
+    FLOATS acc[FVECTORS];
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[j] = FLOAD(sums + j * FLANES);
+    for (int word = 0; word < 2; word++, x += WORD * vectors * FLANES)
+        for (uint64_t bits = words[word]; bits; bits &= bits - 1) {
+            const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
+            const float one = *values++;
+            const FLOATS value = FSET(one);
+            PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
+                acc[j] = FADD(acc[j], value, FLOAD(inputs + j * FLANES));
+        }
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) FSTORE(sums + j * FLANES, acc[j]);
+}
+
+enum { NAME(GROUP) = 64 };
+
+/* A chunk of inputs and some rows of W, of which only what is stored is multiplied. */
+INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
+                        const int vectors) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES;
+    const T *end = (const T *)w->values + w->stored, *p[NAME(GROUP)];
+    const float *x = (const float *)job->x + x_row * d_in;
+    float sums[NAME(GROUP) * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
+    memset(sums, 0, sizeof sums);
+    for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
+    for (int64_t start = 0; start < d_in; start += 2 * WORD)
+        for (int64_t row = first; row < last; row++) {
+            const uint8_t *meta = w->meta + row * bytes + start / 8;
+            const uint64_t words[2] = {read_word(meta, d_in - start),
+                                       d_in - start > WORD ? read_word(meta + 8, d_in - start - WORD) : 0};
+            const int64_t count = __builtin_popcountll(words[0]) + __builtin_popcountll(words[1]);
+            const T *here = p[row - first];
+            const float *values = NAME(floats)(here, count, end, buffer);
+            p[row - first] = here + count;
+            for (int64_t line = 0; line < count * (int64_t)sizeof(T); line += 64)
+                __builtin_prefetch((const char *)(here + count) + line, 0, 2);
+            NAME(add_bits)(words, values, x + start * width, sums + (row - first) * width, vectors);
+        }
+    for (int64_t j = 0; j < width && x_row + j < job->rows; j++)
+        for (int64_t row = first; row < last; row++) NAME(finish)(w, job, x_row + j, row, sums[(row - first) * width + j]);
+}
+
+static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
+        width = NAME(chunk)(job->rows - x_row);
+        for (int64_t row = first, next; row < last; row = next) {
+            next = last - row < NAME(GROUP) ? last : row + NAME(GROUP);
+            switch (width / FLANES) {
+            case 8: NAME(group)(w, job, row, next, x_row, FVECTORS < 8 ? 1 : 8); break;
+            case 4: NAME(group)(w, job, row, next, x_row, 4); break;
+            case 2: NAME(group)(w, job, row, next, x_row, 2); break;
+            default: NAME(group)(w, job, row, next, x_row, 1);
+            }
+        }
+    }
+}
+
+__attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    if (job->rows == 1) {
+        NAME(vector)(w, job, first, last);
+        return;
+    }
+    if (job->rows > FEW) {
+        NAME(many)(w, job, first, last);
+        return;
+    }
+    NAME(several)(w, job, first, last, 0, job->rows);
+}
+
+#ifndef KEEP_STEPS
+#undef NAME
+#undef T
+#undef COLUMNS
+#undef RAW
+#undef EXPAND
+#undef STORE
+#undef STORE_WIDE
+#undef X_OF
+#undef Y_OF
+#undef FLOAT_OF
+#undef PART
+#undef FLOATS_AT
+#undef PLACE
+#undef MOST
+#undef STRIP
+#undef STEPS
+#undef PARTS
+#undef STEP_BITS
+#undef PRAGMA_UNROLL
+#endif

@@ -1,0 +1,79 @@
+"""The format "bitmask" as a codec."""
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import require
+from ..kernels import find_library
+from ..objective.patterns import NM
+from .bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack
+from .bitmask_product import packed_linear
+from .codec import Codec, Parts
+
+
+class Plan(NamedTuple):
+    """What is found out once about a packed matrix, for the C kernels or for torch."""
+
+    window: int = -1  # of `find_window`; -1: not looked for
+    offsets: Tensor | None = None  # int64 [d_out + 1]: the values before each row, where rows differ
+
+
+class Bitmask(Codec):
+    """The formulas of `bitmask` and the operators of `bitmask_product`."""
+
+    name: ClassVar[str] = "bitmask"
+    suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
+
+    def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
+        return dict(zip(self.suffixes, pack(matrix, pattern), strict=True))
+
+    def check(
+        self,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype | None = None,
+        pattern: NM | None = None,
+    ) -> None:
+        values, meta = self._parts(parts)
+        check_packed(values, meta, shape)
+        require(dtype in (None, values.dtype), f"its values are {values.dtype}, {dtype} was written")
+        require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
+
+    def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Plan | None = None) -> Tensor:
+        window = None if plan is None or plan.window < 0 else plan.window
+        return unpack(*self._parts(parts), shape[1], window)
+
+    def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
+        d_out, d_in = matrix.shape
+        values = matrix.numel() * pattern.n // pattern.m if pattern else int(matrix.count_nonzero())
+        return packed_bytes((d_out, d_in), values, matrix.dtype.itemsize)
+
+    def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Plan:
+        values, meta = self._parts(parts)
+        if torch.compiler.is_compiling():  # what depends on the contents stays inside the operators
+            return Plan()
+        library = find_library()
+        if library is None or not library.takes(values):
+            return Plan(find_window(values, meta, shape[1]))
+        return Plan(offsets=library.offsets(meta, shape[1]) if values.ndim == 1 else None)
+
+    def linear(
+        self,
+        inputs: Tensor,
+        parts: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        plan: Plan | None = None,
+    ) -> Tensor:
+        values, meta = self._parts(parts)
+        if torch.is_autocast_enabled(inputs.device.type) or inputs.shape[-1] != shape[1]:
+            return super().linear(inputs, parts, shape, bias, plan)
+        plan = Plan() if plan is None else plan
+        return packed_linear(inputs, values, meta, plan.offsets, bias, plan.window)
+
+    def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        values, meta = (parts[suffix] for suffix in self.suffixes)
+        return values, meta

@@ -1,0 +1,151 @@
+"""The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
+
+``moonshot::packed_linear`` is x Wᵀ + bias, with a gradient for x and bias; W is not trained. The compiled library
+multiplies while it reads W. For gradients, and where torch is faster, some rows of W at a time are unpacked into a
+buffer that stays in the processor's cache: no dense copy of W is made.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import Library, find_library
+from .bitmask import unpack
+
+_TILE = 1 << 20  # bytes of unpacked rows: half a processor's second-level cache, or less
+
+_MATRIX = "Tensor values, Tensor meta, Tensor? offsets"
+_library = torch.library.Library("moonshot", "DEF")
+_library.define(f"packed_linear(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
+_library.define(f"packed_product(Tensor inputs, {_MATRIX}, Tensor? bias, int window) -> Tensor")
+_library.define(f"packed_transposed(Tensor outputs, {_MATRIX}, int d_in, int window) -> Tensor")
+
+
+def packed_linear(
+    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
+) -> Tensor:
+    """x Wᵀ + bias.
+
+    Args:
+        inputs: x [..., d_in], in the dtype and on the device of the values.
+        values: [d_out, d_in·n/m], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        offsets: int64 [d_out + 1], how many values the rows before have; None: every row has as many, or not known.
+        bias: [d_out], or None.
+        window: what `find_window` says; −1: not known.
+
+    Returns:
+        [..., d_out].
+    """
+    differentiable = torch.is_grad_enabled() and (inputs.requires_grad or (bias is not None and bias.requires_grad))
+    if differentiable or torch.compiler.is_compiling():
+        return torch.ops.moonshot.packed_linear.default(inputs, values, meta, offsets, bias, window)
+    # What follows a gradient costs as much as a small product, at every call.
+    return torch.ops.moonshot.packed_product.default(inputs, values, meta, offsets, bias, window)
+
+
+def _product(
+    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
+) -> Tensor:
+    library, d_in = find_library(), inputs.shape[-1]
+    if library is None or not _takes(library, inputs, values, meta, bias):
+        return functional.linear(inputs, unpack(values, meta, d_in, None if window < 0 else window), bias)
+    flat = inputs.reshape(-1, d_in).contiguous()
+    offsets = _row_offsets(library, values, meta, offsets, d_in)
+    multiply = library.product if len(flat) <= library.most_rows else _multiply_tiles
+    return multiply(flat, values, meta, offsets, bias).view(*inputs.shape[:-1], len(meta))
+
+
+def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> bool:
+    """Whether the library multiplies these; torch says what is wrong with the others."""
+    return (
+        library.takes(values)
+        and x.dtype == values.dtype
+        and x.device.type == meta.device.type == "cpu"
+        and x.numel() > 0
+        and meta.is_contiguous()
+        and meta.shape[1] == -(-x.shape[-1] // 8)
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == meta.shape[:1] and bias.is_contiguous()))
+    )
+
+
+def _row_offsets(library: Library, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int) -> Tensor | None:
+    return library.offsets(meta, d_in) if offsets is None and values.ndim == 1 else offsets
+
+
+def _tiles(
+    library: Library, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Some rows of W at a time, all in the same buffer, with the first row's number."""
+    size = max(1, _TILE // (d_in * values.dtype.itemsize))
+    buffer = values.new_empty(min(size, len(meta)), d_in)
+    for first in range(0, len(meta), size):
+        yield first, library.unpack(buffer[: len(meta) - first], values, meta, offsets, first)
+
+
+def _multiply_tiles(
+    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    library = find_library()
+    assert library is not None
+    outputs = inputs.new_empty(len(inputs), len(meta))
+    for first, tile in _tiles(library, values, meta, offsets, inputs.shape[1]):
+        part = slice(first, first + len(tile))
+        outputs[:, part] = functional.linear(inputs, tile, None if bias is None else bias[part])
+    return outputs
+
+
+def _transposed(
+    outputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, window: int
+) -> Tensor:
+    """y W: [..., d_out] → [..., d_in]."""
+    library = find_library()
+    if library is None or not library.takes(values) or not outputs.numel():
+        return outputs @ unpack(values, meta, d_in, None if window < 0 else window)
+    flat = outputs.reshape(-1, len(meta))
+    offsets = _row_offsets(library, values, meta, offsets, d_in)
+    sums = torch.zeros(len(flat), d_in, dtype=torch.float32, device="cpu")
+    for first, tile in _tiles(library, values, meta, offsets, d_in):
+        sums += flat[:, first : first + len(tile)] @ tile
+    return sums.to(outputs.dtype).view(*outputs.shape[:-1], d_in)
+
+
+def _fake_linear(
+    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
+) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], meta.shape[0])
+
+
+def _fake_transposed(
+    outputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, window: int
+) -> Tensor:
+    return outputs.new_empty(*outputs.shape[:-1], d_in)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, meta, offsets, _, ctx.window = inputs
+    ctx.d_in = x.shape[-1]
+    ctx.save_for_backward(values, meta, offsets)
+
+
+def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
+    values, meta, offsets = ctx.saved_tensors
+    x = bias = None
+    if ctx.needs_input_grad[0]:
+        x = torch.ops.moonshot.packed_transposed.default(outputs, values, meta, offsets, ctx.d_in, ctx.window)
+    if ctx.needs_input_grad[4]:
+        bias = outputs.flatten(0, -2).sum(0) if outputs.ndim > 1 else outputs
+    return x, None, None, None, bias, None
+
+
+for _name, _compute, _fake in (
+    ("packed_linear", _product, _fake_linear),
+    ("packed_product", _product, _fake_linear),
+    ("packed_transposed", _transposed, _fake_transposed),
+):
+    _library.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moonshot::{_name}", _fake, lib=_library)
+torch.library.register_autograd("moonshot::packed_linear", _gradients, setup_context=_remember, lib=_library)

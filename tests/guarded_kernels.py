@@ -1,0 +1,89 @@
+"""Run as a program: calls the compiled library with buffers at the edges of memory that may not be touched.
+
+Arguments: the library, and instruction sets. A read or write outside of a buffer ends the process.
+"""
+
+import ctypes
+import random
+import sys
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+
+PAGE = 1 << 14
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = c_void_p, [c_void_p, c_size_t, c_int, c_int, c_int, c_int64]
+libc.mprotect.argtypes, libc.munmap.argtypes = [c_void_p, c_size_t, c_int], [c_void_p, c_size_t]
+ANONYMOUS = 0x1000 if sys.platform == "darwin" else 0x20
+
+
+class Guarded:
+    """Bytes that end at a page which may not be touched, or begin after one."""
+
+    def __init__(self, content: bytes, at_end: bool):
+        self.pages = -(-len(content) // PAGE) + 2
+        self.base = libc.mmap(None, self.pages * PAGE, 3, 2 | ANONYMOUS, -1, 0)
+        libc.mprotect(self.base, PAGE, 0)
+        libc.mprotect(self.base + (self.pages - 1) * PAGE, PAGE, 0)
+        inside = (self.pages - 2) * PAGE
+        self.address = self.base + PAGE + (inside - len(content) if at_end else 0)
+        ctypes.memmove(self.address, content, len(content))
+
+    def __del__(self):
+        libc.munmap(self.base, self.pages * PAGE)
+
+
+def row_bits(d_in: int, count: int) -> bytes:
+    chosen = set(random.sample(range(d_in), count))
+    return bytes(sum(1 << j for j in range(8) if 8 * b + j in chosen) for b in range(-(-d_in // 8)))
+
+
+def check(library: ctypes.CDLL, dtype: int, shape: tuple[int, int], rows: int, counts: list[int], damage: bool) -> None:
+    (d_out, d_in), size = shape, 4 if dtype == 2 else 2
+    bits, starts = b"".join(row_bits(d_in, count) for count in counts), [sum(counts[:o]) for o in range(d_out + 1)]
+    if damage:  # more values than there are, and beyond the last column
+        bits = b"\xff" * len(bits)
+    equal = len(set(counts)) == 1
+    for at_end in (True, False):
+        guarded = [
+            Guarded(bytes(random.randrange(64) for _ in range(amount)), at_end)
+            for amount in (
+                sum(counts) * size,
+                rows * d_in * size,
+                d_out * size,
+                rows * d_out * size,
+                d_out * d_in * size,
+            )
+        ]
+        values, inputs, bias, outputs, dense = (buffer.address for buffer in guarded)
+        meta = Guarded(bits, at_end)
+        offsets = Guarded(b"".join(start.to_bytes(8, "little") for start in starts), at_end)
+        places = None if equal else offsets.address
+        matrix = dtype, d_out, d_in, values, sum(counts), meta.address, places
+        assert library.moonshot_product(*matrix, inputs, rows, bias, outputs, 1) == 0
+        for first in range(d_out):
+            library.moonshot_unpack(*matrix, first, d_out, dense + first * d_in * size, 1)
+        if not damage:
+            library.moonshot_offsets(d_out, d_in, meta.address, offsets.address)
+            assert list((c_int64 * (d_out + 1)).from_address(offsets.address)) == starts
+
+
+def main(path: str, *sets: str) -> None:
+    library = ctypes.CDLL(path)
+    matrix = [c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+    library.moonshot_product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int]
+    library.moonshot_unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
+    library.moonshot_offsets.argtypes = [c_int64, c_int64, c_void_p, c_void_p]
+    library.moonshot_use.argtypes = [c_char_p]
+    random.seed(0)
+    for name in sets:
+        assert library.moonshot_use(name.encode()) == 0
+        for dtype in range(3):
+            for d_in in (7, 257):
+                for counts in ([d_in // 2] * 3, [d_in, 0, random.randint(0, d_in)]):
+                    for rows in (1, 17, 70):
+                        for damage in (False, True):
+                            check(library, dtype, (3, d_in), rows, counts, damage)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    print("nothing outside was touched")
