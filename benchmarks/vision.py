@@ -67,7 +67,9 @@ def main() -> None:
     arguments.add_argument("--allocation", choices=("uniform", "fisher"), default="uniform")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=512)
-    arguments.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9], help="beside 2:4 (uniform alone)")
+    arguments.add_argument(
+        "--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9], help="beside 2:4 (uniform alone)"
+    )
     arguments.add_argument("--name", help="of the results; default: vision_ and the model")
     arguments.add_argument("--lambdas", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25, 0.0])
     options = arguments.parse_args()
