@@ -11,7 +11,7 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 FLOORS = (
     ("version", "errors"),
     ("files", "progress"),
-    ("objective", "kernels"),
+    ("objective",),
     ("solvers", "recipes"),
     ("config",),
     ("kernels",),

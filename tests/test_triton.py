@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="comes with torch's builds for CUDA")
 
 from optimum_moonshot.kernels import triton_bitmask
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import bitmask
+from optimum_moonshot.packing import bitmask, bitmask_product
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -68,6 +68,26 @@ def test_unpacking_gives_every_bit_back(pattern, d_in, dtype):
     dense = triton_bitmask.unpack(values, meta, d_in, offsets)
     assert torch.equal(dense.cpu(), matrix)
     assert torch.equal(dense, bitmask.unpack(values, meta, d_in))
+
+
+@pytest.mark.parametrize("pattern", [NM(2, 4), NM(8, 16), 0.7], ids=str)
+@pytest.mark.parametrize("rows", [(), (2, 3), (4, 9)], ids=str)
+def test_packed_layers_use_them(pattern, rows, monkeypatch):
+    monkeypatch.setattr(bitmask_product, "_is_for_gpu", lambda *_: True)
+    matrix = sparse(9, 48, pattern, torch.float32)
+    values, meta, _, window = packed(matrix, pattern)
+    inputs, bias = torch.randn(*rows, 48, device=DEVICE), torch.randn(9, device=DEVICE)
+    expected = torch.nn.functional.linear(inputs, matrix.to(DEVICE), bias)
+    for known in (-1, window):
+        found = bitmask_product.packed_linear(inputs, values, meta, None, bias, known)
+        torch.testing.assert_close(found, expected)
+
+
+def test_offsets_are_the_values_of_the_rows_before():
+    matrix = sparse(9, 37, 0.6, torch.float32)
+    _, meta, offsets, _ = packed(matrix, 0.6)
+    assert torch.equal(bitmask.row_offsets(meta)[:-1], offsets)
+    assert int(bitmask.row_offsets(meta)[-1]) == int(matrix.count_nonzero())
 
 
 def test_rows_without_values_and_no_rows():

@@ -160,6 +160,16 @@ def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
     return dense.masked_scatter_(unpack_bits(meta, d_in), values.flatten())
 
 
+def row_offsets(meta: Tensor) -> Tensor:
+    """int64 [d_out + 1]: how many values the rows before have.
+
+    Args:
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+    """
+    counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
 def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
     """4 or 8 where every so many weights hold equally many values (1:4, 2:4, 4:8, …); else 0.
 

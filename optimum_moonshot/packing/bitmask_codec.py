@@ -9,13 +9,13 @@ from torch import Tensor
 from ..errors import require
 from ..kernels import find_library
 from ..objective.patterns import NM
-from .bitmask import check_packed, find_window, is_nm, pack, packed_bytes, unpack
+from .bitmask import check_packed, find_window, is_nm, pack, packed_bytes, row_offsets, unpack
 from .bitmask_product import packed_linear
 from .codec import Codec, Parts
 
 
 class Plan(NamedTuple):
-    """What is found out once about a packed matrix, for the C kernels or for torch."""
+    """What is found out once about a packed matrix, for the kernels or for torch."""
 
     window: int = -1  # of `find_window`; -1: not looked for
     offsets: Tensor | None = None  # int64 [d_out + 1]: the values before each row, where rows differ
@@ -56,8 +56,9 @@ class Bitmask(Codec):
         if torch.compiler.is_compiling():  # what depends on the contents stays inside the operators
             return Plan()
         library = find_library()
-        if library is None or not library.takes(values):
-            return Plan(find_window(values, meta, shape[1]))
+        if values.is_cuda or library is None or not library.takes(values):
+            offsets = row_offsets(meta) if values.is_cuda and values.ndim == 1 else None
+            return Plan(find_window(values, meta, shape[1]), offsets)
         return Plan(offsets=library.offsets(meta, shape[1]) if values.ndim == 1 else None)
 
     def linear(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import Library, find_library
-from .bitmask import unpack
+from ..kernels import Library, find_gpu_kernels, find_library
+from .bitmask import find_window, row_offsets, unpack
 
 _TILE = 1 << 20  # bytes of unpacked rows: half a processor's second-level cache, or less
 
@@ -50,6 +50,8 @@ def packed_linear(
 def _product(
     inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
 ) -> Tensor:
+    if _is_for_gpu(inputs, values):
+        return _gpu_product(inputs, values, meta, offsets, bias, window)
     library, d_in = find_library(), inputs.shape[-1]
     if library is None or not _takes(library, inputs, values, meta, bias):
         return functional.linear(inputs, unpack(values, meta, d_in, None if window < 0 else window), bias)
@@ -57,6 +59,28 @@ def _product(
     offsets = _row_offsets(library, values, meta, offsets, d_in)
     multiply = library.product if len(flat) <= library.most_rows else _multiply_tiles
     return multiply(flat, values, meta, offsets, bias).view(*inputs.shape[:-1], len(meta))
+
+
+def _is_for_gpu(inputs: Tensor, values: Tensor) -> bool:
+    """Whether these are on a GPU whose kernels take them."""
+    known = inputs.dtype == values.dtype and values.dtype.itemsize <= 4
+    return inputs.is_cuda and known and find_gpu_kernels() is not None
+
+
+def _gpu_product(
+    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
+) -> Tensor:
+    """As `_product`: packed for few rows, by the dense matrix, unpacked for this call, for more."""
+    kernels, flat = find_gpu_kernels(), inputs.reshape(-1, inputs.shape[-1])
+    assert kernels is not None
+    if offsets is None and values.ndim == 1:
+        offsets = row_offsets(meta)
+    if len(flat) > kernels.MOST_ROWS:
+        return functional.linear(inputs, kernels.unpack(values, meta, flat.shape[1], offsets), bias)
+    window = find_window(values, meta, flat.shape[1]) if window < 0 else window
+    found = kernels.linear(flat, values, meta, offsets, window)
+    found = found if bias is None else found + bias
+    return found.view(*inputs.shape[:-1], len(meta))
 
 
 def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> bool:
