@@ -1,5 +1,6 @@
-"""Products with packed matrices: on a CPU in C, by the library that the installation compiled, if it had a compiler; on a
-GPU in Triton, which comes with torch's builds for CUDA.
+"""Products with packed matrices: in C on a CPU, in Triton on a GPU.
+
+The installation compiles the library in C, if it has a compiler; Triton comes with torch's builds for CUDA.
 """
 
 import logging
