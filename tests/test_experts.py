@@ -11,10 +11,11 @@ from models import token_batches
 from torch import nn
 from torch.nn import functional
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned, prune_weight
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import frozen, run_model
@@ -297,6 +298,28 @@ def test_recovery_keeps_the_zeros_of_every_expert(recover):
 def test_experts_are_pruned_with_every_step(options):
     report = prune(mixtral(), lam=0.5, **options).report
     assert abs(report.sparsity - 0.5) < 0.01 and sum("experts" in layer.name for layer in report.layers) == 4
+
+
+def test_changed_experts_are_found(tmp_path):
+    """In a dense checkpoint: what was zero and is no more."""
+    model = family("gpt_oss")
+    prune(model, sparsity=0.5, lam=1.0).save_pretrained(tmp_path)
+    assert verify(tmp_path) and same(load_pruned(tmp_path), model)
+    with torch.no_grad():
+        experts(model)[0].parameter.fill_(1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MoonshotError, match=r"experts.gate_up_proj: it has 0 zeros, its report says"):
+        load_pruned(tmp_path)
+    assert not verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "jetmoe"])
+def test_packed_checkpoints_of_mixtures(name, tmp_path):
+    model = family(name)
+    prune(model, pattern="2:4", lam=1.0).save_pretrained(tmp_path, format="packed")
+    found = verify(tmp_path)
+    assert found and found.sparsity == 0.5
+    assert same(load_pruned(tmp_path), model)
 
 
 def test_masks_hold_while_training():

@@ -139,6 +139,7 @@ def _reported_zeros(folder: Path) -> dict[str, int]:
     report = PruneReport.load(folder)
     layers = () if report.compaction else report.layers
     try:
-        return {f"{layer.name}.weight": round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
+        zeros = {layer.name: round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
+        return zeros | {f"{name}.weight": count for name, count in zeros.items()}  # a layer, or fused experts
     except (TypeError, ValueError, IndexError, OverflowError) as error:
         raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None
