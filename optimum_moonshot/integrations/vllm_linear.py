@@ -120,11 +120,5 @@ class PackedLinearMethod(LinearMethodBase):
             return self.dense.apply(layer, x, bias)
         return self.codec.linear(x, self._parts(layer, self.codec), self.shape, bias, self.plan)
 
-    def dequantize_weight(self, layer: nn.Module) -> Tensor:
-        """The dense weight [d_out, d_in]."""
-        if self.codec is None:
-            return layer.weight
-        return self.codec.unpack(self._parts(layer, self.codec), self.shape, self.plan)
-
     def _parts(self, layer: nn.Module, codec: Codec) -> dict[str, Tensor]:
         return {suffix: getattr(layer, name) for suffix, name in codec.names(_WEIGHT).items()}
