@@ -151,6 +151,19 @@ def test_weights_are_those_of_the_files_bit_for_bit(pattern, saved):
             assert torch.equal(weight, torch.cat([stored[f"{layer}.{part}.weight"] for part in parts]))
 
 
+def test_a_dense_checkpoint_is_packed_when_asked(saved):
+    folder = saved("qwen2", "0.7")
+    llm = load(folder / "dense", quantization="moonshot")
+    assert all(packed for _, packed in weights(llm).values())
+    assert_same(generate(llm), generate(load(folder / "dense")))
+
+
+def test_weights_are_not_loaded_again(saved):
+    llm = load(saved("llama", "2:4") / "packed")
+    with pytest.raises(MoonshotError, match="_proj is packed: weights cannot be loaded into it again"):
+        llm.collective_rpc("reload_weights")
+
+
 def test_two_processes_share_the_layers(saved, monkeypatch):
     """Rows of q, k, v, gate and up are cut, columns of the others."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")

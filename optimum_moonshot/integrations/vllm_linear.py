@@ -83,12 +83,14 @@ class PackedLinearMethod(LinearMethodBase):
             layer: with its dense weight [d_out, d_in].
 
         Raises:
-            MoonshotError: parts of the weight were not in the files.
+            MoonshotError: parts of the weight were not in the files, or it was packed before.
         """
         if getattr(layer, _DONE, False):
             self.tally.report()
             return
         setattr(layer, _DONE, True)
+        again = self.codec is not None  # a graph that was captured holds the old plan
+        require(not again, f"{self.prefix} is packed: weights cannot be loaded into it again; make the engine anew")
         weight = layer.weight
         read = get_layerwise_info(layer).load_numel
         complete = self.random or read >= weight.numel()

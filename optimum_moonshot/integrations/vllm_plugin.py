@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 
 
 class MoonshotQuantization(QuantizationConfig):
-    """`quantization_config` of a packed checkpoint, as vLLM asks for it.
+    """`quantization_config` of a packed checkpoint, or what `quantization="moonshot"` makes of a dense one."""
 
-    Args:
-        version: of the packed format.
-    """
-
-    def __init__(self, version: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.version = version
         self.tally: Tally | None = None
 
     @classmethod
@@ -52,7 +47,8 @@ class MoonshotQuantization(QuantizationConfig):
         Raises:
             MoonshotError: a version that this release does not read, or an unknown field.
         """
-        return cls(read_version(config))
+        read_version(config)
+        return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer is loaded and multiplied by; embeddings and fused experts are dense, as vLLM has them.
