@@ -6,6 +6,7 @@ peak. Tokens per second are those of greedy decoding after a prompt of 16 tokens
 the first token is that of a prompt of 512. It runs in the environment of `make test-vllm`.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
 PATTERNS = {"2:4": {"pattern": "2:4"}, "0.7": {"pattern": "unstructured", "sparsity": 0.7}}
-NEW = 48  # tokens of a request
 
 
 def save(folder: Path, pattern: str, layers: int) -> None:
@@ -39,8 +39,8 @@ def save(folder: Path, pattern: str, layers: int) -> None:
         pruner.save_pretrained(folder / format, format=format)
 
 
-def measure(folder: str, compiled: bool) -> dict:
-    """In a process of its own."""
+def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
+    """In a process of its own, of `new` tokens a request; the best of some repeats."""
     import vllm
 
     with Peak() as peak:
@@ -66,15 +66,16 @@ def measure(folder: str, compiled: bool) -> dict:
         "bytes_added": added,
         "peak_bytes_added": peak.added["RssAnon"],
         "seconds_to_load": loaded,
-        "tokens_per_second": {str(n): n * NEW / min(seconds(n, 16, NEW) for _ in range(3)) for n in (1, 8)},
-        "seconds_to_first_token_of_512": min(seconds(1, 512, 1) for _ in range(3)),
+        "tokens_per_second": {str(n): n * new / min(seconds(n, 16, new) for _ in range(repeats)) for n in (1, 8)},
+        "seconds_to_first_token_of_512": min(seconds(1, 512, 1) for _ in range(repeats)),
     }
 
 
-def run(folder: Path, compiled: bool) -> dict:
+def run(folder: Path, options: argparse.Namespace) -> dict:
     """`measure` in a process of its own."""
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, __file__, "--measure", str(folder), *(["--compiled"] if compiled else [])]
+    settings = ["--new", str(options.new), "--repeats", str(options.repeats), *["--compiled"] * options.compiled]
+    command = [sys.executable, __file__, "--measure", str(folder), *settings]
     output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -82,12 +83,14 @@ def run(folder: Path, compiled: bool) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=20)
+    arguments.add_argument("--new", type=int, default=48, help="tokens of a request")
+    arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--compiled", action="store_true", help="as vLLM does without --enforce-eager")
     arguments.add_argument("--measure", metavar="FOLDER", help="print the figures of one checkpoint")
     arguments.add_argument("--name", default="serving", help="of the results")
     options = arguments.parse_args()
     if options.measure:
-        print(json.dumps(measure(options.measure, options.compiled)))
+        print(json.dumps(measure(options.measure, options.new, options.repeats, options.compiled)))
         return
     results = {}
     for pattern in PATTERNS:
@@ -96,7 +99,7 @@ def main() -> None:
             for format in ("dense", "packed"):
                 folder = Path(root, format)
                 files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-                found = {"bytes_on_disk": files, **run(folder, options.compiled)}
+                found = {"bytes_on_disk": files, **run(folder, options)}
                 results.setdefault(pattern, {})[format] = found
                 print(pattern, format, found, flush=True)
     write(options.name, results)
