@@ -1,9 +1,9 @@
 """What vLLM needs for a packed checkpoint and for the dense one of the same weights on a CPU: memory and seconds.
 
 A random Llama of 289M parameters in bfloat16, 257M of them pruned by magnitude; each checkpoint in a process of its
-own, all of vLLM in it. Memory is the process's own, without mapped files: what loading adds to it for good and at its
-peak. Tokens per second are those of greedy decoding after a prompt of 16 tokens, one request alone and eight together;
-the first token is that of a prompt of 512. It runs in the environment of `make test-vllm`.
+own, all of vLLM in it. Memory is the process's own, without mapped files: what loading the model adds to it, for good
+and at its peak. Tokens per second are those of greedy decoding after a prompt of 16 tokens, one request alone and eight
+together; the first token is that of a prompt of 512. It runs in the environment of `make test-vllm`.
 """
 
 import argparse
@@ -42,14 +42,26 @@ def save(folder: Path, pattern: str, layers: int) -> None:
 def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
     """In a process of its own, of `new` tokens a request; the best of some repeats."""
     import vllm
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    with Peak() as peak:
-        started = time.perf_counter()
-        llm = vllm.LLM(
-            folder, skip_tokenizer_init=True, max_model_len=1024, enforce_eager=not compiled,
-            distributed_executor_backend="uni", enable_prefix_caching=False, disable_log_stats=True,
-        )  # fmt: skip
-        loaded, added = time.perf_counter() - started, memory("RssAnon") - peak.before["RssAnon"]
+    load, loading = BaseModelLoader.load_model, {}
+
+    def watched(*arguments, **options):
+        with Peak() as peak:
+            started = time.perf_counter()
+            model = load(*arguments, **options)
+            loading["seconds_to_load"] = time.perf_counter() - started
+            loading["bytes_added"] = memory("RssAnon") - peak.before["RssAnon"]
+        loading["peak_bytes_added"] = peak.added["RssAnon"]
+        return model
+
+    BaseModelLoader.load_model = watched
+    llm = vllm.LLM(
+        folder, skip_tokenizer_init=True, max_model_len=1024, enforce_eager=not compiled,
+        distributed_executor_backend="uni", enable_prefix_caching=False, disable_log_stats=True,
+    )  # fmt: skip
+    if not new:
+        return loading
 
     def seconds(requests: int, prompt: int, new: int) -> float:
         prompts = [
@@ -63,9 +75,7 @@ def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
     for requests in (1, 8):
         seconds(requests, 16, 4)
     return {
-        "bytes_added": added,
-        "peak_bytes_added": peak.added["RssAnon"],
-        "seconds_to_load": loaded,
+        **loading,
         "tokens_per_second": {str(n): n * new / min(seconds(n, 16, new) for _ in range(repeats)) for n in (1, 8)},
         "seconds_to_first_token_of_512": min(seconds(1, 512, 1) for _ in range(repeats)),
     }
@@ -83,7 +93,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--layers", type=int, default=20)
-    arguments.add_argument("--new", type=int, default=48, help="tokens of a request")
+    arguments.add_argument("--new", type=int, default=48, help="tokens of a request; 0: memory alone")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--compiled", action="store_true", help="as vLLM does without --enforce-eager")
     arguments.add_argument("--measure", metavar="FOLDER", help="print the figures of one checkpoint")
