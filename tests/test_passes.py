@@ -71,7 +71,7 @@ def slow_statistics(model, layers, batches):
 
 
 def gather(model, batches, gradients=True, diagonal=False, whole=False):
-    structure = find_structure(model)
+    structure = find_structure(model, ignore=("experts",) if type(model).__name__.startswith("Mixtral") else ())
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     storage = Storage(torch.device("cpu"))
     found = {}

@@ -190,7 +190,8 @@ def test_reading_needs_no_solver(tmp_path, monkeypatch):
     for folder, runtime in (("packed", "packed"), ("dense", "dense"), ("again", "dense"), ("again", "semi_structured")):
         loaded = load_pruned(tmp_path / folder, runtime=runtime)
         with torch.no_grad():
-            assert torch.equal(loaded(INPUTS).logits, pruner.model(INPUTS).logits)
+            found, expected = loaded(INPUTS).logits, pruner.model(INPUTS).logits
+        assert torch.allclose(found, expected, atol=1e-5) if runtime == "packed" else torch.equal(found, expected)
     assert nm_patterns(None, model) == [NM(1, 4), NM(2, 4)]
 
 
@@ -217,6 +218,7 @@ def test_nobody_else_reads_the_dictionary():
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             attribute = isinstance(node, ast.Attribute) and node.attr == "moonshot"
+            attribute = attribute and ast.unparse(node) != "torch.ops.moonshot"
             named = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr")
             named = named and getattr(node.args[1], "value", "") == "moonshot"
             assert not attribute and not named, f"{path.name}, line {node.lineno}"

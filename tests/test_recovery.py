@@ -47,7 +47,7 @@ def test_survivors_move_and_nothing_else(name):
     prune(plain, batches, recover=None)
     report = prune(recovered, batches)
     assert [block.name for block in report.recovery] == [block.name for block in find_structure(dense).blocks]
-    pruned = {f"{layer.name}.weight" for layer in find_structure(dense).layers()}
+    pruned = {layer.weight_name for layer in find_structure(dense).layers()}
     moved = 0
     for key, tensor in recovered.state_dict().items():
         if key in pruned:

@@ -44,7 +44,7 @@ def feed(accumulators, layer, batches, seed=0):
             delta = torch.randn(count, 1, 5, layer.shape[0], generator=generator)
             whole += (delta.mT @ inputs)[:, 0]
             for accumulator in accumulators:
-                accumulator.add(inputs, delta, piece == 1)
+                accumulator.add(inputs, delta, piece == 1, slice(None))
         for accumulator in accumulators:
             accumulator.end()
         gradients.append(whole)
@@ -77,7 +77,7 @@ def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
     layer = PrunableLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
     inputs, delta = torch.randn(4, 3, 5, 8), torch.randn(4, 3, 5, 2)
     out = torch.zeros(4, len(range(6)[rows or slice(None)]), 8)
-    Part(layer, rows).add(out, inputs, delta)
+    Part(layer, rows).add(out, inputs, delta, slice(None))
     whole = (delta.mT @ inputs).flatten(1, 2)
     torch.testing.assert_close(out, whole[:, rows or slice(None)])
 

@@ -68,8 +68,9 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None) -> T
     """The dense matrix [d_out, d_in].
 
     Args:
-        values, meta, offsets: as for `linear`.
+        values, meta: as for `linear`.
         d_in: inputs of a row.
+        offsets: as for `linear`.
     """
     d_out, stride = meta.shape[0], values.shape[1] if values.ndim == 2 else 0
     dense = values.new_empty(d_out, d_in)
