@@ -44,9 +44,9 @@ def load_pruned(
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        runtime: "dense" rebuilds the weights; "packed" keeps them packed in memory and unpacks a layer in every
-            forward pass: less memory, slower; "semi_structured" turns 2:4 layers into torch's 2:4 tensors on a GPU,
-            each only if its forward pass measures faster than dense.
+        runtime: "dense" rebuilds the weights; "packed" keeps them packed in memory and multiplies by them so: less
+            memory, and faster where a kernel serves the processor; "semi_structured" turns 2:4 layers into torch's 2:4
+            tensors on a GPU, each only if its forward pass measures faster than dense.
         batch_shape: samples and tokens that a layer sees at once, for which "semi_structured" measures.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
