@@ -2,7 +2,7 @@
 
     python benchmarks/beyond.py                   # everything, hours; what is in the file is not repeated
     python benchmarks/beyond.py --settings 0.8 --seeds 0  # one column of the table, one seed
-    python benchmarks/beyond.py --model FOLDER --name beyond-opt   # another language model with the same tokenizer
+    python benchmarks/beyond.py --model benchmarks/opt_model --name beyond-opt   # a second language model
     python benchmarks/beyond.py --show                    # the table and the picture of what is there
 
 One run of the product for every cell: pruning (and recovery) from the dense model in float32, held-out perplexity, and

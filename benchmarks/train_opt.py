@@ -1,6 +1,6 @@
 """Train the second language model of the benchmarks, of another family than the one in examples/: a small OPT.
 
-    python benchmarks/train_opt.py TEXT FOLDER      # about 2 hours on one core
+    python benchmarks/train_opt.py TEXT FOLDER      # about 2 hours on one core; it made benchmarks/opt_model
 
 OPT has LayerNorm, biases, learned positions, ReLU and tied embeddings. TEXT is a plain text file; the tokenizer is the
 shipped model's. FOLDER gets the model in bfloat16, and a checkpoint every 100 steps, from which a stopped training goes
