@@ -22,6 +22,7 @@ from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.experts import ExpertsForm, expert_keys
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
+from optimum_moonshot.pruning.starved_experts import StarvedExperts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from tiny_configs import tiny_config
@@ -351,7 +352,6 @@ def test_all_tokens_reach_every_expert():
     tokens = torch.cat(seen)
     layers = experts(model)
     gate_up, down = layers[2], layers[3]
-    from optimum_moonshot.pruning.starved_experts import StarvedExperts
 
     class Step:
         def observe(self, observer, last):

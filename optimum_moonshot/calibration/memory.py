@@ -5,7 +5,9 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ..errors import MoonshotError
 
+Item = TypeVar("Item")
 # The share of free memory that is used where no budget is given: solvers and activations need the rest.
 DEFAULT_SHARE = 0.6
 
@@ -44,6 +47,27 @@ class Storage:
     def available(self) -> int:
         """Bytes left on the model's device."""
         return self.limits[self.device] - self.used[self.device]
+
+    def rounds(self, items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+        """Items that half of what is left serves together, at least one; what is left is asked when a round begins.
+
+        Args:
+            items: in their order.
+            size_of: bytes of one.
+        """
+        together: list[Item] = []
+        room = 0
+        for item in items:
+            size = size_of(item)
+            if together and size > room:
+                yield together
+                together = []
+            if not together:
+                room = self.available() // 2
+            together.append(item)
+            room -= size
+        if together:
+            yield together
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """An uninitialised tensor in the first place that has room.

@@ -43,9 +43,9 @@ def expert_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """
     rename_source_key, renamings, converters = _mapping(model)
     fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    found = {}
+    state, found = model.state_dict(), {}
     for name in stored:
-        known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, model.state_dict())
+        known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if converter is not None and known in fused:
             found[name] = known
     return found

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ..errors import require
 from ..packing import Codec
+from ..runtime.packed_linear import held_parts
 from ..runtime.smallest import pack_if_smaller
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -115,7 +116,7 @@ class PackedLinearMethod(LinearMethodBase):
         for suffix, name in packed.codec.names(_WEIGHT).items():
             part = packed.parts[suffix].to(weight.device)
             layer.register_parameter(name, nn.Parameter(part, requires_grad=False))
-        parts = self._parts(layer, packed.codec)
+        parts = held_parts(layer, packed.codec)
         self.plan = packed.codec.plan(parts, self.shape)
         self.tally.add(weight.nbytes, sum(part.nbytes for part in parts.values()))
 
@@ -129,7 +130,4 @@ class PackedLinearMethod(LinearMethodBase):
         """
         if self.codec is None:
             return self.dense.apply(layer, x, bias)
-        return self.codec.linear(x, self._parts(layer, self.codec), self.shape, bias, self.plan)
-
-    def _parts(self, layer: nn.Module, codec: Codec) -> dict[str, Tensor]:
-        return {suffix: getattr(layer, name) for suffix, name in codec.names(_WEIGHT).items()}
+        return self.codec.linear(x, held_parts(layer, self.codec), self.shape, bias, self.plan)

@@ -2,10 +2,7 @@
 #include "kernels.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
-#include <immintrin.h>
-
-/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
-#define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
+#include "avx512_lanes.h"
 
 INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -20,25 +17,6 @@ INLINE __m512 expand_floats(const uint32_t *p, uint64_t bits) {
 
 INLINE __m512 floats_of_bf16(__m512i raw) { return _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)); }
 INLINE __m512 floats_of_f16(__m512i raw) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(raw)); }
-
-#define FLOATS __m512
-#define FLANES 16
-#define FLOAD(p) _mm512_loadu_ps(p)
-#define FSTORE(p, a) _mm512_storeu_ps(p, a)
-#define FSET(x) _mm512_set1_ps(x)
-#define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
-#define FVECTORS 4
-
-#define X float
-#define LANES 16
-#define VEC __m512
-#define LOAD(p) _mm512_loadu_ps(p)
-#define ACC __m512
-#define ZERO() _mm512_setzero_ps()
-#define PLUS(a, b) _mm512_add_ps(a, b)
-#define SUM(acc) _mm512_reduce_add_ps(acc)
-#define MULTIPLY(acc, a, b) _mm512_fmadd_ps(a, b, acc)
-#define ROWS_OF_X 4
 
 #define NAME(x) bf16_##x
 #define T uint16_t

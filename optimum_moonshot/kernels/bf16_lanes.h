@@ -1,34 +1,11 @@
 /* bfloat16 in 16-bit lanes: what rows.h asks for, with AVX-512 VBMI2. */
-#include <immintrin.h>
-
-/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
-#define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
+#include "avx512_lanes.h"
 
 INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
     __m512i values = _mm512_loadu_si512(p);
     IN_REGISTER(values);
     return _mm512_maskz_expand_epi16((__mmask32)bits, values);
 }
-
-#define ACC __m512
-#define ZERO() _mm512_setzero_ps()
-#define PLUS(a, b) _mm512_add_ps(a, b)
-#define SUM(acc) _mm512_reduce_add_ps(acc)
-#define ROWS_OF_X 4
-
-#define FLOATS __m512
-#define FLANES 16
-#define FLOAD(p) _mm512_loadu_ps(p)
-#define FSTORE(p, a) _mm512_storeu_ps(p, a)
-#define FSET(x) _mm512_set1_ps(x)
-#define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
-#define FVECTORS 4
-
-#define X float
-#define LANES 16
-#define VEC __m512
-#define LOAD(p) _mm512_loadu_ps(p)
-#define MULTIPLY(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 
 /* Of 32 columns the even ones come first: they are the lower halves of the lanes, the odd ones the upper. */
 INLINE __m512 even_floats(__m512i raw) { return _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)); }

@@ -11,6 +11,7 @@ Every expert is a group of the layer's rows, with a Gram matrix of its own, prun
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -35,6 +36,24 @@ def expert_keys(module: nn.Module) -> list[str]:
     fused = {key: len(parameter) for key, parameter in module._parameters.items() if _is_fused(parameter)}
     counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
     return [key for key, count in fused.items() if count in counts]
+
+
+@contextmanager
+def plain_implementation(module: nn.Module) -> Iterator[None]:
+    """Meanwhile a module of experts multiplies them one by one, where its configuration leaves the choice.
+
+    It has a configuration of its own for that time: the one of the model is shared.
+    """
+    config = vars(module).get("config")
+    chooses = "is_transposed" in vars(module) and hasattr(config, _IMPLEMENTATION)  # transformers' decorator sets both
+    if chooses:
+        vars(module)["config"] = plain = copy.copy(config)
+        setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
+    try:
+        yield
+    finally:
+        if chooses:
+            vars(module)["config"] = config
 
 
 def _is_fused(parameter: nn.Parameter | None) -> bool:
@@ -164,11 +183,9 @@ class _Watched:
         self.module = module
         self.watches: list[_Watch] = []
         self.showing: int | None = None  # the expert that all tokens are being shown to
-        self.config = vars(module).get("config")
-        self.hook = module.register_forward_pre_hook(self._before, with_kwargs=True)
-        if hasattr(self.config, _IMPLEMENTATION):
-            vars(module)["config"] = plain = copy.copy(self.config)
-            setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
+        self.changes = ExitStack()  # taken back with the last watch
+        self.changes.enter_context(plain_implementation(module))
+        self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
 
     def add(self, watch: _Watch) -> None:
         self.watches.append(watch)
@@ -177,12 +194,9 @@ class _Watched:
         self.watches.remove(watch)
         if not any(other.form.key == watch.form.key for other in self.watches):
             vars(self.module).pop(watch.form.key, None)
-        if self.watches:
-            return
-        self.hook.remove()
-        if "config" in vars(self.module):
-            vars(self.module)["config"] = self.config
-        _WATCHED.pop(self.module, None)
+        if not self.watches:
+            self.changes.close()
+            _WATCHED.pop(self.module, None)
 
     def product(self, key: str, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
         """A product of some tokens with one expert's matrix, or of each expert's tokens with its own.

@@ -127,7 +127,7 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
     require(not beyond, f"weight_meta marks values beyond input {d_in}")
 
 
-def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
+def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, offsets: Tensor | None = None) -> Tensor:
     """The dense matrix, on the device and in the dtype of `values`; `check_packed` must hold.
 
     Args:
@@ -135,10 +135,11 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -
         meta: uint8 [d_out, ⌈d_in/8⌉].
         d_in: inputs of a row.
         window: what `find_window` says; None looks for it.
+        offsets: what `find_offsets` says; None looks for them.
     """
     library = find_library()
     if type(values) is Tensor and library is not None and library.takes(values) and meta.is_contiguous():
-        offsets = library.offsets(meta, d_in) if values.ndim == 1 else None
+        offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
         return library.unpack(values.new_empty(len(meta), d_in), values, meta, offsets)
     return unpack_by_torch(values, meta, d_in, window)
 
@@ -158,6 +159,20 @@ def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int | None 
 def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
     dense = values.new_zeros(len(meta), d_in)
     return dense.masked_scatter_(unpack_bits(meta, d_in), values.flatten())
+
+
+def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
+    """How many values the rows before each have, as `row_offsets`; None where every row has as many.
+
+    Args:
+        values, meta, d_in: as for `unpack`.
+    """
+    if values.ndim == 2:
+        return None
+    library = find_library()
+    if library is not None and library.takes(values) and meta.is_contiguous():
+        return library.offsets(meta, d_in)
+    return row_offsets(meta)
 
 
 def row_offsets(meta: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import require
 from ..kernels import find_library
 from ..objective.patterns import NM
-from .bitmask import check_packed, find_window, is_nm, pack, packed_bytes, row_offsets, unpack
+from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, unpack
 from .bitmask_product import packed_linear
 from .codec import Codec, Parts
 
@@ -43,8 +43,8 @@ class Bitmask(Codec):
         require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
 
     def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Plan | None = None) -> Tensor:
-        window = None if plan is None or plan.window < 0 else plan.window
-        return unpack(*self._parts(parts), shape[1], window)
+        plan = Plan() if plan is None else plan
+        return unpack(*self._parts(parts), shape[1], None if plan.window < 0 else plan.window, plan.offsets)
 
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
         d_out, d_in = matrix.shape
@@ -56,10 +56,8 @@ class Bitmask(Codec):
         if torch.compiler.is_compiling():  # what depends on the contents stays inside the operators
             return Plan()
         library = find_library()
-        if values.is_cuda or library is None or not library.takes(values):
-            offsets = row_offsets(meta) if values.is_cuda and values.ndim == 1 else None
-            return Plan(find_window(values, meta, shape[1]), offsets)
-        return Plan(offsets=library.offsets(meta, shape[1]) if values.ndim == 1 else None)
+        in_c = library is not None and library.takes(values)
+        return Plan(-1 if in_c else find_window(values, meta, shape[1]), find_offsets(values, meta, shape[1]))
 
     def linear(
         self,

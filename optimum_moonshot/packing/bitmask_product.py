@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import Library, find_gpu_kernels, find_library
-from .bitmask import find_window, row_offsets, unpack
+from .bitmask import find_offsets, find_window, unpack
 
 _TILE = 1 << 20  # bytes of unpacked rows: half a processor's second-level cache, or less
 
@@ -54,9 +54,9 @@ def _product(
         return _gpu_product(inputs, values, meta, offsets, bias, window)
     library, d_in = find_library(), inputs.shape[-1]
     if library is None or not _takes(library, inputs, values, meta, bias):
-        return functional.linear(inputs, unpack(values, meta, d_in, None if window < 0 else window), bias)
+        return functional.linear(inputs, unpack(values, meta, d_in, None if window < 0 else window, offsets), bias)
     flat = inputs.reshape(-1, d_in).contiguous()
-    offsets = _row_offsets(library, values, meta, offsets, d_in)
+    offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
     multiply = library.product if len(flat) <= library.most_rows else _multiply_tiles
     return multiply(flat, values, meta, offsets, bias).view(*inputs.shape[:-1], len(meta))
 
@@ -73,8 +73,7 @@ def _gpu_product(
     """As `_product`: packed for few rows, by the dense matrix, unpacked for this call, for more."""
     kernels, flat = find_gpu_kernels(), inputs.reshape(-1, inputs.shape[-1])
     assert kernels is not None
-    if offsets is None and values.ndim == 1:
-        offsets = row_offsets(meta)
+    offsets = find_offsets(values, meta, flat.shape[1]) if offsets is None else offsets
     if len(flat) > kernels.MOST_ROWS:
         return functional.linear(inputs, kernels.unpack(values, meta, flat.shape[1], offsets), bias)
     window = find_window(values, meta, flat.shape[1]) if window < 0 else window
@@ -94,10 +93,6 @@ def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tens
         and meta.shape[1] == -(-x.shape[-1] // 8)
         and (bias is None or (bias.dtype == x.dtype and bias.shape == meta.shape[:1] and bias.is_contiguous()))
     )
-
-
-def _row_offsets(library: Library, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int) -> Tensor | None:
-    return library.offsets(meta, d_in) if offsets is None and values.ndim == 1 else offsets
 
 
 def _tiles(
@@ -128,9 +123,9 @@ def _transposed(
     """y W: [..., d_out] → [..., d_in]."""
     library = find_library()
     if library is None or not library.takes(values) or not outputs.numel():
-        return outputs @ unpack(values, meta, d_in, None if window < 0 else window)
+        return outputs @ unpack(values, meta, d_in, None if window < 0 else window, offsets)
     flat = outputs.reshape(-1, len(meta))
-    offsets = _row_offsets(library, values, meta, offsets, d_in)
+    offsets = find_offsets(values, meta, d_in) if offsets is None else offsets
     sums = torch.zeros(len(flat), d_in, dtype=torch.float32, device="cpu")
     for first, tile in _tiles(library, values, meta, offsets, d_in):
         sums += flat[:, first : first + len(tile)] @ tile

@@ -75,17 +75,8 @@ class StatisticsSchedule:
             step.skip()
 
     def _rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
-        """Layers that one pass serves: their statistics fit in half of the memory that is left, half is for solving."""
-        rounds: list[list[PrunableLayer]] = []
-        room = 0
-        for layer in layers:
-            size = self._bytes(layer)
-            if not rounds or size > room:
-                rounds.append([])
-                room = self.storage.available() // 2
-            rounds[-1].append(layer)
-            room -= size
-        return rounds
+        """Layers that one pass serves; the memory that they leave is for solving."""
+        return list(self.storage.rounds(layers, self._bytes))
 
     def _collected(
         self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool

@@ -69,26 +69,21 @@ class StarvedExperts:
         """
         if not self.everyone and self.instead == "magnitude":
             return {}
-        parts = {}
+        parts: list[tuple[tuple[str, int], PrunableLayer]] = []
         for layer in layers:
             first = layer.form.experts.start
             for index in starved[layer.name]:
                 span, name = (first + index, first + index + 1), f"{layer.name} of expert {first + index}"
                 part = dataclasses.replace(layer, name=name, span=span, everywhere=True)
-                parts[part.name] = (layer.name, index), part
+                parts.append(((layer.name, index), part))
         found: Known = {}
-        waiting = list(parts.values())
-        while waiting:
-            room, together = self.storage.available() // 2, [waiting.pop(0)]
-            room -= self._bytes(together[0][1])
-            while waiting and self._bytes(waiting[0][1]) <= room:
-                together.append(waiting.pop(0))
-                room -= self._bytes(together[-1][1])
+        for together in self.storage.rounds(parts, self._bytes):
             found |= self._pass(step, together)
         return found
 
-    def _bytes(self, part: PrunableLayer) -> int:
-        return 4 * part.shape[1] * (1 if self.diagonal else part.shape[1])
+    def _bytes(self, part: tuple[tuple[str, int], PrunableLayer]) -> int:
+        d_in = part[1].shape[1]
+        return 4 * d_in * (1 if self.diagonal else d_in)
 
     def _pass(self, step: Step, parts: Sequence[tuple[tuple[str, int], PrunableLayer]]) -> Known:
         layers = [part for _, part in parts]

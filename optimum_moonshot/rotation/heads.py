@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..model.units import Units
-from .spaces import Place, Space
+from .spaces import Place, Space, held
 from .trace import Node, Trace, tolerance_of
 
 # Factors on the columns of a head lie between 1 and this; so 16 bits tell 512 of them apart.
@@ -30,7 +30,7 @@ def find_heads(trace: Trace, units: Mapping[str, Units], spaces: Sequence[Space]
         A space for every layer whose columns are heads, with a rotation for each key-value head.
     """
     found, sizes = [], {}
-    taken = {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
+    taken = held(spaces)
     for name, unit in units.items():
         node = trace.nodes[trace.place[name]] if name in trace.place else None
         if node is None or unit.size < 2 or len(node.inputs) != 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..model.units import Units
-from .spaces import Place, Space
+from .spaces import Place, Space, held
 from .trace import Node, Trace, tolerance_of
 
 
@@ -30,7 +30,7 @@ def find_neurons(
     Returns:
         A space for every layer whose columns are neurons.
     """
-    taken = {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
+    taken = held(spaces)
     found = []
     for name, unit in units.items():
         node = trace.nodes[trace.place[name]] if name in trace.place and name in layers else None
@@ -63,7 +63,7 @@ def find_scales(
     heads = [space for space in spaces if space.name in {f"{name} heads" for name in layers}]
     found = [replace(space, name=f"{space.name}, scaled", scaled=True, follows=space) for space in heads]
     ordered = {space.name: space for space in spaces if space.permuted}
-    taken = {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
+    taken = held(spaces)
     for name, unit in units.items():
         node = trace.nodes[trace.place[name]] if name in trace.place and name in layers else None
         follows = ordered.get(f"{name} neurons")

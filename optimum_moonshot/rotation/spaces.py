@@ -5,10 +5,10 @@ space that something reads coordinate by coordinate is fixed. Those that are lef
 latent spaces between two matrices, and what a key-value head carries from v to o (heads.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .norms import Norm
 from .trace import Axis, Node, Reading, Trace
@@ -51,6 +51,11 @@ class Space:
     permuted: bool = False
     scaled: bool = False
     follows: "Space | None" = None  # in whose basis, or order, the coordinates are that may be scaled
+
+
+def held(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
+    """Every axis of a parameter that some spaces lie on: the module, the parameter's name, and which axis."""
+    return {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
 
 
 @dataclass(eq=False)

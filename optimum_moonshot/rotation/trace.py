@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
+from ..model.experts import plain_implementation
 from ..model.forms import find_form
 from .norms import Norm, find_norm, may_be_norm
 
@@ -297,25 +298,13 @@ def _module_node(name: str, module: nn.Module, kind: str | None, width: int) -> 
     return Node(name, norm=norm)
 
 
-def chosen_experts(model: nn.Module) -> dict[str, str | None]:
-    """How a model and its parts multiply with experts, as `set_experts_implementation` takes it; empty without any."""
-    config = getattr(model, "config", None)
-    parts = {"": config, **{name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}}
-    known = {name: part for name, part in parts.items() if hasattr(part, "_experts_implementation")}
-    return {name: part._experts_implementation for name, part in known.items()}
-
-
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
     """Meanwhile fused experts are multiplied one by one, by `functional.linear`, where the model leaves the choice."""
-    chosen = chosen_experts(model)
-    try:
-        if any(chosen.values()):
-            model.set_experts_implementation("eager")
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(plain_implementation(module))
         yield
-    finally:
-        if any(chosen.values()):
-            model.set_experts_implementation(chosen)
 
 
 def _run(model: nn.Module, batch: Batch) -> Any:

@@ -11,6 +11,16 @@ from ..packing import Codec
 _WEIGHT = "weight"  # what a Linear calls it
 
 
+def held_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
+    """The tensors of a packed weight that a module holds under the names that they have in files, by their suffixes.
+
+    Args:
+        module: which has them as buffers or parameters.
+        codec: the packed format.
+    """
+    return {suffix: getattr(module, name) for suffix, name in codec.names(_WEIGHT).items()}
+
+
 class PackedLinear(nn.Module):
     """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
 
@@ -44,16 +54,17 @@ class PackedLinear(nn.Module):
     @property
     def parts(self) -> dict[str, Tensor]:
         """The packed tensors, by their suffixes."""
-        return {suffix: getattr(self, name) for suffix, name in self.codec.names(_WEIGHT).items()}
+        return held_parts(self, self.codec)
 
     @property
     def plan(self) -> Any:
         """The codec's, of the tensors that are here when it is first asked for, until they are moved or loaded anew."""
-        if torch.compiler.is_compiling() and self._plan is None:
-            return self.codec.plan(self.parts, self.shape)  # a graph keeps no tensor that is made in it
-        if self._plan is None:
-            self._plan = self.codec.plan(self.parts, self.shape)
-        return self._plan
+        if self._plan is not None:
+            return self._plan
+        found = self.codec.plan(self.parts, self.shape)
+        if not torch.compiler.is_compiling():  # a graph keeps no tensor that is made in it
+            self._plan = found
+        return found
 
     @property
     def weight(self) -> Tensor:
