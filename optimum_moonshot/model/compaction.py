@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,10 +46,10 @@ _HEADS = re.compile(r"^(?!.*(dim|size)).*head")
 
 @dataclasses.dataclass(frozen=True)
 class Compaction:
-    """What `compact_model` did."""
+    """What `compact_model` did, or a run that removed experts."""
 
     config: dict[str, tuple[int | None, int]]  # changed field → value before and after
-    removed: dict[str, int]  # layer → how many of its input columns left
+    removed: dict[str, int]  # layer → how many of its input columns left; mixture → how many experts
     zeros: dict[str, str]  # layer, or kind of layer → what stayed as zeros, and why
     parameters: tuple[int, int]  # before and after
 
@@ -58,6 +58,13 @@ class Compaction:
         values = dataclasses.asdict(self)
         changes = {name: list(change) for name, change in self.config.items()}
         return {**values, "config": changes, "parameters": list(self.parameters)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Compaction":
+        """From what `to_dict` gave."""
+        config = {name: (before, after) for name, (before, after) in values["config"].items()}
+        before, after = values["parameters"]
+        return cls(config, dict(values["removed"]), dict(values["zeros"]), (before, after))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ class ExpertRemoval:
         return plan
 
     @property
-    def changes(self) -> dict[str, tuple[int, int]]:
+    def changes(self) -> dict[str, tuple[int | None, int]]:
         """Changed field of the configuration → its value before and after."""
         return {name: (self.mixtures.count, value) for name, value in self.edit.items()}
 

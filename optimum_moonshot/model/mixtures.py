@@ -268,7 +268,13 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     counts = {mixture.count for mixture in known}
     unknown = [why for key, why in reasons.items() if not known or model.get_submodule(key) in _of(found, counts)]
     require(not unknown, "; ".join(unknown[:1]))
-    require(bool(known), f"pattern='experts': the calibration data reach no experts of {name}")
+    lost = [mixture.name for mixture in found if mixture.name not in {**calls, **reasons} and mixture.count in counts]
+    lost = lost if known else [found[0].name]
+    require(
+        not lost,
+        f"{', '.join(lost[:1])}: no calibration data reach its experts, and as many must go of every layer; give data "
+        "of the kind that it reads",
+    )
     require(
         len(counts) == 1,
         f"pattern='experts': {name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; as many must go "

@@ -19,6 +19,7 @@ from ..calibration.passes import Step
 from ..config import MoonshotConfig
 from ..errors import MoonshotError, require
 from ..model.calls import frozen
+from ..model.compaction import Compaction
 from ..model.expert_removal import ExpertRemoval
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.mixtures import Mixture, find_mixtures
@@ -220,12 +221,9 @@ class _Choices:
         """
         model, config, spilled = self.prepared.model, self.selection.config, self.prepared.storage.spilled
         layers = [self.store.reports[mixture.name] for mixture in self.removal.mixtures]
-        compaction = {
-            "config": {name: list(change) for name, change in self.removal.changes.items()},
-            "removed": {layer.name: len(layer.experts.removed) for layer in layers},
-            "zeros": {},
-            "parameters": [before, sum(parameter.numel() for parameter in model.parameters())],
-        }
+        after = sum(parameter.numel() for parameter in model.parameters())
+        gone = {layer.name: len(layer.experts.removed) for layer in layers if layer.experts}
+        compaction = Compaction(self.removal.changes, gone, {}, (before, after)).to_dict()
         report = PruneReport(
             config={**config.to_dict(), "offload_dir": None},
             layers=layers,
