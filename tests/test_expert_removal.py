@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from pathlib import Path
 
 import pytest
 import reference
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, load_pruned
+from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.mixture_sums import MixtureObserver, MixtureSums
 from optimum_moonshot.checkpoint.verification import verify
@@ -25,6 +27,7 @@ from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.model.mixtures import RoutedCall, find_mixtures
 from optimum_moonshot.objective.patterns import Experts
 
+DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 FAMILIES = (  # fmt: skip
     "afmoe",
     "aria_text",
@@ -521,3 +524,26 @@ def test_a_mixture_that_the_data_do_not_reach_is_an_error():
     with pytest.raises(MoonshotError, match="model.layers.1.mlp.experts: no calibration data reach"):
         prune(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_command_line(tmp_path, capsys):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=8, max_position_embeddings=64)
+    hf.MixtralForCausalLM(config).save_pretrained(tmp_path / "dense")
+    hf.AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "dense")
+    text = str(DEMO / "calibration.txt")
+    main(
+        [
+            *("prune", str(tmp_path / "dense"), "--output", str(tmp_path / "out"), "--calibration", text),
+            *("--pattern", "experts", "--solver", "osscar", "--sparsity", "0.25", "--num-samples", "4"),
+            *("--sequence-length", "32", "--eval", text),
+        ]
+    )
+    told = capsys.readouterr().out
+    assert re.search(r"parameters  [\d,]+ → [\d,]+", told) and "num_local_experts 8 → 6" in told
+    assert "perplexity" in told and "L_λ osscar" in told.replace("\n", " ")
+    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_local_experts == 6
+    with pytest.raises(SystemExit):
+        main(["prune", str(tmp_path / "dense"), "--output", str(tmp_path / "no"), "--pattern", "experts"])
+    assert "error: --sparsity" in capsys.readouterr().err

@@ -110,7 +110,6 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
     def __init__(self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage):
         self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage) for mixture in mixtures}
         self.gradients = self.sums if gradients else {}
-        self.reached: set[str] = set()
         self._hooks = ExitStack()
 
     def __enter__(self) -> "MixtureObserver":
@@ -142,7 +141,6 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
 
     def _see(self, sums: MixtureSums, call: MixtureCall, output: Tensor) -> Tensor | None:
         """Add a call once its gradient is known, or at once where none is wanted."""
-        self.reached.add(sums.mixture.name)
         if not self.gradients or not torch.is_grad_enabled():
             sums.add(call, None)
             return None

@@ -119,7 +119,6 @@ class _Choices:
         self.selection, self.solving = prepared.selection, 0.0
         self.of_module = {mixture.module: mixture for mixture in removal.mixtures}
         self.notes: list[str] = [*(prepared.data.notes if prepared.data else ()), *store.notes]
-        self.unreached: dict[str, str] = {}
 
     @classmethod
     def open(cls, prepared: Prepared, removal: ExpertRemoval, folder: str | os.PathLike[str] | None) -> "_Choices":
@@ -147,14 +146,18 @@ class _Choices:
         return layer.matrix
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Note a parameter that the data do not reach."""
-        self.unreached[layer.name] = reason
+        """No data reach a parameter, and as many experts go of all mixtures or of none.
+
+        Raises:
+            MoonshotError: always.
+        """
+        raise MoonshotError(f"{layer.name}: {reason}")
 
     def gather(self) -> None:
         """Pass the data, and choose for each mixture as its block comes by.
 
         Raises:
-            MoonshotError: no data reach a mixture: as many experts go of all or of none.
+            MoonshotError: bad statistics, or a mixture that no data reach.
         """
         source = StatisticsSource(self.prepared, [self])
         shown = self.prepared.subject.progress
@@ -163,8 +166,6 @@ class _Choices:
             for step in source.steps():
                 self._step(step, bar)
         self.notes += source.notes
-        lost = [mixture.name for mixture in self.removal.mixtures if mixture.name not in self.store.reports]
-        require(not lost, f"{', '.join(lost[:3])}: no calibration data reached its experts; give data of another kind")
 
     def _step(self, step: Step, bar: tqdm) -> None:
         mixtures = [self.of_module[module] for module in dict.fromkeys(self._modules(step))]
@@ -176,9 +177,8 @@ class _Choices:
             step.observe(observer, True)
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
-            if mixture.name in observer.reached:
-                self._choose(mixture, observer.sums[mixture.name].result())
-                bar.update(1)
+            self._choose(mixture, observer.sums[mixture.name].result())
+            bar.update(1)
 
     def _modules(self, step: Step) -> Iterator[nn.Module]:
         for layer in step.layers:
