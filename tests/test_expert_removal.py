@@ -338,6 +338,29 @@ def test_every_group_of_a_router_loses_as_many(solver):
     torch.testing.assert_close(logits(model, batch), without(dense, removed(pruner), batch), rtol=1e-4, atol=1e-5)
 
 
+def test_contributions_that_are_not_added_up_are_refused():
+    model = settled_mixtral()
+    experts = model.model.layers[0].mlp.experts
+    original = experts.forward
+    experts.forward = lambda *args: functional.normalize(original(*args), dim=1)
+    with pytest.raises(
+        MoonshotError, match="layers.0.mlp.experts: what its experts contribute to a token is not added"
+    ):
+        prune(model)
+    model = settled(model_of("llama4_text"))
+    block = model.model.layers[1].feed_forward
+
+    def largest(hidden):
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        scores, logits = block.router(tokens)
+        routed = block.experts(tokens.repeat(4, 1) * scores.T.reshape(-1, 1))
+        return block.shared_expert(tokens) + routed.view(4, *tokens.shape).amax(0), logits
+
+    block.forward = largest
+    with pytest.raises(MoonshotError, match="layers.1.feed_forward.experts: what its experts contribute to a token is"):
+        prune(model)
+
+
 @pytest.mark.parametrize(
     ("model", "sparsity", "told"),
     [

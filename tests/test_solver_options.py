@@ -225,7 +225,7 @@ def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
             ("--import", "toy_solver", "--solver", "toy", "--solver-option", "strength=1"),
             "--solver-option strength=1: --solver toy has power",
         ),
-        (("--solver", "toy"), "--solver toy: use one of cap, magnitude"),
+        (("--solver", "toy"), "--solver toy: use one of cap, frequency, magnitude"),
         (("--import", "toy_solver", "--import", "nowhere"), "--import nowhere: it cannot be imported (ModuleNotFound"),
         (("--import", "broken"), "--import broken: it cannot be imported (SyntaxError: "),
         (("--import", "taken"), "--import taken: it cannot be imported (ValueError: solver 'wanda' is already"),

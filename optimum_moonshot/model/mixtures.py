@@ -7,22 +7,22 @@ itself; what it gave for a token is the sum of that token's. Where experts are c
 are. Which of both a module does, and that the sum is what it gives, is tried and not known from its name.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
-from .calls import close, run_model
+from .calls import close, first_tensor, run_model
 from .experts import expert_keys, routing
 
 # Bytes of the contributions that are in memory at a time.
 ROOM = 64 * 2**20
+_NO_SUM = "what its experts contribute to a token is not added up, as pattern='experts' takes it to be"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Mixture:
             index, weights = found
             hidden = [each for each in given if each is not index and each is not weights]
             if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(index) == len(output):
-                return RoutedCall(self, args, kwargs, hidden[0], index, weights)
+                return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
         if whole and len(given) == 1 and given[0].shape == output.shape and len(output) % self.count == 0:
             return RepeatedCall(self, given[0].detach(), output.detach())
         raise MoonshotError(
@@ -112,8 +112,13 @@ class MixtureCall(Protocol):
             room: bytes that those of a piece may take.
         """
 
-    def equivalent(self) -> Tensor:
-        """What the module could have given as well, of its output's shape, if the contributions' sum is what counts."""
+    def instead(self) -> Tensor | None:
+        """What the module could have given as well, of its output's shape, if all that counts is what the contributions
+        to a token add up to; None where that sum is what it gave.
+
+        Raises:
+            MoonshotError: it should be, and is not.
+        """
 
 
 class SeeMixture(Protocol):
@@ -140,6 +145,7 @@ class RoutedCall:
         hidden: the tokens among them, [T, H].
         index: the numbers of their experts, [T, k].
         weights: of these, [T, k].
+        output: what it gave, [T, H].
 
     Raises:
         MoonshotError: a number beyond the last expert's, as of a choice that is none.
@@ -153,13 +159,14 @@ class RoutedCall:
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
+        output: Tensor,
     ):
         require(
             bool((index < mixture.count).all()),
             f"{mixture.name}: its router has more choices than its {mixture.count} experts",
         )
         self.mixture, self.hidden, self.index, self.weights = mixture, hidden, index, weights
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs, self.output = args, kwargs, output.detach()
         self.tokens = hidden.detach().clone()  # a model may work on its own in place before the gradients are known
 
     @property
@@ -174,8 +181,9 @@ class RoutedCall:
             slopes = None if delta is None else (parts * delta[some, None].float()).sum(2)
             yield Piece(self.index[some], parts, slopes)
 
-    def equivalent(self) -> Tensor:
-        return torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
+    def instead(self) -> None:
+        total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
+        require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}")
 
     @torch.no_grad()
     def _parts(self, some: slice) -> Tensor:
@@ -228,7 +236,7 @@ class RepeatedCall:
             slopes = None if by_token is None else (parts * by_token[some].float()).sum(2)
             yield Piece(torch.where(self.sent[some], numbers, count), parts, slopes)
 
-    def equivalent(self) -> Tensor:
+    def instead(self) -> Tensor:
         mean = self.output.mean(1, keepdim=True).expand_as(self.output)
         return mean.transpose(0, 1).flatten(0, 1)
 
@@ -260,37 +268,23 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     found = [Mixture(key, module) for key, module in model.named_modules() if expert_keys(module)]
     found = [mixture for mixture in found if mixture.count > 1]
     require(bool(found), f"pattern='experts': {name} has no experts in fused parameters; give a mixture of experts")
-    looks = {mixture.name: _Look(mixture) for mixture in found}
-    expected = _result(model, probe, looks.values())
-    calls = {key: look.chosen for key, look in looks.items() if look.chosen}
-    reasons = {key: look.reason for key, look in looks.items() if look.reason}
-    known = tuple(mixture for mixture in found if mixture.name in calls and mixture.name not in reasons)
-    counts = {mixture.count for mixture in known}
-    unknown = [why for key, why in reasons.items() if not known or model.get_submodule(key) in _of(found, counts)]
-    require(not unknown, "; ".join(unknown[:1]))
-    lost = [mixture.name for mixture in found if mixture.name not in {**calls, **reasons} and mixture.count in counts]
-    lost = lost if known else [found[0].name]
-    require(
-        not lost,
-        f"{', '.join(lost[:1])}: no calibration data reach its experts, and as many must go of every layer; give data "
-        "of the kind that it reads",
-    )
+    looks = [_Look(mixture, model) for mixture in found]
+    with ExitStack() as hooks:
+        for look in looks:
+            look.enter(hooks)
+        run_model(model, probe)
+    understood = [look for look in looks if look.chosen and not look.reason]
+    counts = {look.mixture.count for look in understood}
+    for look in looks:  # those with as many experts must go with the others
+        require(look in understood or look.mixture.count not in (counts or {look.mixture.count}), look.why)
     require(
         len(counts) == 1,
         f"pattern='experts': {name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; as many must go "
         "of every layer",
     )
-    others = [_Look(mixture, instead=True) for mixture in known]
-    require(
-        close(_result(model, probe, others), expected),
-        f"pattern='experts': {name} does not add up what its experts contribute, as that takes it to do",
-    )
-    return Mixtures(known, counts.pop(), max(calls.values()))
-
-
-def _of(found: list[Mixture], counts: set[int]) -> list[nn.Module]:
-    """The modules with so many experts as others have that are understood: those must go with them."""
-    return [mixture.module for mixture in found if mixture.count in counts]
+    for look in understood:
+        look.check()
+    return Mixtures(tuple(look.mixture for look in understood), counts.pop(), max(look.chosen for look in understood))
 
 
 class _Look:
@@ -298,27 +292,54 @@ class _Look:
 
     Args:
         mixture: whose calls they are.
-        instead: give the equivalent of what the module gave.
+        model: that it is of.
     """
 
-    def __init__(self, mixture: Mixture, instead: bool = False):
-        self.mixture, self.instead = mixture, instead
-        self.chosen, self.reason = 0, ""
+    def __init__(self, mixture: Mixture, model: nn.Module):
+        self.mixture, self.chosen, self.reason = mixture, 0, ""
+        self.call: MixtureCall | None = None  # the last
+        self.around = model.get_submodule(mixture.name.rpartition(".")[0])
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of what is around it
+        self.given: Tensor | None = None  # what the module gives instead
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    @property
+    def why(self) -> str:
+        """Why it is not understood."""
+        lost = "no calibration data reach its experts, and as many must go of every layer; give data that it reads"
+        return self.reason or f"{self.mixture.name}: {lost}"
+
+    def enter(self, hooks: ExitStack) -> None:
+        """Look at every call until `hooks` are closed."""
+        hooks.callback(self.around.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        hooks.callback(self.mixture.module.register_forward_hook(self._see, with_kwargs=True).remove)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = (args, kwargs)
+
+    def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.given is not None:
+            return self.given
         try:
             call = self.mixture.call(args, kwargs, output)
         except MoonshotError as error:
             self.reason = str(error)
             return None
-        self.chosen = max(self.chosen, call.chosen)
-        return call.equivalent().to(output.dtype) if self.instead else None
+        self.chosen, self.call = max(self.chosen, call.chosen), call
+        return None
 
+    def check(self) -> None:
+        """Compare what the module gave, or what is around it, with the sum of the contributions.
 
-def _result(model: nn.Module, probe: Batch, looks: Iterable[_Look]) -> Tensor:
-    """The model's first output, with the looks at its mixtures."""
-    with ExitStack() as hooks:
-        for look in looks:
-            hooks.callback(look.mixture.module.register_forward_hook(look, with_kwargs=True).remove)
-        leaves = tree_leaves(run_model(model, probe))
-    return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        Raises:
+            MoonshotError: that is something else.
+        """
+        given = None if self.call is None else self.call.instead()
+        if given is None:
+            return
+        args, kwargs = self.arguments
+        expected = first_tensor(self.around(*args, **kwargs))
+        with ExitStack() as hooks:
+            self.enter(hooks)
+            self.given = given
+            found = first_tensor(self.around(*args, **kwargs))
+        require(close(found, expected), f"{self.mixture.name}: {_NO_SUM}")
