@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from models import make, token_batches
 from test_experts import family, mixtral, same
+from tiny_configs import tiny_config
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -59,6 +60,7 @@ REFUSED = {
     "deepseek_v4": "something else than the router's scores says which tokens they get",
     "inkling_text": "has no setting with 3 of 4 experts",
     "jetmoe": "JetMoeParallelExperts does not say which token it sends to which expert",
+    "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
 }
 MINE = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # of one expert otherwise
 
@@ -164,6 +166,30 @@ def test_every_family(name, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert same(loaded, model) and torch.equal(logits(loaded, batch), logits(model, batch))
     assert verify(tmp_path)
+
+
+def test_where_the_count_is_nested(tmp_path):
+    """In the configuration of a text model inside of another."""
+    torch.manual_seed(0)
+    name = "Llama4ForConditionalGeneration"
+    model = settled(getattr(hf, name)(tiny_config("llama4", name)).eval().float())
+    dense, batch = copy.deepcopy(model), token_batches(seed=7)[0]
+    pruner = prune(model, lam=0.5)
+    assert pruner.report.compaction["config"] == {"text_config.num_local_experts": [4, 3]}
+    expected = without(dense, removed(pruner), batch)
+    torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-5)
+    pruner.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), batch), logits(model, batch))
+
+
+def test_experts_leave_again():
+    model = settled_mixtral()
+    for left in (6, 4, 3):
+        dense, batch = copy.deepcopy(model), token_batches(seed=7)[0]
+        pruner = prune(model, sparsity=0.25)
+        assert model.config.num_local_experts == left
+        expected = without(dense, removed(pruner), batch)
+        torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -455,6 +481,24 @@ def test_both_at_once_in_one_process():
 def prune_again(model):
     pruner = MoonshotPruner(model, MoonshotConfig(pattern="2:4", num_samples=6))
     return pruner.prune(token_batches(), progress=False)
+
+
+def test_a_run_that_fails_leaves_gradients(monkeypatch):
+    model = settled_mixtral()
+    batch = token_batches()[0]
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MixtureSums, "result", interrupted)
+        prune(model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name])
+    prune(model)
+    assert model.model.layers[0].mlp.gate.weight.grad is None and model.lm_head.weight.grad is not None
+
+
+def interrupted(self):
+    raise KeyboardInterrupt
 
 
 def test_it_generates_and_trains_as_any_model():

@@ -1,6 +1,8 @@
 """Which experts go: the two objectives as quadratics in the choice, its search, and the baselines."""
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import reference
@@ -11,8 +13,8 @@ from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.objective.removal import Removal
-from optimum_moonshot.solvers import solver_names
-from optimum_moonshot.solvers.subsets import best_subset, exchange
+from optimum_moonshot.solvers import base, solver_names
+from optimum_moonshot.solvers.subsets import best_subset, chosen, exchange
 
 LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
 
@@ -183,6 +185,23 @@ def test_how_many_go(experts, share, groups, gone):
     keep = pattern.keep(torch.rand(experts, generator=torch.Generator().manual_seed(0)))
     assert pattern.removed(experts) == gone == int((~keep).sum())
     assert len({*keep.view(groups, -1).sum(1).tolist()}) == 1
+
+
+def test_a_solver_of_ones_own(monkeypatch):
+    monkeypatch.setattr(base, "_SOLVERS", dict(base._SOLVERS))
+
+    @base.register_solver("last")
+    @dataclass(frozen=True)
+    class Last(base.Solver):
+        patterns: ClassVar = (Experts,)
+
+        def solve(self, objective, pattern):
+            keep = pattern.keep(-torch.arange(len(objective.gram)).double())
+            return chosen(objective, keep)
+
+    assert "last" in solver_names(Experts) and "last" not in solver_names()
+    keep = solve("last", random_removal(8, 0.5), Experts(0.25))
+    assert keep.tolist() == [True] * 6 + [False] * 2
 
 
 @pytest.mark.parametrize(

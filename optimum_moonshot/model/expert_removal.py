@@ -106,6 +106,8 @@ class ExpertRemoval:
             keep: mixture → the numbers of the experts that stay, int64, ascending.
         """
         self._apply(lambda tensor, axis, name: tensor.index_select(axis, keep[name].to(tensor.device)))
+        for each in self.sliced.values():
+            each.tensor.grad = None  # it was that of all experts
 
     def _apply(self, cut: Cut) -> Callable[[], None]:
         """The smaller model, and what makes it the old one again."""
@@ -115,7 +117,6 @@ class ExpertRemoval:
                 old = each.tensor.data
                 undo.callback(each.put, old)
                 each.put(cut(old, each.axis, each.mixture))
-                each.tensor.grad = None
             for name, values in self.attributes.items():
                 module = self.model.get_submodule(name)
                 for attribute, value in values.items():
@@ -227,7 +228,8 @@ def _search(
                 with torch.device("meta"):
                     small = cls(edited(model.config, edit))
             except Exception as error:  # a model may refuse its configuration in any way
-                reason = reason or f" ({str(error).strip().rpartition(chr(10))[2].strip()})"
+                told = str(error).strip().rpartition("\n")[2].strip()
+                reason = reason or (f" ({told})" if all("expert" in name for name in chosen) else "")
                 continue
             sliced = _explained(model, mixtures, base, small, left)
             if sliced is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
 from .experts import expert_keys, routing
 
@@ -182,7 +182,14 @@ class RoutedCall:
             yield Piece(self.index[some], parts, slopes)
 
     def instead(self) -> None:
-        total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
+        kind = type(self.mixture.module).__name__
+        try:
+            total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
+        except Exception as error:  # a module may fail in any way at a call that it does not expect
+            raise MoonshotError(
+                f"{self.mixture.name}: {kind} does not take tokens with one expert each ({reason(error)}), by which "
+                "pattern='experts' sees what an expert contributes"
+            ) from error
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}")
 
     @torch.no_grad()
