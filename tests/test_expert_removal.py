@@ -449,6 +449,24 @@ def test_the_report_and_the_card_say_which(tmp_path):
         pruner.save_pretrained(tmp_path / "packed", format="packed")
 
 
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ({"removed": [1, "2"]}, r"layers\[0\].experts.removed\[1\]='2': a whole number belongs there"),
+        ({"losses": {"osscar": "small"}}, r"experts.losses\['osscar'\]='small': a number"),
+        ({"losses": {}}, "experts.losses: there are none"),
+        ({"more": 1}, "experts.more is no field of it"),
+    ],
+    ids=str,
+)
+def test_a_damaged_report_of_experts_is_refused(damage, told):
+    values = json.loads(json.dumps(prune(settled_mixtral(), lam=1.0).report.to_dict()))
+    assert PruneReport.from_dict(copy.deepcopy(values)).layers[0].experts is not None
+    values["layers"][0]["experts"] |= damage
+    with pytest.raises(MoonshotError, match=told):
+        PruneReport.from_dict(values)
+
+
 @pytest.mark.parametrize("family_name", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_weights_of_the_experts_that_stay_are_pruned_afterwards(family_name, format, tmp_path):

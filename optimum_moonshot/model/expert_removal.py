@@ -32,7 +32,6 @@ _GROUPS_CHOSEN = re.compile(r"topk_groups?$|limited_groups?$")
 MOST_FIELDS = 3
 # Tokens that must have the same experts after these have changed places: ties in the router's scores may turn.
 SAME_TOKENS = 0.75
-_PLAIN = (int, float, str, tuple, list, dict)
 
 Cut = Callable[[Tensor, int, str], Tensor]  # (tensor, axis, name of the mixture) → what is left
 
@@ -303,10 +302,17 @@ def _attributes(base: nn.Module, small: nn.Module) -> dict[str, dict[str, Any]]:
     for name, module in base.named_modules():
         other = vars(small.get_submodule(name))
         for attribute, value in vars(module).items():
-            own = not attribute.startswith("_") and isinstance(value, _PLAIN)
-            if own and attribute in other and isinstance(other[attribute], _PLAIN) and other[attribute] != value:
+            mine = not attribute.startswith("_") and attribute in other and _is_plain(value)
+            if mine and _is_plain(other[attribute]) and other[attribute] != value:
                 found.setdefault(name, {})[attribute] = other[attribute]
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of numbers and strings alone."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, int | float | str) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
 
 
 def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedConfig]:

@@ -22,10 +22,17 @@ _LEFT = ("notes",)  # columns of the table that are to the left
 
 @dataclasses.dataclass(frozen=True)
 class ExpertChoice:
-    """Which experts of a mixture went."""
+    """Which experts of a mixture went.
+
+    Raises:
+        MoonshotError: there is no loss.
+    """
 
     removed: tuple[int, ...]  # their numbers, as they were before
     losses: dict[str, float]  # L_λ of the choice by each solver that takes experts, the run's own first
+
+    def __post_init__(self) -> None:
+        require(len(self.losses) > 0, "experts.losses: there are none")
 
     def line(self) -> str:
         """For people."""
