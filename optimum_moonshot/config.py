@@ -26,6 +26,7 @@ _NOT_OF_EXPERTS = {
     "targets": "removes as many experts of every layer",
     "ignore": "removes as many experts of every layer",
     "expert_tokens": "goes by the tokens that the router sends each expert",
+    "starved_experts": "goes by the tokens that the router sends each expert, however few",
     "fisher": "has the Fisher loss of the experts",
     "recompute": "takes all statistics of the dense model",
     "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
