@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from .errors import MOST, MoonshotError, check_expressions, check_number, check_path, check_whole, require, shown
 from .objective.allocation_rules import PatternRules, check_allocation
-from .objective.patterns import NM, MixedNM, Pattern
+from .objective.patterns import NM, Experts, MixedNM, Pattern
 from .recipes import recipe
-from .solvers.base import Solver, make_solver, solver_class
+from .solvers.base import Solver, make_solver, solver_class, solver_names
 from .solvers.base import solver_options as options_of
 from .solvers.hyperparameters import check_option, check_options
 
@@ -21,6 +21,17 @@ DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 SHARED_OPTIONS = ("damping", "block_size")
 RECOVERIES = ("blockwise", "gradual")
 EXPERT_TOKENS, STARVED_EXPERTS = ("routed", "all"), ("all", "magnitude", "routed")
+# What does not combine with pattern="experts", and what that does instead.
+_NOT_OF_EXPERTS = {
+    "targets": "removes as many experts of every layer",
+    "ignore": "removes as many experts of every layer",
+    "expert_tokens": "goes by the tokens that the router sends each expert",
+    "starved_experts": "goes by the tokens that the router sends each expert, however few",
+    "fisher": "has the Fisher loss of the experts",
+    "recompute": "takes all statistics of the dense model",
+    "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
+    "rotation": "removes experts as they are",
+}
 # In a dictionary of version 1, of every solver, also of one that has no damping.
 _DAMPING_OF_VERSION_1 = 0.01
 
@@ -35,13 +46,16 @@ class MoonshotConfig:
     """How to prune.
 
     Args:
-        solver: "sparsegpt", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
-            "magnitude" only choose. Or a name that `register_solver` got, also in an installed package that names it as
-            an entry point of the group `optimum_moonshot.solvers`.
-        pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, or "structured",
-            which removes whole input columns. Not every solver takes every pattern. With allocation="fisher" also
+        solver: "sparsegpt", "alps", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
+            "magnitude" only choose. Of whole experts, "osscar" chooses by the two objectives, "reap" and "frequency" by
+            what they are named after. Or a name that `register_solver` got, also in an installed package that names it
+            as an entry point of the group `optimum_moonshot.solvers`.
+        pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, "structured", which
+            removes whole input columns, or "experts", which removes whole experts of every mixture, so that the model
+            is smaller at once. Not every solver takes every pattern. With allocation="fisher" also
             "n:4" (or any m, with the letter n): each layer gets 1:4, 2:4, 3:4 or stays dense.
-        sparsity: share of the weights (of the column groups) to remove, in [0, 1]; follows from n:m. Of "n:4" it is
+        sparsity: share of the weights (of the column groups, of the experts of every layer) to remove, in [0, 1];
+            follows from n:m. Of "n:4" it is
             the most that all layers lose together, as closely as whole steps of a quarter of a layer allow.
         group_size: consecutive columns that go or stay together; pattern="structured" only. In a model these are
             neurons, so that widths stay multiples of it; attention heads go whole, whatever it is.
@@ -156,6 +170,7 @@ class MoonshotConfig:
         check_whole("group_size", self.group_size, least=1)
         self._check_allocation()
         self._check_patterns(solver)
+        self._check_experts()
         require(isinstance(self.recompute, bool), f"recompute={self.recompute!r}: use True or False")
         check_number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
@@ -258,9 +273,11 @@ class MoonshotConfig:
         """Every pattern that a layer may get is one that the solver takes."""
         takes, rules = " or ".join(kind.kind for kind in solver.patterns), self.pattern_rules
         default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
+        others = " or ".join(f'"{name}"' for name in solver_names(Experts))
+        mend = f"solver={others}" if isinstance(default, Experts) else "another pattern or solver"
         require(
             default is None or isinstance(default, solver.patterns),
-            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose another pattern or solver",
+            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose {mend}",
         )
         named = self.allocation if isinstance(self.allocation, dict) else {}
         for key, rule in rules.rules.items():
@@ -268,6 +285,16 @@ class MoonshotConfig:
                 isinstance(rule, solver.patterns),
                 f"allocation[{key!r}]={named[key]!r}: solver={self.solver!r} takes {takes}",
             )
+
+    def _check_experts(self) -> None:
+        """Whole experts go by the model's own routing, as many of every layer, and leave a smaller model."""
+        if self.pattern != Experts.kind:
+            return
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, why in _NOT_OF_EXPERTS.items():
+            value = getattr(self, name)
+            empty = name == "ignore" and not value
+            require(value == fields[name] or empty, f"{name}={value!r}: pattern='experts' {why}; leave one of them out")
 
     @property
     def pattern_rules(self) -> PatternRules:

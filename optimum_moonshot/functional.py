@@ -13,7 +13,7 @@ from .config import MoonshotConfig
 from .errors import check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
-from .objective.patterns import MixedNM, Pattern, Unstructured
+from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
 from .objective.quadratic import DiagonalQuadratic, Objective, Quadratic
 from .solvers import PrunedWeight, Solver, solver_class, solver_names
 
@@ -113,6 +113,10 @@ def _problem(
         f"allocation={config.allocation!r}: it divides the sparsity between layers, and this is one; leave it out",
     )
     pattern = config.parsed_pattern
+    require(
+        not isinstance(pattern, Experts),
+        "pattern='experts': whole experts leave a model, not a matrix; use MoonshotPruner",
+    )
     assert pattern is not None and not isinstance(pattern, MixedNM)  # only allocations have such
     d_out, d_in = weight.shape
     require(

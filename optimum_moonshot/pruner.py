@@ -23,6 +23,7 @@ from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
+from .objective.patterns import Experts
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
 from .pruning.rotating import run_rotation
@@ -119,7 +120,7 @@ class MoonshotPruner:
         progress: bool = True,
         resume_dir: str | os.PathLike[str] | None = None,
     ) -> PruneReport:
-        """Prune the model in place.
+        """Prune the model in place; with pattern="experts" it becomes a smaller one in place.
 
         Args:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
@@ -308,10 +309,14 @@ class MoonshotPruner:
         `pruner.model` becomes a new, smaller model with the same outputs; the one that was pruned stays as it is, full
         of zeros. What an architecture cannot do without stays as zeros, and the report says why.
 
+        After pattern="experts" the model is smaller already: what `prune` did is returned.
+
         Raises:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
         report = self._pruned()
+        if report.config["pattern"] == Experts.kind and report.compaction is not None:
+            return Compaction.from_dict(report.compaction)
         model, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
         dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
         self.model, report.compaction = model, done.to_dict()

@@ -6,7 +6,7 @@ The figures behind them are those of `benchmarks/beyond.py` (docs/measured.md).
 from typing import Any
 
 from .errors import require, shown
-from .objective.patterns import NM, MixedNM, Structured, Unstructured, parse_pattern
+from .objective.patterns import NM, Experts, MixedNM, Structured, Unstructured, parse_pattern
 
 BUDGETS = ("paper", "one-shot", "recovered")
 BASIS = {"rotation": "learned"}
@@ -42,7 +42,7 @@ def recipe(pattern: str | float, budget: str, changes: dict[str, Any]) -> dict[s
     asked: dict[str, Any] = {"sparsity": float(pattern)} if number else {"pattern": pattern}
     fields = {**asked, **changes}
     parsed = parse_pattern(fields.get("pattern", Unstructured.kind), fields.get("sparsity"))
-    require(not isinstance(parsed, Structured), f"recipe of {shown(pattern)}: {mend}")
+    require(not isinstance(parsed, Structured | Experts), f"recipe of {shown(pattern)}: {mend}")
     unstructured, fixed = RECIPES[budget]
     mixed = SHARES if isinstance(parsed, MixedNM) else {}
     return {**(fixed if isinstance(parsed, NM) else unstructured), **mixed, **fields}

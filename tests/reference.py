@@ -299,3 +299,41 @@ def alps(weight, gram, gradients, lam, sparsity=None, nm=None, damping=0.01) -> 
         on = keep[k]
         found[k, on] = torch.linalg.solve(matrix[on][:, on], matrix[on] @ dense[k])
     return found / scale, keep
+
+
+def expert_losses(contributions: Tensor, gradients: Tensor, samples: Tensor, gone: Tensor, lam: float) -> Tensor:
+    """L_λ of a choice, by loops, from contributions c_e(t) [T, E, H], ∂ℓ/∂y_t [T, H] and each token's sample [T]."""
+
+    def losses(gone) -> tuple[Tensor, Tensor]:
+        left_out = torch.stack([sum(c[e] for e in range(len(c)) if gone[e]) + 0 * c[0] for c in contributions])
+        fisher, count = 0.0, int(samples.max()) + 1
+        for n in range(count):
+            slope = sum(g @ x for g, x, of in zip(gradients, left_out, samples, strict=True) if of == n)
+            fisher = fisher + slope**2 / count
+        return (left_out**2).sum(), fisher
+
+    (r, f), (r1, f1) = losses(gone), losses(torch.ones_like(gone))
+    return lam * r / r1 + ((1 - lam) * f / f1 if lam < 1 else 0)
+
+
+def fewest_lost(contributions, gradients, samples, lam, count, groups=1) -> Tensor:
+    """Which experts go, bool [E]: of every group so many, by trying all choices one after another."""
+    experts = contributions.shape[1]
+    size = experts // groups
+    best, least = None, torch.inf
+    for some in product([False, True], repeat=experts):
+        gone = torch.tensor(some)
+        if (gone.view(groups, size).sum(1) == count).all():
+            loss = float(expert_losses(contributions, gradients, samples, gone, lam))
+            if loss < least:
+                best, least = gone, loss
+    return best
+
+
+def reap(contributions: Tensor, chosen: Tensor) -> Tensor:
+    """REAP's score of every expert [E]: the mean of ‖c_e(t)‖ over its tokens, which `chosen` [T, E] says."""
+    scores = torch.zeros(contributions.shape[1], dtype=contributions.dtype)
+    for e in range(len(scores)):
+        norms = [c[e].norm() for c, mine in zip(contributions, chosen, strict=True) if mine[e]]
+        scores[e] = sum(norms) / len(norms) if norms else 0
+    return scores

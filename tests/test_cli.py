@@ -15,6 +15,7 @@ from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.commands import messages, method_options
 from optimum_moonshot.commands import moonshot as cli
+from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.solvers import solver_class, solver_names
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,11 @@ def test_every_field_has_an_option():
 
 
 def test_help_names_every_solver():
-    ours = [name for name in solver_names() if solver_class(name).__module__.startswith("optimum_moonshot.")]
+    ours = [
+        name
+        for name in {*solver_names(), *solver_names(Experts)}
+        if solver_class(name).__module__.startswith("optimum_moonshot.")
+    ]
     assert all(name in method_options.CONFIG_OPTIONS["solver"]["help"] for name in ours)
 
 

@@ -225,7 +225,7 @@ def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
             ("--import", "toy_solver", "--solver", "toy", "--solver-option", "strength=1"),
             "--solver-option strength=1: --solver toy has power",
         ),
-        (("--solver", "toy"), "--solver toy: use one of cap, magnitude"),
+        (("--solver", "toy"), "--solver toy: use one of alps, cap, frequency"),
         (("--import", "toy_solver", "--import", "nowhere"), "--import nowhere: it cannot be imported (ModuleNotFound"),
         (("--import", "broken"), "--import broken: it cannot be imported (SyntaxError: "),
         (("--import", "taken"), "--import taken: it cannot be imported (ValueError: solver 'wanda' is already"),
@@ -280,7 +280,7 @@ def test_the_solver_of_an_installed_package_is_found_when_it_is_named(installed)
 def test_an_entry_point_that_does_not_work_is_one_clear_error(installed):
     with pytest.raises(MoonshotError, match="^solver='broken': the entry point 'missing_part' .* cannot be imported"):
         MoonshotConfig(solver="broken", sparsity=0.5)
-    with pytest.raises(MoonshotError, match="^solver='nobodys': use one of broken, cap, empty, .*, own, "):
+    with pytest.raises(MoonshotError, match="^solver='nobodys': use one of alps, broken, cap, empty, .*, own, "):
         MoonshotConfig(solver="nobodys", sparsity=0.5)
     with pytest.raises(MoonshotError, match="^solver='empty': .*registers no solver of this name"):
         MoonshotConfig(solver="empty", sparsity=0.5)

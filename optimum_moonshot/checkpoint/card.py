@@ -28,7 +28,7 @@ _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DO
 _AFTER_EVALUATION = "## Size and cost"
 _SOLVERS = {
     "sparsegpt": "SparseGPT", "wanda": "Wanda", "obc": "OBC", "cap": "CAP", "osscar": "OSSCAR",
-    "magnitude": "magnitude pruning",
+    "alps": "ALPS", "magnitude": "magnitude pruning", "reap": "REAP", "frequency": "the routing frequency",
 }  # fmt: skip
 _CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
 _TASKS = {
@@ -186,6 +186,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
+        mixtures=_mixtures(report),
         skipped=[(code(name), escaped(reason)) for name, reason in skipped[:20]] + more,
         evaluations=[
             (
@@ -315,6 +316,17 @@ def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
         rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
     if report.chosen is not None:
         rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
+    return rows
+
+
+def _mixtures(report: PruneReport) -> list[tuple[str, ...]]:
+    """Which experts each mixture lost, with the loss of that and of other criteria's choices."""
+    rows = []
+    for layer in report.layers:
+        if layer.experts is not None:
+            own, *others = ((escaped(name), _short(loss)) for name, loss in layer.experts.losses.items())
+            told = ", ".join(f"{name} {loss}" for name, loss in others)
+            rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), own[1], told))
     return rows
 
 

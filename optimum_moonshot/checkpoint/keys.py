@@ -11,15 +11,15 @@ from torch import nn
 from ..packing import suffixes
 
 
-def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+def parameter_names(model: nn.Module, stored: Iterable[str], packable: bool = True) -> dict[str, str]:
     """The name in the model of every stored weight that transformers loads as it is.
 
-    Those that it splits, merges or does not know are left out, and those whose packed tensors, of any format, it would
-    name otherwise.
+    Those that it splits, merges or does not know are left out.
 
     Args:
         model: a `PreTrainedModel`, possibly on the meta device.
         stored: names in the files of a dense checkpoint.
+        packable: leave out those whose packed tensors, of any format, it would name otherwise, too.
 
     Returns:
         The stored names that were found, each with the one in `model.state_dict()`.
@@ -29,7 +29,8 @@ def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     for name in stored:
         known, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         renamed = [rename_source_key(name + end, renamings, [])[0] for end in ends]
-        if converter is None and known in state and renamed == [renamed[0] + end for end in ends]:
+        alike = not packable or renamed == [renamed[0] + end for end in ends]
+        if converter is None and known in state and alike:
             found[name] = known
     return found
 

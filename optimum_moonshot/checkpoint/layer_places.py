@@ -51,7 +51,7 @@ def find_places(folder: Path, claims: Claims, weights: Iterable[str], **options:
     places = {name: (module, key) for name, module, key in holders(model) if name in set(layers)}
     forms = {name: form_at(*place) for name, place in places.items()}
     known = {id(form.parameter): name for name, form in forms.items() if form is not None}
-    stored = {**expert_names(model, weights), **parameter_names(model, weights)}
+    stored = {**expert_names(model, weights), **parameter_names(model, weights, packable=False)}
     owners = {weight: known.get(id(parameters.get(stored.get(weight)))) for weight in weights}
     # What is stored expert by expert is [d_out, d_in]: transformers turns it, if it must, when it merges them.
     turned = {name for name, form in forms.items() if form is not None and form.axes in ((1, 0), (2, 1))}

@@ -20,16 +20,16 @@ RECIPE = (
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
         "metavar": "NAME",
-        "help": "sparsegpt (the default), obc (removes one weight at a time), cap (the same, in blocks), osscar "
-        "(removes one column at a time, for --pattern structured): these update the surviving weights; "
-        "wanda or magnitude (only choose)",
+        "help": "sparsegpt (the default), alps (loses much less, in more time), obc (removes one weight at a time), "
+        "cap (the same, in blocks), osscar (columns, for --pattern structured): these update the surviving weights; "
+        "wanda or magnitude (only choose). For --pattern experts: osscar, reap or frequency",
     },
     "pattern": {
         "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
-        'or "structured": whole input columns go; n:4, with the letter n, gives each layer 1:4, 2:4, 3:4 or leaves it '
-        "dense, with --allocation fisher and a --sparsity"
+        '"structured": whole input columns go, or "experts": whole experts of a mixture go; n:4, with the letter n, '
+        "gives each layer 1:4, 2:4, 3:4 or leaves it dense, with --allocation fisher and a --sparsity"
     },
-    "sparsity": {"type": float, "help": "share of the weights to remove, 0 to 1; follows from n:m"},
+    "sparsity": {"type": float, "help": "share of the weights (of the experts) to remove, 0 to 1; follows from n:m"},
     "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",

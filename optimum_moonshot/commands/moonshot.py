@@ -54,7 +54,8 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compact",
         action="store_true",
-        help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller",
+        help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller; --pattern "
+        "experts always makes it so",
     )
     add_method_options(parser)
 
@@ -82,7 +83,7 @@ def prune(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
-    structured = config.pattern == "structured"
+    structured = config.pattern in ("structured", "experts")  # of which the latter does it by itself
     expect(structured or not args.compact, "--compact: only --pattern structured leaves neurons and heads to remove")
     device = find_device(args.device)
     calibration = calibration_source(args, config)
@@ -107,7 +108,7 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
-    if args.compact:
+    if args.compact or config.pattern == "experts":
         lines.append(_compact(pruner))
     lines += measured.lines(report.record)
     output.begin()

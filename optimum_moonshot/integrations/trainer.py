@@ -23,7 +23,7 @@ from ..masks import Masks, find_pruned, layer_follows
 from ..model.facts import takes_images
 from ..model.layers import PrunableLayer, adapted_layers
 from ..model.losses import IGNORED
-from ..objective.patterns import NM
+from ..objective.patterns import NM, Experts
 from ..pruner import MoonshotPruner
 from ..pruning.selection import select
 from ..reports.prune_report import PruneReport
@@ -93,6 +93,8 @@ class MoonshotCallback(TrainerCallback):
             require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
             why = "its optimizer's state is in the basis that the model has: rotate it before the training"
             require(config.rotation is None, f"rotation={config.rotation!r}: {why}")
+            smaller = "pattern='experts': the optimizer has the weights of all experts; prune before the training"
+            require(config.pattern != Experts.kind, smaller)
             calibration = config.calibration if calibration is None else calibration
             once = end_step is not None and hasattr(calibration, "__next__")
             require(not once, "calibration: an iterator serves one pruning; a schedule needs a list, or other data")

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,11 +32,11 @@ from .calls import (
     to_device,
     without_caches,
 )
+from .configurations import Edit, edited, whole_numbers
 from .layers import PrunableLayer, find_blocks, find_structure
 from .units import Units, find_units, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
-Edit = dict[str, int]  # field of a configuration ("text_config.ffn_dim" where it is nested) → new value
 
 # What rounding in float32 explains of a decoder layer's error, relative to what the layer adds to a token.
 BLOCK_TOLERANCE = 1e-3
@@ -46,10 +46,10 @@ _HEADS = re.compile(r"^(?!.*(dim|size)).*head")
 
 @dataclasses.dataclass(frozen=True)
 class Compaction:
-    """What `compact_model` did."""
+    """What `compact_model` did, or a run that removed experts."""
 
     config: dict[str, tuple[int | None, int]]  # changed field → value before and after
-    removed: dict[str, int]  # layer → how many of its input columns left
+    removed: dict[str, int]  # layer → how many of its input columns left; mixture → how many experts
     zeros: dict[str, str]  # layer, or kind of layer → what stayed as zeros, and why
     parameters: tuple[int, int]  # before and after
 
@@ -58,6 +58,13 @@ class Compaction:
         values = dataclasses.asdict(self)
         changes = {name: list(change) for name, change in self.config.items()}
         return {**values, "config": changes, "parameters": list(self.parameters)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Compaction":
+        """From what `to_dict` gave."""
+        config = {name: (before, after) for name, (before, after) in values["config"].items()}
+        before, after = values["parameters"]
+        return cls(config, dict(values["removed"]), dict(values["zeros"]), (before, after))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +119,7 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
         _verify(model, small, inputs)
     except (RuntimeError, TypeError, IndexError) as error:
         raise MoonshotError(f"the smaller {type(model).__name__} does not run: {error}") from error
-    before, after = dict(_fields(model.config)), dict(_fields(config))
+    before, after = dict(whole_numbers(model.config)), dict(whole_numbers(config))
     changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
     columns = {layer.name: family.size * gone for family, gone in removed.items() for layer, _, _ in family.members}
     return small, Compaction(changes, columns, zeros, (model.num_parameters(), small.num_parameters()))
@@ -145,10 +152,10 @@ class _Search:
         for family in self.families:
             if family in removed:
                 continue  # the field of another family was this one's too
-            given = dict(_fields(config))
+            given = dict(whole_numbers(config))
             for edit in self._edits(config, family):
                 try:
-                    trial = _edited(config, edit)
+                    trial = edited(config, edit)
                     with torch.device("meta"):
                         shapes = _shapes(type(self.model)(trial))
                 except Exception as error:  # a model may refuse its configuration in any way
@@ -163,7 +170,7 @@ class _Search:
 
     def _edits(self, config: PreTrainedConfig, family: _Family) -> Iterator[Edit]:
         """Changes that may take units of a family out, the most first."""
-        fields = dict(_fields(config))
+        fields = dict(whole_numbers(config))
         if family.size == 1:
             for gone in sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True):
                 likely = [name for name, value in fields.items() if value == family.count]
@@ -265,28 +272,6 @@ def _dead(layer: PrunableLayer, units: Units) -> Tensor:
 
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, int | None]]:
-    """The whole numbers of a configuration, and what it leaves open, with those of the configurations inside."""
-    for name, value in config.to_dict().items():
-        inner = getattr(config, name, None)
-        if isinstance(inner, PreTrainedConfig):
-            yield from _fields(inner, f"{prefix}{name}.")
-        elif value is None or type(value) is int:
-            yield prefix + name, value
-
-
-def _edited(config: PreTrainedConfig, edit: Edit) -> PreTrainedConfig:
-    """The configuration with some fields changed, made and checked as if loaded from a file."""
-    values = config.to_dict()
-    for path, value in edit.items():
-        *parents, name = path.split(".")
-        owner = values
-        for parent in parents:
-            owner = owner[parent]
-        owner[name] = value
-    return type(config).from_dict(values)
 
 
 def _head_size(

@@ -246,6 +246,18 @@ def _watched(module: nn.Module) -> _Watched:
     return _WATCHED[module]
 
 
+def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The numbers of every token's experts, int [T, k], and their weights [T, k]; None where a call does not say them.
+
+    Args:
+        args, kwargs: of a call of a module of experts.
+    """
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    index = [each for each in given if not each.is_floating_point() and each.ndim == 2]
+    weights = [each for each in given if index and each.is_floating_point() and each.shape == index[0].shape]
+    return (index[0], weights[0]) if len(index) == 1 and len(weights) == 1 else None
+
+
 def _routed_to(
     module: nn.Module, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -254,17 +266,16 @@ def _routed_to(
     Raises:
         MoonshotError: the module does not take, of every token, the numbers of its experts and their weights.
     """
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    index = [each for each in given if not each.is_floating_point() and each.ndim == 2]
-    weights = [each for each in given if index and each.is_floating_point() and each.shape == index[0].shape]
-    require(
-        len(index) == 1 and len(weights) == 1,
-        f"{type(module).__name__} does not say which token it sends to which expert: leave expert_tokens and "
-        'starved_experts at "routed"',
-    )
+    found = routing(args, kwargs)
+    if found is None:
+        raise MoonshotError(
+            f"{type(module).__name__} does not say which token it sends to which expert: leave expert_tokens and "
+            'starved_experts at "routed"'
+        )
+    index, _ = found
 
     def forged(value: Any) -> Any:
-        if value is not index[0]:
+        if value is not index:
             return value
         first = torch.arange(value.shape[1], device=value.device).expand_as(value) == 0
         return torch.where(first, expert, 0 if expert else 1)

@@ -1,8 +1,8 @@
-"""Which weights may go, and exactly how many: unstructured, n:m and structured.
+"""Which weights may go, and exactly how many: unstructured, n:m and structured; and whole experts.
 
 `keep` is True where a weight survives; "n:m" keeps n of every m consecutive inputs of a row; "structured" removes whole
-input columns, in groups. A pattern removes exactly ``round(sparsity · total)`` entries (or groups of columns) of the
-comparison group that it is given, ties by index, the first index first.
+input columns, in groups; "experts" removes members of a mixture. A pattern removes exactly ``round(sparsity · total)``
+entries (or groups of columns) of the comparison group that it is given, ties by index, the first index first.
 """
 
 import math
@@ -143,7 +143,40 @@ class Structured:
         return self.kind if self.group == 1 else f"{self.kind} in {self.group} columns"
 
 
-Pattern = Unstructured | NM | Structured
+@dataclass(frozen=True)
+class Experts:
+    """Whole experts of a mixture go: ``Experts(0.25)`` removes a quarter of them.
+
+    A mixture has one row of weights, a 1 for each expert that is there. Where its router chooses among ``groups`` equal
+    runs of consecutive experts first, each of these loses ``round(sparsity · size)``.
+    """
+
+    sparsity: float
+    groups: int = 1
+
+    kind: ClassVar[str] = "experts"
+    width: ClassVar[int] = 1
+
+    def keep(self, scores: Tensor) -> Tensor:
+        """Bool, like `scores` [..., experts] with groups | experts: False for the smallest of every group."""
+        groups = scores.reshape(-1, scores.shape[-1] // self.groups)
+        return ~smallest(groups, self.removed(scores.shape[-1]) // self.groups).view_as(scores)
+
+    keep_per_row = keep
+
+    def removed(self, experts: int) -> int:
+        """How many of so many experts go."""
+        return self.groups * round(self.sparsity * (experts // self.groups))
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether the experts of a [rows, experts] weight divide into groups."""
+        return shape[-1] % self.groups == 0
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+Pattern = Unstructured | NM | Structured | Experts
 
 
 @dataclass(frozen=True)
@@ -247,24 +280,28 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
     """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
 
     Args:
-        pattern: "unstructured", "structured", "n:m", such as "2:4", or "n:4" with a literal n, for any of them.
+        pattern: "unstructured", "structured", "experts", "n:m", such as "2:4", or "n:4" with a literal n, for any n.
         sparsity: share to remove, in [0, 1]; None, or the same, where n:m says it.
         group_size: columns that go or stay together, of "structured" alone.
 
     Raises:
         MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.
     """
-    usage = f'pattern={pattern!r}: use "unstructured", "structured" or "n:m", such as "2:4" (keeps 2 of every 4)'
+    usage = (
+        f'pattern={pattern!r}: use "unstructured", "structured", "experts" or "n:m", such as "2:4" (keeps 2 of every 4)'
+    )
     require(isinstance(pattern, str), usage)
     require(
         group_size == 1 or pattern == Structured.kind,
         f"group_size={group_size}: pattern={pattern!r} has no groups of columns; leave it out",
     )
-    if pattern in (Unstructured.kind, Structured.kind):
+    if pattern in (Unstructured.kind, Structured.kind, Experts.kind):
         if sparsity is None:
             raise MoonshotError(f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
         require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
         share = float(sparsity)
+        if pattern == Experts.kind:
+            return Experts(share)
         return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)
     mixed = re.fullmatch(r"n:(\d+)", pattern)
     if mixed is not None:

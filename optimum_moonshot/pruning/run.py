@@ -9,10 +9,12 @@ import torch
 from ..config import MoonshotConfig
 from ..errors import MoonshotError
 from ..model.calls import frozen
+from ..objective.patterns import Experts
 from ..progress import progress_bar
 from ..reports.prune_report import PruneReport
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
+from .removing import run_removal
 from .result_store import ResultStore
 from .rotating import rotated
 from .run_folder import RunFolder
@@ -38,6 +40,8 @@ def run(
     Raises:
         MoonshotError: bad data, layers or statistics, or too little memory; the model is as it was.
     """
+    if config.pattern == Experts.kind:
+        return run_removal(subject, config, calibration, resume_dir)
     started = time.perf_counter()
     selection = select(subject.model, config)
     kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()

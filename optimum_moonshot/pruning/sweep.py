@@ -23,7 +23,7 @@ from ..errors import MoonshotError, require
 from ..files import writing
 from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
-from ..objective.patterns import own_sparsity
+from ..objective.patterns import Experts, own_sparsity
 from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
@@ -63,6 +63,8 @@ def variants(
     require(config.recover is None, f"recover={config.recover!r}: sweep without it, and recover the chosen model")
     lambdas = LAMBDAS if lambdas is None else lambdas
     patterns = (config.pattern,) if patterns is None else patterns
+    several = "pattern='experts': variants have one model's weights in turn, and this makes it smaller; prune once each"
+    require(Experts.kind not in patterns, several)
     own = (config.sparsity,) if sparsities is None else sparsities
     for name, values in (("lambdas", lambdas), ("sparsities", own), ("patterns", patterns)):
         listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0

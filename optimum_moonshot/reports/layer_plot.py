@@ -55,7 +55,8 @@ def plot_report(report: PruneReport) -> Figure:
         if measured:
             axes[1].plot(places, [layer.loss for _, layer in layers], **style)
     _asked(axes[0], report)
-    axes[0].set(title="Sparsity of every pruned layer", ylabel="zeros, % of the weights", ylim=(-0.03, 1.03))
+    what = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
+    axes[0].set(title="Sparsity of every pruned layer", ylabel=what, ylim=(-0.03, 1.03))
     axes[0].yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     if measured:
         axes[1].set(title="Loss of every pruned layer (0: as dense, 1: as without the layer)", ylabel="$L_λ$, relative")

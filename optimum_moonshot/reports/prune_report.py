@@ -21,8 +21,30 @@ _LEFT = ("notes",)  # columns of the table that are to the left
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertChoice:
+    """Which experts of a mixture went.
+
+    Raises:
+        MoonshotError: there is no loss.
+    """
+
+    removed: tuple[int, ...]  # their numbers, as they were before
+    losses: dict[str, float]  # L_λ of the choice by each solver that takes experts, the run's own first
+
+    def __post_init__(self) -> None:
+        require(len(self.losses) > 0, "experts.losses: there are none")
+
+    def line(self) -> str:
+        """For people."""
+        numbers = ", ".join(map(str, self.removed))
+        own, *others = (f"{name} {loss:.4f}" for name, loss in self.losses.items())
+        return f"without experts {numbers}; L_λ {own}" + (f" ({', '.join(others)})" if others else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One pruned matrix. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1 an empty one.
+    """One pruned matrix, or a mixture that lost experts. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1
+    an empty one.
 
     `masked` losses are those of the chosen mask on the dense weights, before the survivors were updated; the others
     are those of the weights that the solver gave, which a recovery may have changed since. Fisher losses are None where
@@ -31,9 +53,9 @@ class LayerReport:
     """
 
     name: str
-    shape: tuple[int, int]  # d_out, d_in
+    shape: tuple[int, int]  # d_out, d_in; of a mixture its experts as they were, and the weights of one
     lam: float | None  # the λ used here; None without calibration data
-    sparsity: float  # zeros counted in the weight, in the model's dtype
+    sparsity: float  # zeros counted in the weight, in the model's dtype; of a mixture the share of experts that went
     reconstruction: float | None = None  # L_R(W)/L_R(0)
     reconstruction_masked: float | None = None
     fisher: float | None = None  # L_F(W)/L_F(0)
@@ -45,11 +67,15 @@ class LayerReport:
     peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
     notes: tuple[str, ...] = ()
     asked: float | None = None  # sparsity asked for: the pattern's, for this layer
+    experts: ExpertChoice | None = None  # of a mixture that lost some
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From what JSON makes of `dataclasses.asdict`."""
-        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values.get("notes", ()))})
+        choice = values.get("experts")
+        experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
+        shape, notes = tuple(values["shape"]), tuple(values.get("notes", ()))
+        return cls(**{**values, "shape": shape, "notes": notes, "experts": experts})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +254,7 @@ class PruneReport:
                 _short(layer.fisher),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
-                "; ".join(layer.notes),
+                "; ".join([*([layer.experts.line()] if layer.experts else []), *layer.notes]),
             ]
             for layer in self.layers
         ]

@@ -1,6 +1,6 @@
 """One file per solver; importing this package registers them all."""
 
-from . import alps, cap, magnitude, obc, osscar, sparsegpt, wanda
+from . import alps, cap, frequency, magnitude, obc, osscar, reap, sparsegpt, wanda
 from .base import (
     PrunedWeight,
     Solver,
@@ -20,12 +20,14 @@ __all__ = [
     "alps",
     "cap",
     "finish",
+    "frequency",
     "hyperparameter",
     "magnitude",
     "make_solver",
     "obc",
     "osscar",
     "parse_option",
+    "reap",
     "register_solver",
     "solver_class",
     "solver_names",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import FactorizationError
 from ..objective.linalg import check_factored, escalate
+from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import split_range
@@ -35,6 +36,8 @@ EVERY = 3
 SETTLED = 1e-4
 # Of the squared residual, where conjugate gradients end.
 REACHED = 1e-12
+# Factors of rows that pass a CPU together.
+CACHE_BYTES = 2**20
 # Rows' matrices in float64 at a time.
 HESSIAN_BYTES = 256 * 2**20
 Operator = Callable[[Tensor], Tensor]
@@ -48,7 +51,7 @@ class ALPS(Solver):
     damping: float = damping_option()
     penalty: float = hyperparameter(0.1, help="ρ of the first iterations, for Hessians with a diagonal of 1", above=0)
     iterations: int = hyperparameter(60, help="of ADMM at most; it ends once the mask stands still", least=1)
-    inner_steps: int = hyperparameter(4, help="of conjugate gradients in an iteration, where λ < 1", least=1)
+    inner_steps: int = hyperparameter(3, help="of conjugate gradients in an iteration, where λ < 1", least=1)
     refit_steps: int = hyperparameter(100, help="of conjugate gradients on the survivors at most", least=0)
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
@@ -86,12 +89,13 @@ class ALPS(Solver):
         """Pruned weight and `keep`."""
         dense = system.dense
         target = system.times(dense)
-        free, sparse, dual = dense, dense, torch.zeros_like(dense)
+        free, image, sparse, dual = dense, target, dense, torch.zeros_like(dense)  # image: H_k free_k
         keep = before = torch.ones_like(dense, dtype=torch.bool)
         rho = self.penalty
         inverse = system.inverse(rho)
         for number in range(1, self.iterations + 1):
-            free = system.solve(target - dual + rho * sparse, rho, inverse, free, self.inner_steps)
+            right = target - dual + rho * sparse
+            free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
             shifted = free + dual / rho
             if not bool(shifted.isfinite().all()):
                 raise FactorizationError("a row's Hessian is not positive definite")
@@ -138,14 +142,20 @@ class System:
         return self.rows.times(vectors / self.scale) / self.scale
 
     def inverse(self, rho: float) -> Tensor:
-        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]: where the rows share H, it is theirs."""
+        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]: where the rows share H, it is theirs.
+
+        Raises:
+            FactorizationError: it does not exist.
+        """
         shifted = self.mean.clone()
         shifted.diagonal(dim1=1, dim2=2).add_(rho)
         factor, info = torch.linalg.cholesky_ex(shifted)
         check_factored(info == 0, "the Gram matrix")
         return torch.cholesky_inverse(factor)
 
-    def solve(self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, steps: int) -> Tensor:
+    def solve(
+        self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, image: Tensor, steps: int
+    ) -> tuple[Tensor, Tensor]:
         """``(H_k + ρI)⁻¹ r_k``, or so many steps towards it.
 
         Args:
@@ -153,15 +163,22 @@ class System:
             rho: ρ.
             inverse: as `inverse` gives it for ρ.
             start: [d_out, d_in].
+            image: H_k times the start, [d_out, d_in].
             steps: of conjugate gradients, where the rows do not share H.
+
+        Returns:
+            The vectors and, where the rows do not share H, their images.
         """
         if self.rows.shared:
-            return _product(right, inverse)
+            return _product(right, inverse), image
 
         def times(vectors: Tensor) -> Tensor:
             return self.times(vectors) + rho * vectors
 
-        return conjugate_gradients(times, right - times(start), start, steps, lambda rest: _product(rest, inverse))
+        found, rest = conjugate_gradients(
+            times, right - image - rho * start, start, steps, lambda rest: _product(rest, inverse)
+        )
+        return found, right - rest - rho * found
 
     def refit(self, sparse: Tensor, keep: Tensor, steps: int) -> Tensor:
         """Least squares on a support; every row starts from the better of a sparse weight and the dense one masked.
@@ -179,7 +196,7 @@ class System:
         losses = (lost * pulls).sum(2, keepdim=True)
         better = losses[0] < losses[1]
         start, pull = (torch.where(better, first, second) for first, second in (lost, pulls))
-        found = conjugate_gradients(
+        found, _ = conjugate_gradients(
             lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -pull, 0), start, steps
         )
         return self.weight - (found / self.scale).float()
@@ -229,10 +246,17 @@ class LowRankRows:
     def __init__(self, gram: Tensor, factors: Tensor):
         self.gram, self.factors = gram, factors.contiguous()
         self.diagonal = gram[0].diagonal() + self.factors.square().sum(1).double()
+        self.parts = _cached(self.factors)
 
     def times(self, vectors: Tensor) -> Tensor:
-        inner = self.factors @ vectors[:, :, None].float()
-        return _product(vectors, self.gram) + (inner.mT @ self.factors)[:, 0].double()
+        found, single = _product(vectors, self.gram), vectors.float()[:, None]
+
+        def add(rows: slice) -> None:
+            factors = self.factors[rows]  # read twice, the second time from the cache
+            found[rows] += ((single[rows] @ factors.mT) @ factors)[:, 0]
+
+        parallel_map(add, self.parts, vectors.device)
+        return found
 
 
 class DenseRows:
@@ -257,7 +281,7 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     if not objective.scales.b:
         return SharedRows(gram)
     fisher, device, (d_out, d_in) = objective.known_fisher, objective.weight.device, objective.weight.shape
-    if len(gram) == 1 and 2 * fisher.rank < d_in:
+    if len(gram) == 1 and fisher.rank < d_in:
         return LowRankRows(gram, objective.scales.b**0.5 * fisher.factors(slice(0, d_out), device, torch.float32))
     matrices = torch.empty(d_out, d_in, d_in, device=device)
     for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (8 * d_in * d_in))):
@@ -266,9 +290,15 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     return DenseRows(matrices)
 
 
+def _cached(values: Tensor) -> list[slice]:
+    """Rows of values [rows, …] in pieces that stay in a processor's cache; a GPU has all at once."""
+    size = len(values) if values.is_cuda else max(1, CACHE_BYTES * len(values) // values.nbytes)
+    return split_range(0, len(values), size)
+
+
 def conjugate_gradients(
     times: Operator, residual: Tensor, start: Tensor, steps: int, condition: Operator = lambda rest: rest
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Steps towards the solution of one positive definite system per row, from a start; it ends once that is reached.
 
     Args:
@@ -277,6 +307,9 @@ def conjugate_gradients(
         start: [d_out, d_in].
         steps: at most.
         condition: an approximate inverse.
+
+    Returns:
+        Where they came, and the residual there.
     """
     found, direction = start, torch.zeros_like(start)
     first = before = torch.ones_like(start[:, :1])
@@ -291,7 +324,7 @@ def conjugate_gradients(
         image = times(direction)
         length = now / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
         found, residual, before = found + length * direction, residual - length * image, now
-    return found
+    return found, residual
 
 
 def _product(vectors: Tensor, matrices: Tensor) -> Tensor:

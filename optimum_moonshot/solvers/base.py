@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError, reason, require
-from ..objective.patterns import Pattern
+from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import Objective, Quadratic
 from .entry_points import entry_point_names, load_entry_point
 from .hyperparameters import check_options, hyperparameter, options_of, parse_option
@@ -60,7 +60,7 @@ class PrunedWeight:
 class Solver(ABC):
     """What every solver declares, with the defaults; hyperparameters are the fields of its own dataclass."""
 
-    # The classes of patterns that `solve` takes: of `Unstructured`, `NM` and `Structured`.
+    # The classes of patterns that `solve` takes: of `Unstructured`, `NM`, `Structured` and `Experts`.
     patterns: ClassVar[tuple[type[Pattern], ...]]
     # What `solve` works on, and so what is gathered: `Quadratic`, from G and the Fisher term of the rows or of their
     # column blocks, or `DiagonalQuadratic`, from their diagonals alone.
@@ -94,7 +94,8 @@ class Solver(ABC):
         """One layer's pruned weight.
 
         Args:
-            objective: of the class that `objective` names, with the layer's dense weight.
+            objective: of the class that `objective` names, with the layer's dense weight; of `Experts` a `Removal`, and
+                the weight is one row, [1, experts].
             pattern: of one of the classes in `patterns`; it fits the weight.
 
         Raises:
@@ -172,9 +173,14 @@ def _check_declared(cls: type[Any]) -> None:
     )
 
 
-def solver_names() -> list[str]:
-    """The solvers registered so far; those of other packages join when they are asked for."""
-    return sorted(_SOLVERS)
+def solver_names(*kinds: type[Pattern]) -> list[str]:
+    """The solvers registered so far; those of other packages join when they are asked for.
+
+    Args:
+        kinds: classes of patterns, one of which the solvers take; none are those that choose weights of a matrix.
+    """
+    wanted = kinds or (Unstructured, NM, Structured)
+    return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, wanted) for kind in cls.patterns))
 
 
 def solver_class(name: str) -> type[Solver]:
@@ -187,7 +193,7 @@ def solver_class(name: str) -> type[Solver]:
         told = f"solver={name!r}: it is an entry point of an installed package, which registers no solver of this name"
         require(name in _SOLVERS, told)
     if not isinstance(name, str) or name not in _SOLVERS:
-        known = sorted({*solver_names(), *entry_point_names()})
+        known = sorted({*_SOLVERS, *entry_point_names()})
         raise MoonshotError(f"solver={name!r}: use one of {', '.join(known)}")
     return _SOLVERS[name]
 

@@ -9,6 +9,8 @@ on what survives, so that no row needs a matrix of d_in². Removing g with ``u =
 where ``L Lᵀ = J_gg``, takes u uᵀ off J, u q_k off P_k and b q_kᵀ q_k off M_k. The first two wait as U and Q_k, and
 follow in one product every `WAITING` columns. What is left of a removal is one reading of P_k, which therefore lies in
 memory as its transpose: x P_kᵀ for a few rows x is several times faster than P_k xᵀ.
+
+Of a mixture, whole experts go; subsets.py has the search.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor
 
 from ..objective.linalg import check_factored, escalate
-from ..objective.patterns import Structured
+from ..objective.patterns import Experts, Structured
 from ..objective.quadratic import Quadratic
+from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
 from .base import PrunedWeight, Solver, finish, register_solver
-from .hyperparameters import damping_option
+from .hyperparameters import damping_option, hyperparameter
+from .subsets import best_subset, chosen
 
 # Columns whose removal waits, and the share of dead ones that is worth a copy without them.
 WAITING = 64
@@ -36,22 +40,30 @@ RESIDUAL = 1e-6
 @register_solver("osscar")
 @dataclass(frozen=True)
 class OSSCAR(Solver):
-    """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
+    """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal.
+
+    Of experts, all choices are tried where there are at most `exact`; damping has no effect on them.
+    """
 
     damping: float = damping_option()
+    exact: int = hyperparameter(5000, help="all choices of experts are tried where there are at most so many", least=0)
 
-    patterns: ClassVar[tuple[type, ...]] = (Structured,)
+    patterns: ClassVar[tuple[type, ...]] = (Structured, Experts)
 
-    def solve(self, objective: Quadratic, pattern: Structured) -> PrunedWeight:
+    def solve(self, objective: Quadratic | Removal, pattern: Structured | Experts) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
 
         Args:
-            objective: of the whole layer.
-            pattern: how many columns go together, and the share of them to remove.
+            objective: of the whole layer; of experts a `Removal`.
+            pattern: how many columns go together, and the share of them to remove; or which share of experts.
 
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
+        if isinstance(pattern, Experts):
+            assert isinstance(objective, Removal)
+            return chosen(objective, best_subset(objective, pattern, self.exact))
+        assert isinstance(objective, Quadratic)
         unit = objective.damping_unit
         (weight, groups), damping = escalate(
             self.damping, lambda damping: remove_columns(objective, pattern, damping * unit)
