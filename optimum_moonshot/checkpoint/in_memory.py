@@ -17,6 +17,7 @@ from ..model.forms import find_form
 from ..packing import PackedLayer
 from ..packing.codec import Parts
 from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
+from ..runtime.freed import give_back
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import check_format, pack_files, pruned_layers
@@ -193,6 +194,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         _unpack_all(model)
         note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
         raise
+    give_back()
     packed = _places(model).values()
     dense_bytes = sum(module.shape[0] * module.shape[1] * module.dtype.itemsize for module in packed)
     tell(runtime, chosen, sum(held_bytes(module.parts) for module in packed), dense_bytes)
