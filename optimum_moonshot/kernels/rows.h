@@ -246,17 +246,33 @@ INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float 
 
 /* sums [vectors * FLANES] += the values where the bits are, times the inputs [128, vectors * FLANES]. */
 INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
-    FLOATS acc[FVECTORS];
-    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[j] = FLOAD(sums + j * FLANES);
-    for (int word = 0; word < 2; word++, x += WORD * vectors * FLANES)
-        for (uint64_t bits = words[word]; bits; bits &= bits - 1) {
+    /* Up to four sums wait for each other's additions: every other value has sums of its own then. */
+    const int sets = vectors > 4 ? 1 : 2;
+    FLOATS acc[2][FVECTORS];
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[0][j] = FLOAD(sums + j * FLANES);
+    if (sets > 1) PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[1][j] = FSET(0);
+    for (int word = 0; word < 2; word++, x += WORD * vectors * FLANES) {
+        uint64_t bits = words[word];
+        for (int times = __builtin_popcountll(bits) / sets; times; times--)
+            PRAGMA_UNROLL for (int set = 0; set < sets; set++, bits &= bits - 1) {
+                const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
+                const FLOATS value = FSET(*values);
+                values++;
+                PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
+                    acc[set][j] = FADD(acc[set][j], value, FLOAD(inputs + j * FLANES));
+            }
+        if (sets > 1 && bits) {
             const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
-            const float one = *values++;
-            const FLOATS value = FSET(one);
+            const FLOATS value = FSET(*values);
+            values++;
             PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
-                acc[j] = FADD(acc[j], value, FLOAD(inputs + j * FLANES));
+                acc[0][j] = FADD(acc[0][j], value, FLOAD(inputs + j * FLANES));
         }
-    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) FSTORE(sums + j * FLANES, acc[j]);
+    }
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) {
+        if (sets > 1) acc[0][j] = FADD(acc[0][j], acc[1][j], FSET(1));
+        FSTORE(sums + j * FLANES, acc[0][j]);
+    }
 }
 
 enum { NAME(GROUP) = 64 };
