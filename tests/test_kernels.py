@@ -23,7 +23,7 @@ LIBRARY = find_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")
 SETS = LIBRARY.instruction_sets if LIBRARY else ()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [*range(1, 18), 30, 70, 100, 150]  # few, a chunk, a chunk and few, the widest chunk, and few after it
+ROWS = [*range(1, 18), 30, 70, 100, 150]  # few, a chunk, and few after it, the widest chunk, and few after it
 NMS = [NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32), NM(1, 4)]
 GUARDED = Path(__file__).with_name("guarded_kernels.py")
 ROOT = Path(__file__).parents[1]
@@ -126,6 +126,16 @@ def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
                 theirs = functional.linear(inputs.float(), dense.float()).expand(rows, -1)
                 assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
                 assert (ours.isnan() | ours.isinf()).all()
+
+
+@needs_library
+def test_more_rows_than_are_taken_at_once(kernels):
+    for dtype in DTYPES:
+        dense = matrix(9, 100, 0.5, dtype)
+        inputs, bias = torch.randn(513, 100).to(dtype), torch.randn(9).to(dtype)  # one row is left
+        ours = kernels.product(inputs, *packed(dense, 0.5), bias)
+        theirs = functional.linear(inputs.float(), dense.float(), bias.float())
+        assert torch.allclose(ours.float(), theirs, atol=1e-4 if dtype == torch.float32 else 0.1)
 
 
 @needs_library

@@ -277,7 +277,8 @@ def test_packed_is_chosen_where_the_figures_say_that_it_is_faster(monkeypatch):
         assert verdict() == (True, f"{library.instruction_set} kernels")
         assert verdict(share=0.9) == (False, "more than 87% of the bytes are left")
         assert verdict(torch.float32, share=0.53).faster
-        assert verdict(torch.float32, share=0.7) == (False, "more than 64% of the bytes are left")
+        most = 55 if library.instruction_set == "avx2" else 64
+        assert verdict(torch.float32, share=0.65) == (False, f"more than {most}% of the bytes are left")
         assert verdict(torch.float64) == (False, "no kernel for torch.float64")
         assert verdict(shape=(256, 512)) == (False, "smaller than 262144 weights")
     assert verdict(device=torch.device("mps")) == (False, "no kernel for mps")
@@ -414,8 +415,6 @@ def test_this_processors_kernels_are_in_the_figures_or_tried():
     library = find_library()
     if library is None:
         pytest.skip("installed without a C compiler")
-    known = {*bitmask_speed._MEASURED, *bitmask_speed._SLOWER, "neon"}
+    known = {*bitmask_speed._MOST, *bitmask_speed._SLOWER, "neon"}
     assert library.instruction_set in known and set(library.instruction_sets) <= known
-    assert verdict(share=0.5625).faster == (library.instruction_set in bitmask_speed._MEASURED) or (
-        library.instruction_set == "neon"
-    )
+    assert verdict().faster == (library.instruction_set in bitmask_speed._MOST) or library.instruction_set == "neon"

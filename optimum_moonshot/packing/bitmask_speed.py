@@ -1,7 +1,7 @@
 """Whether a matrix in the format "bitmask" is multiplied faster than a dense one, by the one row that a decoder has.
 
-Where the product was measured (`python benchmarks/runtime.py --decoding`, docs/measured.md), by the figures; elsewhere
-by trying it once for every size of matrix.
+Where the product was measured (benchmarks/results/runtime-sets.json, docs/measured.md), by the figures; elsewhere by
+trying it once for every size of matrix.
 """
 
 import time
@@ -19,11 +19,11 @@ from .bitmask import find_offsets, find_window, pack
 from .bitmask_product import packed_linear
 from .codec import Verdict
 
-# Packed bytes, in dense ones, up to which one row was a tenth faster or more, by the bytes of a weight. In 16 bits that
-# is a fifth of zeros, in 32 bits, where the dense product is as fast as memory allows, two fifths. Few rows more gain
-# less, many lose nothing that counts.
-_MOST = {2: 0.87, 4: 0.64}
-_MEASURED = ("avx2", "avx512", "vbmi2", "amx")
+# Packed bytes, in dense ones, up to which one row was a tenth faster or more, by instruction set and bytes of a weight.
+# In 16 bits that is a fifth of zeros; in 32 bits, where the dense product is as fast as memory allows, two fifths, or
+# half. Some rows more gain less, many lose nothing that counts.
+_WIDE = {2: 0.87, 4: 0.64}
+_MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
 _SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
 _LEAST = 1 << 18  # weights: the call itself takes 30 microseconds longer, a dense product of a cached matrix less
 _TRIED = 1 << 24  # weights at most, when it is tried
@@ -50,8 +50,8 @@ def decoding(
         return Verdict(False, f"smaller than {_LEAST} weights")
     library = find_library() if device.type == "cpu" else None
     name = "Triton" if library is None else library.instruction_set
-    if name in _MEASURED:
-        most = _MOST[dtype.itemsize]
+    if name in _MOST:
+        most = _MOST[name][dtype.itemsize]
         why = f"{name} kernels" if share <= most else f"more than {most:.0%} of the bytes are left"
         return Verdict(share <= most, why)
     gain = _gain(shape, pattern, round(share, 2), dtype, device)
