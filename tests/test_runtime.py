@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers as hf
 from checkpoints import INPUTS, assert_same, files, pruned, tensors
-from models import make
+from models import make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPrunedCheckpoint, MoonshotPruner, load_pruned
 from optimum_moonshot.checkpoint import in_memory
 from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
-from optimum_moonshot.packing import Codec, bitmask_speed, find_codec
+from optimum_moonshot.packing import Bitmask, Codec, bitmask_speed, find_codec
 from optimum_moonshot.runtime.packed_linear import PackedLinear
 
 AUTO = hf.AutoModelForCausalLM
@@ -77,6 +77,26 @@ def test_packed_in_memory_and_back(name, settings):
         assert_state(model, before)
         assert not model.is_quantized and "save_pretrained" not in vars(model)
         assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
+def test_after_a_rotation_and_recovery_too(solver, tmp_path):
+    settings = dict(solver=solver, lam=0.9, rotation="learned", recover="blockwise", recover_steps=2)
+    sizes = dict(num_samples=6, sequence_length=12, batch_size=2)
+    pruner = MoonshotPruner(make("llama-tied-biased"), MoonshotConfig(pattern="2:4", **settings, **sizes))
+    pruner.prune(token_batches(), progress=False)
+    with torch.no_grad():
+        expected = pruner.model(INPUTS).logits
+    for format in ("dense", "packed"):
+        pruner.save_pretrained(tmp_path / format, format=format)
+    assert len(held(pruner.model)) == 0 and len(pruner.to_runtime("packed")) == 21 == len(held(pruner.model))
+    with torch.no_grad():
+        assert torch.allclose(pruner.model(INPUTS).logits, expected, atol=1e-4)
+    for format in ("dense", "packed"):
+        pruner.save_pretrained(tmp_path / f"{format}-again", format=format)
+        before, after = (files(tmp_path / name) for name in (format, f"{format}-again"))
+        name = next(name for name in before if name.endswith(".safetensors"))
+        assert before[name] == after[name] and before["config.json"] == after["config.json"]
 
 
 def test_memory_is_that_of_the_packed_weights():
@@ -396,6 +416,13 @@ def test_the_dtype_that_is_loaded_decides_and_the_place(packed, small_layers_cou
     with torch.no_grad():
         assert torch.allclose(model(INPUTS).logits, packed[1](INPUTS).logits, atol=0.2)
     assert "dense: 7 (offloaded)" in caplog.text
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loading_packed_unpacks_nothing(loader, packed, small_layers_count, monkeypatch):
+    monkeypatch.setattr(Bitmask, "unpack", lambda *arguments: pytest.fail("a weight was unpacked"))
+    for runtime in ("packed", "auto"):
+        assert len(held(LOADERS[loader](packed[0], runtime))) == 21
 
 
 def test_the_default_is_dense_and_silent(packed, caplog):
