@@ -1,7 +1,8 @@
 """The slow truth: literal, loop-by-loop versions of what the package does fast. Nothing here imports the package.
 
-Written from the formulas of MOONSHOT (arXiv 2604.13287) and SparseGPT (arXiv 2301.00774) in the order in which they
-stand there; the benchmarks run the same code in float32, all rows batched, as the textbook side of every ratio.
+Written from the formulas of MOONSHOT (arXiv 2604.13287), SparseGPT (arXiv 2301.00774) and ALPS (arXiv 2406.07831) in
+the order in which they stand there; the benchmarks run the same code in float32, all rows batched, as the textbook side
+of every ratio.
 """
 
 from itertools import product
@@ -266,3 +267,35 @@ def osscar(weight, gram, gradients, lam, sparsity, group_size=1, damping=0.01) -
             pull[:, None], torch.linalg.cholesky(matrix[keep][:, keep])
         ).squeeze(1)
     return pruned, keep.expand_as(weight).clone()
+
+
+def alps(weight, gram, gradients, lam, sparsity=None, nm=None, damping=0.01) -> tuple[Tensor, Tensor]:
+    """ADMM with every row's matrix inverted at every step, in coordinates of unit diagonal; then least squares."""
+    weight = without_dead_inputs(weight, gram)
+    r0, _ = losses_at_zero(weight, gram, gradients)
+    identity = torch.eye(len(gram), dtype=gram.dtype)
+    matrices = hessians(weight, gram, gradients, lam) + damping * gram.diagonal().mean() / r0 * identity
+    diagonals = matrices.diagonal(dim1=1, dim2=2)
+    inputs = diagonals.mean(0).sqrt()
+    scale = inputs * (diagonals / inputs**2).mean(1, keepdim=True).sqrt()
+    matrices = matrices / scale[:, :, None] / scale[:, None]
+    dense = sparse = weight * scale
+    dual, before, rho = torch.zeros_like(dense), torch.ones(dense.shape, dtype=torch.bool), 0.1
+    for number in range(1, 61):
+        right = (matrices @ dense[:, :, None])[:, :, 0] - dual + rho * sparse
+        free = torch.linalg.solve(matrices + rho * identity, right)
+        score = (free + dual / rho) ** 2
+        keep = remove_nm(score, *nm) if nm else remove(score, round(sparsity * score.numel()))
+        sparse = (free + dual / rho) * keep
+        dual = dual + rho * (free - sparse)
+        if number % 3 == 0:
+            changed = (keep != before).sum() / 2 / keep.sum()
+            if changed < 1e-4:
+                break
+            rho *= 1.3 if changed >= 0.1 else 1.2 if changed >= 0.005 else 1.1
+            before = keep
+    found = torch.zeros_like(dense)
+    for k, matrix in enumerate(matrices):
+        on = keep[k]
+        found[k, on] = torch.linalg.solve(matrix[on][:, on], matrix[on] @ dense[k])
+    return found / scale, keep

@@ -1,6 +1,6 @@
 """One file per solver; importing this package registers them all."""
 
-from . import cap, magnitude, obc, osscar, sparsegpt, wanda
+from . import alps, cap, magnitude, obc, osscar, sparsegpt, wanda
 from .base import (
     PrunedWeight,
     Solver,
@@ -17,6 +17,7 @@ from .base import (
 __all__ = [
     "PrunedWeight",
     "Solver",
+    "alps",
     "cap",
     "finish",
     "hyperparameter",

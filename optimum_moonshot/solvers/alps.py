@@ -1,0 +1,299 @@
+"""ALPS (Meng et al., arXiv 2406.07831) with row-specific Hessians: a mask by ADMM, then least squares on its support.
+
+With ``H_k = F_k + μI`` in coordinates where its diagonal is about 1, the weights are split in two copies, X free and D
+sparse, that a penalty ρ, growing, brings together:
+
+    x_k = (H_k + ρI)⁻¹ (H_k ŵ_k - v_k + ρ d_k),   D = the largest of X + V/ρ by the pattern,   V += ρ (X - D)
+
+until the support stands still. All weights of the layer compete, and one that went may come back, which SparseGPT, that
+passes the columns once, cannot offer. The survivors are then fitted by conjugate gradients, which only lower the loss.
+
+At λ = 1 the rows share H, and x is one product with its inverse. Below, that shared inverse is the preconditioner of a
+few steps of conjugate gradients, warm from the iteration before; no row needs a matrix of its own inverted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import FactorizationError
+from ..objective.linalg import check_factored, escalate
+from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.quadratic import Quadratic
+from ..objective.row_slices import split_range
+from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
+from .hyperparameters import damping_option
+from .sparsegpt import SparseGPT
+
+# How the penalty grows every third iteration, by the share of the survivors that changed places (ALPS, appendix B).
+GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
+EVERY = 3
+# The support stands still.
+SETTLED = 1e-4
+# Of the squared residual, where conjugate gradients end.
+REACHED = 1e-12
+# Rows' matrices in float64 at a time.
+HESSIAN_BYTES = 256 * 2**20
+Operator = Callable[[Tensor], Tensor]
+
+
+@register_solver("alps")
+@dataclass(frozen=True)
+class ALPS(Solver):
+    """Comparison group: the whole matrix. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal."""
+
+    damping: float = damping_option()
+    penalty: float = hyperparameter(0.1, help="ρ of the first iterations, for Hessians with a diagonal of 1", above=0)
+    iterations: int = hyperparameter(60, help="of ADMM at most; it ends once the mask stands still", least=1)
+    inner_steps: int = hyperparameter(4, help="of conjugate gradients in an iteration, where λ < 1", least=1)
+    refit_steps: int = hyperparameter(100, help="of conjugate gradients on the survivors at most", least=0)
+
+    patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
+    grouped: ClassVar[bool] = True
+
+    def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
+        """As `Solver.solve`.
+
+        Args:
+            objective: of the whole layer.
+            pattern: unstructured or n:m.
+
+        Raises:
+            FactorizationError: none up to 1 sufficed.
+        """
+        unit = objective.damping_unit
+        (weight, keep), damping = escalate(
+            self.damping, lambda damping: self._split(System(objective, damping * unit), pattern)
+        )
+        return finish(objective, weight, keep, damping, self.damping)
+
+    def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
+        """SparseGPT's weights, in a fraction of the time: their losses are in about the same proportions.
+
+        Args:
+            objective: of the whole layer.
+            patterns: of one class.
+
+        Raises:
+            FactorizationError: as `solve`.
+        """
+        return SparseGPT(damping=self.damping).trials(objective, patterns)
+
+    def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
+        """Pruned weight and `keep`."""
+        dense = system.dense
+        target = system.times(dense)
+        free, sparse, dual = dense, dense, torch.zeros_like(dense)
+        keep = before = torch.ones_like(dense, dtype=torch.bool)
+        rho = self.penalty
+        inverse = system.inverse(rho)
+        for number in range(1, self.iterations + 1):
+            free = system.solve(target - dual + rho * sparse, rho, inverse, free, self.inner_steps)
+            shifted = free + dual / rho
+            if not bool(shifted.isfinite().all()):
+                raise FactorizationError("a row's Hessian is not positive definite")
+            keep = pattern.keep(shifted.square())
+            sparse = torch.where(keep, shifted, 0)
+            dual = dual + rho * (free - sparse)
+            if number % EVERY == 0:
+                changed = float((keep != before).sum()) / 2 / max(1, int(keep.sum()))
+                if changed < SETTLED:
+                    break
+                before = keep
+                rho *= next(growth for share, growth in GROWTH if changed >= share)
+                inverse = system.inverse(rho)
+        return system.refit(sparse, keep, self.refit_steps), keep
+
+
+class System:
+    """The matrices ``H_k = S_k⁻¹ (F_k + μI) S_k⁻¹`` of all rows, for weights ``S_k w_k``, all in float64.
+
+    S_k is diagonal, the product of a scale per input, which the rows of a group share, and one per row, such that the
+    diagonals of H_k are 1 on average over both.
+
+    Args:
+        objective: of the whole layer.
+        ridge: μ.
+    """
+
+    def __init__(self, objective: Quadratic, ridge: float):
+        weight = objective.weight
+        gram = objective.scales.a * objective.gram.double().reshape(-1, *objective.gram.shape[-2:])
+        gram.diagonal(dim1=1, dim2=2).add_(ridge)
+        self.rows = _rows(objective, gram, ridge)
+        diagonal = self.rows.diagonal.view(len(gram), -1, weight.shape[1])
+        inputs = diagonal.mean(1, keepdim=True).sqrt()
+        outputs = (diagonal / inputs.square()).mean(2, keepdim=True).sqrt()
+        self.scale = (inputs * outputs).expand(-1, len(weight) // len(gram), -1).reshape(weight.shape)
+        # H_k in the mean over the rows, as far as it is known without a product of all rows.
+        self.mean = gram / inputs / inputs.mT * outputs.pow(-2).mean(1, keepdim=True)
+        self.mean.diagonal(dim1=1, dim2=2).fill_(1)
+        self.weight, self.dense = weight, weight * self.scale
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """``H_k x_k`` of x [d_out, d_in]."""
+        return self.rows.times(vectors / self.scale) / self.scale
+
+    def inverse(self, rho: float) -> Tensor:
+        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]: where the rows share H, it is theirs."""
+        shifted = self.mean.clone()
+        shifted.diagonal(dim1=1, dim2=2).add_(rho)
+        factor, info = torch.linalg.cholesky_ex(shifted)
+        check_factored(info == 0, "the Gram matrix")
+        return torch.cholesky_inverse(factor)
+
+    def solve(self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, steps: int) -> Tensor:
+        """``(H_k + ρI)⁻¹ r_k``, or so many steps towards it.
+
+        Args:
+            right: r, [d_out, d_in].
+            rho: ρ.
+            inverse: as `inverse` gives it for ρ.
+            start: [d_out, d_in].
+            steps: of conjugate gradients, where the rows do not share H.
+        """
+        if self.rows.shared:
+            return _product(right, inverse)
+
+        def times(vectors: Tensor) -> Tensor:
+            return self.times(vectors) + rho * vectors
+
+        return conjugate_gradients(times, right - times(start), start, steps, lambda rest: _product(rest, inverse))
+
+    def refit(self, sparse: Tensor, keep: Tensor, steps: int) -> Tensor:
+        """Least squares on a support; every row starts from the better of a sparse weight and the dense one masked.
+
+        Args:
+            sparse: [d_out, d_in] in the coordinates of H_k, 0 off `keep`.
+            keep: bool [d_out, d_in].
+            steps: of conjugate gradients at most, each of which lowers the loss of every row.
+
+        Returns:
+            The weight [d_out, d_in] in its own coordinates.
+        """
+        lost = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
+        pulls = torch.stack([self.times(each) for each in lost])  # half the gradient, downwards
+        losses = (lost * pulls).sum(2, keepdim=True)
+        better = losses[0] < losses[1]
+        start, pull = (torch.where(better, first, second) for first, second in (lost, pulls))
+        found = conjugate_gradients(
+            lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -pull, 0), start, steps
+        )
+        return self.weight - (found / self.scale).float()
+
+
+class Rows(Protocol):
+    """The matrices ``F_k + μI`` of all rows."""
+
+    shared: bool  # whether the rows of a group have the same
+    diagonal: Tensor  # theirs, [d_out, d_in] or [groups, 1, d_in], in float64
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Of every row with its vector.
+
+        Args:
+            vectors: [d_out, d_in] in float64.
+        """
+
+
+class SharedRows:
+    """λ = 1: those of a group are the same.
+
+    Args:
+        gram: a·G + μI, [groups, d_in, d_in] in float64.
+    """
+
+    shared = True
+
+    def __init__(self, gram: Tensor):
+        self.gram = gram
+        self.diagonal = gram.diagonal(dim1=1, dim2=2)[:, None]
+
+    def times(self, vectors: Tensor) -> Tensor:
+        return _product(vectors, self.gram)
+
+
+class LowRankRows:
+    """One shared matrix, and the factors of what each row has of its own.
+
+    Args:
+        gram: a·G + μI, [1, d_in, d_in] in float64.
+        factors: √b·A_kᵀ, [d_out, rank, d_in] in float32.
+    """
+
+    shared = False
+
+    def __init__(self, gram: Tensor, factors: Tensor):
+        self.gram, self.factors = gram, factors.contiguous()
+        self.diagonal = gram[0].diagonal() + self.factors.square().sum(1).double()
+
+    def times(self, vectors: Tensor) -> Tensor:
+        inner = self.factors @ vectors[:, :, None].float()
+        return _product(vectors, self.gram) + (inner.mT @ self.factors)[:, 0].double()
+
+
+class DenseRows:
+    """The matrices themselves.
+
+    Args:
+        matrices: [d_out, d_in, d_in] in float32.
+    """
+
+    shared = False
+
+    def __init__(self, matrices: Tensor):
+        self.matrices = matrices
+        self.diagonal = matrices.diagonal(dim1=1, dim2=2).double()
+
+    def times(self, vectors: Tensor) -> Tensor:
+        return (self.matrices @ vectors[:, :, None].float())[:, :, 0].double()
+
+
+def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
+    """The cheapest of the three; `gram` as for `SharedRows`."""
+    if not objective.scales.b:
+        return SharedRows(gram)
+    fisher, device, (d_out, d_in) = objective.known_fisher, objective.weight.device, objective.weight.shape
+    if len(gram) == 1 and 2 * fisher.rank < d_in:
+        return LowRankRows(gram, objective.scales.b**0.5 * fisher.factors(slice(0, d_out), device, torch.float32))
+    matrices = torch.empty(d_out, d_in, d_in, device=device)
+    for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (8 * d_in * d_in))):
+        matrices[rows] = objective.row_hessians(rows)
+    matrices.diagonal(dim1=1, dim2=2).add_(ridge)
+    return DenseRows(matrices)
+
+
+def conjugate_gradients(
+    times: Operator, residual: Tensor, start: Tensor, steps: int, condition: Operator = lambda rest: rest
+) -> Tensor:
+    """Steps towards the solution of one positive definite system per row, from a start; it ends once that is reached.
+
+    Args:
+        times: the systems' products with vectors [d_out, d_in].
+        residual: right side - times(start), [d_out, d_in].
+        start: [d_out, d_in].
+        steps: at most.
+        condition: an approximate inverse.
+    """
+    found, direction = start, torch.zeros_like(start)
+    first = before = torch.ones_like(start[:, :1])
+    tiny = torch.finfo(start.dtype).tiny
+    for number in range(steps):
+        conditioned = condition(residual)
+        now = (residual * conditioned).sum(1, keepdim=True)
+        first = first if number else now
+        if number % EVERY == 0 and bool((now <= REACHED * first).all()):
+            break
+        direction = conditioned + now / before.clamp_min(tiny) * direction
+        image = times(direction)
+        length = now / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
+        found, residual, before = found + length * direction, residual - length * image, now
+    return found
+
+
+def _product(vectors: Tensor, matrices: Tensor) -> Tensor:
+    """Rows [d_out, d_in] times their group's symmetric matrix [groups, d_in, d_in]."""
+    return (vectors.view(len(matrices), -1, vectors.shape[1]) @ matrices).view_as(vectors)

@@ -1,0 +1,127 @@
+"""ALPS with row-specific Hessians against the dense float64 algorithm, and what is its own."""
+
+import pytest
+import reference
+import torch
+from golden.make import layer
+from objectives import full, matrices
+
+from optimum_moonshot.config import MoonshotConfig
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.functional import prune_weight
+from optimum_moonshot.objective.patterns import NM, Unstructured
+from optimum_moonshot.objective.quadratic import Quadratic
+from optimum_moonshot.solvers import alps, make_solver
+
+PATTERNS = pytest.mark.parametrize("pattern", [Unstructured(0.6), NM(2, 4)], ids=str)
+LAMS = pytest.mark.parametrize("lam", [0.1, 0.5, 0.9])
+
+
+def reference_of(tensors, lam, pattern):
+    choice = {"nm": (pattern.n, pattern.m)} if isinstance(pattern, NM) else {"sparsity": pattern.sparsity}
+    weight, gram, gradients = (tensor.double() for tensor in tensors)
+    return reference.alps(weight, gram, gradients if lam < 1 else None, lam, **choice)
+
+
+def solve(tensors, lam, pattern, **options):
+    weight, gram, gradients = tensors
+    return make_solver("alps", options).solve(full(weight, gram, gradients if lam < 1 else None, lam), pattern)
+
+
+@PATTERNS
+def test_at_lambda_one_it_is_the_dense_algorithm(pattern):
+    tensors = layer(16, 96, 12, seed=1)
+    weight, keep = reference_of(tensors, 1.0, pattern)
+    found = solve(tensors, 1.0, pattern)
+    assert torch.equal(found.keep, keep)
+    assert (found.weight - weight).norm() <= 1e-4 * weight.norm()
+
+
+@PATTERNS
+@LAMS
+@pytest.mark.parametrize("samples", [12, 80])  # rows by factors, and by matrices
+def test_below_it_enough_inner_steps_are_the_dense_algorithm(pattern, lam, samples):
+    tensors = layer(16, 96, samples, seed=1)
+    weight, keep = reference_of(tensors, lam, pattern)
+    found = solve(tensors, lam, pattern, inner_steps=60)
+    assert (found.keep == keep).double().mean() > 0.995
+    gradients = tensors[2].double()
+    losses = [
+        float(reference.objective(each.double(), tensors[0].double(), tensors[1].double(), gradients, lam))
+        for each in (found.weight, weight)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@PATTERNS
+@LAMS
+def test_a_few_inner_steps_are_enough(pattern, lam):
+    objective = full(*layer(16, 96, 12, seed=1), lam)
+    few, many = (make_solver("alps", {"inner_steps": steps}).solve(objective, pattern) for steps in (4, 60))
+    first, second = objective.losses(few.weight, many.weight)
+    assert first.total <= 1.05 * second.total
+
+
+@PATTERNS
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+def test_it_loses_less_than_sparsegpt(pattern, lam):
+    weight, gram, gradients = layer(24, 144, 10, seed=3)
+    objective = full(weight, gram, gradients if lam < 1 else None, lam)
+    losses = [
+        objective.losses(make_solver(name, {}).solve(objective, pattern).weight)[0].total
+        for name in ("alps", "sparsegpt")
+    ]
+    assert losses[0] < 0.5 * losses[1]
+
+
+@PATTERNS
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+def test_survivors_are_those_of_least_squares(pattern, lam):
+    weight, gram, gradients = layer(8, 48, 10, seed=4)
+    found = solve((weight, gram, gradients), lam, pattern, refit_steps=500)
+    lost = float(((weight.double() @ gram.double()) * weight.double()).sum())
+    ridge = 0.01 * gram.double().diagonal().mean() / lost * torch.eye(48)
+    hessians = reference.hessians(weight.double(), gram.double(), gradients.double() if lam < 1 else None, lam) + ridge
+    difference = weight.double() - found.weight
+    pull = (hessians @ difference[:, :, None])[:, :, 0]
+    assert float(pull[found.keep].abs().max()) < 1e-4 * float(pull.abs().max())
+
+
+def test_gradients_and_their_sums_are_the_same():
+    weight, gram, gradients = layer(16, 48, 40, seed=5)
+    first = make_solver("alps", {}).solve(full(weight, gram, gradients, 0.5), Unstructured(0.5))
+    second = make_solver("alps", {}).solve(Quadratic.build(weight, gram, matrices(gradients), 0.5), Unstructured(0.5))
+    assert torch.equal(first.keep, second.keep)
+    torch.testing.assert_close(first.weight, second.weight, rtol=1e-3, atol=1e-5)
+
+
+def test_nothing_is_refitted_without_steps():
+    tensors = layer(16, 48, 10)
+    without, with_steps = (solve(tensors, 1.0, Unstructured(0.7), refit_steps=steps) for steps in (0, 100))
+    assert torch.equal(without.keep, with_steps.keep)
+    objective = full(*tensors[:2], None, 1.0)
+    first, second = objective.losses(without.weight, with_steps.weight)
+    assert second.total < first.total
+
+
+def test_conjugate_gradients_reach_the_solution_and_stop_there():
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(3, 12, 12, generator=generator, dtype=torch.float64)
+    systems, calls = root @ root.mT + torch.eye(12), []
+    right = torch.randn(3, 12, generator=generator, dtype=torch.float64)
+
+    def times(vectors):
+        calls.append(1)
+        return (systems @ vectors[:, :, None])[:, :, 0]
+
+    found = alps.conjugate_gradients(times, right, torch.zeros_like(right), 500)
+    torch.testing.assert_close(found, torch.linalg.solve(systems, right), rtol=1e-5, atol=1e-6)
+    assert len(calls) < 60
+
+
+@pytest.mark.parametrize(("option", "value"), [("penalty", 0.0), ("iterations", 0), ("inner_steps", 0)])
+def test_bad_options_are_named(option, value):
+    with pytest.raises(MoonshotError, match=option):
+        prune_weight(
+            *layer(4, 8, 2), config=MoonshotConfig(solver="alps", sparsity=0.5, lam=1.0, solver_options={option: value})
+        )
