@@ -32,6 +32,7 @@ SETTINGS = {
     **{share: {"sparsity": float(share)} for share in ("0.5", "0.6", "0.7", "0.8")},
     **{pattern: {"pattern": pattern} for pattern in ("2:4", "4:8")},
 }
+WIDER = {pattern: {"pattern": pattern} for pattern in ("8:16", "16:32")}  # by name alone
 ALLOCATION, ROTATION, GRADUAL = {"allocation": "fisher"}, {"rotation": "learned"}, {"recover": "gradual"}
 STEPS = {
     "SparseGPT": {},
@@ -62,7 +63,7 @@ def measure(model_folder: str, seed: int, setting: str, step: str, lam: float) -
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     config = MoonshotConfig(
-        **SETTINGS[setting], **STEPS[step], lam=lam, seed=seed, num_samples=128, sequence_length=256
+        **{**SETTINGS, **WIDER}[setting], **STEPS[step], lam=lam, seed=seed, num_samples=128, sequence_length=256
     )
     started = time.process_time()
     report = MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)
@@ -130,7 +131,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--model", default=str(DEMO))
     arguments.add_argument("--name", default="beyond-llama", help="of the files in results/")
-    arguments.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    arguments.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=[*SETTINGS, *WIDER])
     arguments.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
     arguments.add_argument("--lambdas", nargs="+", type=float, default=list(LAMBDAS))
     arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -40,11 +40,12 @@ LOADERS = {
     UNCHECKED: lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
     "load_pruned": lambda folder: load_pruned(folder, dtype="auto"),
     "load_pruned, kept packed": lambda folder: load_pruned(folder, runtime="packed", dtype="auto"),
+    "load_pruned, auto": lambda folder: load_pruned(folder, runtime="auto", dtype="auto"),
 }
 
 
 def build(layers: int = 11) -> MoonshotPruner:
-    """207 million random weights, 136 million of them in layers that are pruned to 2:4 by magnitude."""
+    """66 million random weights, and 12.8 million in each decoder layer, which are pruned to 2:4 by magnitude."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
@@ -136,7 +137,7 @@ def checkpoints(options) -> dict:
     results = {"options": vars(options), "save": {}, "bytes": {}, "load": {}}
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folders = {format: Path(root) / format for format in ("dense", "packed")}
-        pruner = build()
+        pruner = build(options.layers)
         results["model_bytes"] = sum(parameter.nbytes for parameter in pruner.model.parameters())
         for format, folder in folders.items():
             results["save"][format] = save(pruner, folder, format, options.repeats)
@@ -144,7 +145,7 @@ def checkpoints(options) -> dict:
         del pruner
         for format, folder in folders.items():
             for loader in LOADERS:
-                if format == "dense" and (loader.endswith("packed") or loader == UNCHECKED):
+                if format == "dense" and loader not in ("from_pretrained", "load_pruned"):
                     continue
                 environment = {**os.environ, "MOONSHOT_VERIFY": "0" if loader == UNCHECKED else "1"}
                 arguments = ["--measure", loader, "--folder", str(folder), "--repeats", str(options.repeats)]
@@ -187,6 +188,8 @@ def latencies(device: str) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--device", default="cpu", help="cuda: latencies of 2:4 tensors instead of checkpoints")
+    arguments.add_argument("--layers", type=int, default=11, help="of 12.8 million weights each")
+    arguments.add_argument("--name", default="checkpoint", help="of the file in results/")
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--folder", help="where the checkpoints are written for a while")
     arguments.add_argument("--measure", choices=LOADERS, help="one loader on --folder; the benchmark calls itself so")
@@ -197,7 +200,7 @@ def main() -> None:
         results = checkpoints(options)
         results["options"].pop("folder")
         print(json.dumps(results, indent=2))
-        write("checkpoint", results)
+        write(options.name, results)
     else:
         if not torch.cuda.is_available():
             sys.exit(f"--device {options.device}: torch finds no GPU on this machine; 2:4 products need an NVIDIA one")

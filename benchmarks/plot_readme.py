@@ -1,6 +1,9 @@
-"""The picture of the README, from the JSON in results/: perplexity by sparsity, and top-1 accuracy by λ.
+"""The pictures of the README, from the JSON in results/: what pruning costs in quality, and what it gains in speed.
 
-Usage: python benchmarks/plot_readme.py [OUTPUT.png]
+Usage: python benchmarks/plot_readme.py [FOLDER]
+
+results.png has perplexity by sparsity, and top-1 accuracy by λ; speed.png the speed of a packed layer by sparsity, and
+of a whole model.
 """
 
 import json
@@ -14,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "results.png"
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 SPARSITIES = ("0.6", "0.7", "0.8")
 LINES = {  # the name in quality.json → what the picture calls it, and its colour
     "magnitude": ("magnitude", "#8a9099"),
@@ -70,13 +73,50 @@ def plot_vision(axes: plt.Axes) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
-def main(output: str | Path = PICTURE) -> None:
-    """Write the picture."""
+def plot_layer(axes: plt.Axes) -> None:
+    """Times the dense speed of one packed layer and one row of inputs, one thread."""
+    cells = [cell for cell in read("runtime")["cells"] if cell["rows"] == 1 and cell["threads"] == 1]
+    for dtype, colour in (("bfloat16", "#b3361e"), ("float32", "#3f6fa8")):
+        found = {cell["kind"]: cell["over_dense"] for cell in cells if cell["dtype"] == dtype}
+        pattern, shares = found.pop("2:4"), [float(kind) for kind in found]
+        axes.plot(shares, list(found.values()), "o-", color=colour, label=dtype)
+        axes.plot([0.5], [pattern], "D", color=colour, markerfacecolor="white", label=f"{dtype}, 2:4")
+    axes.axhline(1, color="black", linestyle=":", linewidth=1)
+    axes.text(0.9, 1.04, "dense", ha="right", va="bottom")
+    axes.set(title="One layer of 4096×2048, one row of inputs", xlabel="sparsity", ylabel="times the dense speed")
+    axes.set(xticks=[0.5, 0.6, 0.7, 0.8, 0.9], ylim=(0, 4.5))
+    axes.legend(frameon=False, loc="upper left")
+
+
+def plot_model(axes: plt.Axes) -> None:
+    """Tokens per second of a Llama of the shape of 1B, dense and packed."""
+    runs = read("generate")["runs"]
+    groups = sorted({(run["setting"] != "2:4", run["setting"], run["threads"]) for run in runs})
+    for shift, runtime, colour in ((-0.2, "dense", "#8a9099"), (0.2, "packed", "#b3361e")):
+        rates = [
+            next(
+                run["tokens_per_second"]
+                for run in runs
+                if (run["setting"], run["threads"], run["runtime"]) == (setting, threads, runtime)
+            )
+            for _, setting, threads in groups
+        ]
+        bars = axes.bar([place + shift for place in range(len(groups))], rates, 0.38, color=colour, label=runtime)
+        axes.bar_label(bars, fmt="%.1f", padding=2)
+    names = [f"{setting}, {threads} thread{'s' * (threads > 1)}" for _, setting, threads in groups]
+    axes.set(title="Llama of the shape of 1B, bfloat16", ylabel="tokens per second", xticks=range(len(groups)))
+    axes.set(xticklabels=names, ylim=(0, 23))
+    axes.legend(frameon=False, loc="upper left")
+
+
+def main(folder: str | Path = PICTURES) -> None:
+    """Write the pictures."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    plot_language(left)
-    plot_vision(right)
-    figure.savefig(output, dpi=150, metadata={"Software": None})
+    for name, panels in (("results", (plot_language, plot_vision)), ("speed", (plot_layer, plot_model))):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        for plot, place in zip(panels, axes, strict=True):
+            plot(place)
+        figure.savefig(Path(folder) / f"{name}.png", dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":

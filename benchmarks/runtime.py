@@ -6,6 +6,11 @@ is the processor's, which other processes do not lengthen; with more it is the c
 
 For one row and one thread a dense product written in the same style (dense_kernel.c) shows what the memory's speed
 allows: torch's own product may be slower than that.
+
+    python benchmarks/runtime.py                                                      # the table of docs/measured.md
+    python benchmarks/runtime.py --rows 1 --kinds 2:4 4:8 8:16 16:32 0.5 --name runtime-patterns
+    python benchmarks/runtime.py --rows 1 --threads 1 --dtypes bfloat16 float16 float32 --kinds 0.1 0.2 0.3 0.4 0.5 \
+        --sets portable avx2 avx512 vbmi2 --name runtime-sets  # where packing pays: packing/bitmask_speed.py
 """
 
 import ctypes
@@ -24,7 +29,9 @@ from optimum_moonshot.kernels import find_library
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import find_codec
 
-KINDS = {"2:4": NM(2, 4), "0.5": 0.5, "0.6": 0.6, "0.7": 0.7, "0.8": 0.8, "0.9": 0.9}
+PATTERNS = {str(pattern): pattern for pattern in (NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32))}
+KINDS = {**PATTERNS, **{f"{tenths / 10}": tenths / 10 for tenths in range(1, 10)}}
+USUAL = ["2:4", "0.5", "0.6", "0.7", "0.8", "0.9"]
 SOURCE = Path(__file__).with_name("dense_kernel.c")
 
 
@@ -95,7 +102,8 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
     weights = [torch.randn(d_out, d_in).to(dtype) for _ in range(count)]
     calls = {"dense": [lambda x, weight=weight: functional.linear(x, weight) for weight in weights]}
     sizes = {"dense": weights[0].nbytes}
-    for name, kind in KINDS.items():
+    for name in arguments.kinds:
+        kind = KINDS[name]
         calls[name], sizes[name] = packed_copies(matrix(d_out, d_in, kind, dtype), kind, total)
     found = []
     for rows in arguments.rows:
@@ -103,9 +111,10 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
         if rows == threads == 1 and dtype in kernels:
             used["kernel"] = [with_kernel(kernels[dtype], weight) for weight in weights]
         seconds = measure(used, inputs, max(5, arguments.rounds // (1 + rows // 32)), clock)
-        for kind in KINDS:
-            cell = {"dtype": str(dtype).removeprefix("torch."), "threads": threads, "rows": rows, "kind": kind}
-            for other in used.keys() - KINDS.keys():
+        for kind in arguments.kinds:
+            cell = {"set": find_library().instruction_set, "dtype": str(dtype).removeprefix("torch.")}
+            cell |= {"threads": threads, "rows": rows, "kind": kind}
+            for other in used.keys() - {*arguments.kinds}:
                 ratios = [dense / ours for dense, ours in zip(seconds[other], seconds[kind], strict=True)]
                 cell[f"over_{other}"] = round(statistics.median(ratios), 3)
             cell["ms"] = round(1000 * statistics.median(seconds[kind]), 4)
@@ -116,7 +125,7 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
                     sizes["dense"] / statistics.median(seconds["kernel"]) / 1e9, 2
                 )
             found.append(cell)
-        print(row(found[-len(KINDS) :]), flush=True)
+        print(row(found[-len(arguments.kinds) :]), flush=True)
     return found
 
 
@@ -132,7 +141,7 @@ def row(found: list[dict]) -> str:
         for cell in found
     ]
     first = found[0]
-    return f"| {first['dtype']} | {first['threads']} | {first['rows']} | " + " | ".join(shown) + " |"
+    return f"| {first['set']} | {first['dtype']} | {first['threads']} | {first['rows']} | " + " | ".join(shown) + " |"
 
 
 def main() -> None:
@@ -142,6 +151,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--kinds", nargs="+", default=USUAL, choices=list(KINDS))
+    parser.add_argument("--sets", nargs="+", help="instruction sets; without it, the one that is used here")
+    parser.add_argument("--name", default="runtime", help="of the file in results/")
     parser.add_argument("--megabytes", type=int, default=150, help="of the copies of every kind of matrix")
     arguments = parser.parse_args()
     library = find_library()
@@ -150,16 +162,19 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     speeds, found = {}, []
-    print("| dtype | threads | rows | " + " | ".join(KINDS) + " |\n|---|---:|---:|" + "---:|" * len(KINDS))
+    print("| set | dtype | threads | rows | " + " | ".join(arguments.kinds) + " |")
+    print("|---|---|---:|---:|" + "---:|" * len(arguments.kinds))
     with tempfile.TemporaryDirectory() as folder:
         kernels = dense_kernel(Path(folder))
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             speeds[threads] = round(copy_speed(time.perf_counter), 2)
-            for dtype in arguments.dtypes:
-                found += cells(arguments, getattr(torch, dtype), threads, kernels)
+            for name in arguments.sets or [None]:
+                library.use(name)
+                for dtype in arguments.dtypes:
+                    found += cells(arguments, getattr(torch, dtype), threads, kernels)
     common.write(
-        "runtime",
+        arguments.name,
         {
             "shape": arguments.shape,
             "instruction_set": library.instruction_sets[-1],

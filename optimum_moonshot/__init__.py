@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .evaluation.zeroshot import zero_shot
     from .functional import prune_weight, prune_weight_path
     from .integrations.trainer import MoonshotCallback
+    from .integrations.transformers import MoonshotPrunedCheckpoint
     from .masks import keep_sparsity
     from .model.compaction import Compaction, compact_model
     from .pruner import MoonshotPruner
@@ -37,6 +38,7 @@ __all__ = [
     "MoonshotCallback",
     "MoonshotConfig",
     "MoonshotError",
+    "MoonshotPrunedCheckpoint",
     "MoonshotPruner",
     "PruneReport",
     "SelfCalibration",
@@ -62,6 +64,7 @@ _MODULES = {
     "MoonshotCallback": "integrations.trainer",
     "MoonshotConfig": "config",
     "MoonshotError": "errors",
+    "MoonshotPrunedCheckpoint": "integrations.transformers",
     "MoonshotPruner": "pruner",
     "PruneReport": "reports.prune_report",
     "SelfCalibration": "data.self_calibration",

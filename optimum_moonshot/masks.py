@@ -91,7 +91,8 @@ def find_pruned(
     kinds = {type(module) for module in model.modules()}
     flattened = any(issubclass(kind, FullyShardedDataParallel) for kind in kinds)
     require(not flattened, "FullyShardedDataParallel flattens weights and their masks with them: use fully_shard")
-    require(PackedLinear not in kinds, 'model: runtime="packed" cannot be trained; load it with load_pruned(folder)')
+    mend = 'load it with load_pruned(folder), or call pruner.to_runtime("dense")'
+    require(PackedLinear not in kinds, f'model: runtime="packed" cannot be trained; {mend}')
     layers = _chosen_layers(model, targets, ignore)
     pruned = [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
     require(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
+from .checkpoint.in_memory import is_packed, to_runtime
 from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
@@ -39,6 +40,7 @@ from .reports.sweep_report import SweepReport
 
 _INFERENCE_MODE = "torch.inference_mode() forbids gradients: prune outside of it"
 _NO_SWEEP = "no sweep to choose from: call pruner.sweep(calibration) first"
+_PACKED = 'the model is packed in memory: call pruner.to_runtime("dense") first'
 _NOT_PRUNED = "the model is not pruned yet: call pruner.prune(calibration) first"
 
 
@@ -109,6 +111,7 @@ class MoonshotPruner:
 
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
+        require(not is_packed(self.model), _PACKED)
         return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
@@ -317,12 +320,35 @@ class MoonshotPruner:
         report = self._pruned()
         if report.config["pattern"] == Experts.kind and report.compaction is not None:
             return Compaction.from_dict(report.compaction)
+        require(not is_packed(self.model), _PACKED)
         model, done = compact_model(cast(PreTrainedModel, self.model))  # which refuses another
         dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
         self.model, report.compaction = model, done.to_dict()
         return done
 
-    def save_pretrained(self, directory: str | os.PathLike[str], format: str = "dense", **options: Any) -> None:
+    def to_runtime(self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
+        """Hold the pruned layers in another way for inference, in place, as `load_pruned` would have loaded them.
+
+        Packed layers take less memory and, on a processor with a kernel, less time. They cannot be trained or pruned
+        further: `to_runtime("dense")` gives back the weights, bit for bit but for the sign of zeros.
+
+        Args:
+            runtime: "auto" packs the layers that this device multiplies faster so, when it decodes, and a line in the
+                log says which and why; "packed" all that can be; "semi_structured" makes torch's 2:4 tensors of those
+                that measure faster on a GPU; "dense" none.
+            batch_shape: samples and tokens that a layer sees at once, for which "semi_structured" measures.
+
+        Returns:
+            What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
+
+        Raises:
+            MoonshotError: nothing was pruned yet, an unknown runtime, or a layer that is not n:m any more.
+        """
+        self._pruned()
+        self._sweep = None  # it holds the dense weights of its variants
+        return to_runtime(self.model, runtime, batch_shape)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], format: str | None = None, **options: Any) -> None:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
@@ -331,7 +357,8 @@ class MoonshotPruner:
             directory: a folder, made if need be.
             format: "dense" loads in plain `from_pretrained` anywhere. "packed" stores the values that survive and one
                 bit per weight (2:4 in 16 bits: 9/16 of the bytes); `from_pretrained` reads it after
-                ``import optimum_moonshot``, and stops with an error without.
+                ``import optimum_moonshot``, and stops with an error without. None is "packed" for a model that is
+                packed in memory, else "dense".
             options: of the model's `save_pretrained`, such as `max_shard_size`.
 
         Raises:
@@ -340,7 +367,8 @@ class MoonshotPruner:
         """
         processors = (self.tokenizer, self.processor)
         if self.report is None and self.rotation is not None:
-            require(format == "dense", f"format={format!r}: a rotated model has no zeros to pack; prune it first")
+            mend = "a rotated model has no zeros to pack; prune it first"
+            require(format in (None, "dense"), f"format={format!r}: {mend}")
             save_rotated(self.model, processors, self.rotation, directory, **options)
         else:
             save_model(self.model, processors, self._pruned(), directory, format, **options)
@@ -350,7 +378,7 @@ class MoonshotPruner:
         self,
         repo_id: str,
         *,
-        format: str = "dense",
+        format: str | None = None,
         private: bool | None = None,
         token: str | bool | None = None,
         exist_ok: bool = False,
@@ -363,7 +391,7 @@ class MoonshotPruner:
 
         Args:
             repo_id: "user/name", or a name of your own.
-            format: "dense" or "packed", as for `save_pretrained`.
+            format: "dense", "packed" or None, as for `save_pretrained`.
             private: whether a new repository is; None is the account's default.
             token: None is the one of `hf auth login`.
             exist_ok: add a commit to a repository that holds files already; it replaces the weights there.

@@ -79,7 +79,7 @@ def main(path: str, *sets: str) -> None:
         for dtype in range(3):
             for d_in in (7, 257):
                 for counts in ([d_in // 2] * 3, [d_in, 0, random.randint(0, d_in)]):
-                    for rows in (1, 17, 70):
+                    for rows in (1, 17, 70, 150):
                         for damage in (False, True):
                             check(library, dtype, (3, d_in), rows, counts, damage)
 

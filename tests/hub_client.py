@@ -138,6 +138,13 @@ def main(folder):
     # The same repository again, dense and in shards: the packed file must go.
     push("me/small", format="dense", exist_ok=True, max_shard_size="10KB", commit_message="dense")
     done["same weights again"] = same(pruner.model, hf.AutoModelForCausalLM.from_pretrained("me/small", dtype="auto"))
+    # Packed in memory: by the pruner, and by the model alone, as transformers does it.
+    pruner.to_runtime("packed")
+    push("me/held", format=None)
+    pruner.model.push_to_hub("own", token=TOKEN)
+    pruner.to_runtime("dense")
+    held = [hf.AutoModelForCausalLM.from_pretrained(repo, dtype="auto") for repo in ("me/held", "me/own")]
+    done["same held"] = all(same(pruner.model, loaded) for loaded in held)
     example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "push_to_hub.py"))
     done["example"] = example["main"]("me/demo", num_samples=4, token=TOKEN)
     print(json.dumps(done, default=str))

@@ -54,6 +54,14 @@ def test_packed_shards_are_loaded_from_the_hub_and_only_with_this_package(sessio
         assert status == 1 and "import optimum_moonshot" in printed.splitlines()[-1]
 
 
+def test_a_model_that_is_packed_in_memory_is_published_packed(session):
+    done, hub = session
+    assert done["same held"]
+    held, own = hub.files["me/held"], hub.files["me/own"]
+    assert held["moonshot.safetensors"] == own["moonshot.safetensors"] and "model.safetensors" not in own
+    assert "README.md" in held and "moonshot.safetensors" in hub.commits["me/held"][0]
+
+
 def test_commands_take_names_on_the_hub(session):
     done = session[0]["commands"]
     status, printed, _ = done["verified"]

@@ -23,7 +23,7 @@ LIBRARY = find_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")
 SETS = LIBRARY.instruction_sets if LIBRARY else ()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [*range(1, 18), 30, 70]
+ROWS = [*range(1, 18), 30, 70, 100, 150]  # few, a chunk, and few after it, the widest chunk, and few after it
 NMS = [NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32), NM(1, 4)]
 GUARDED = Path(__file__).with_name("guarded_kernels.py")
 ROOT = Path(__file__).parents[1]
@@ -126,6 +126,19 @@ def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
                 theirs = functional.linear(inputs.float(), dense.float()).expand(rows, -1)
                 assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
                 assert (ours.isnan() | ours.isinf()).all()
+
+
+@needs_library
+def test_more_rows_than_are_taken_at_once(kernels):
+    for dtype in DTYPES:
+        dense = matrix(9, 100, 0.5, dtype)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(513, 100, generator=generator).to(dtype)  # one row is left
+        bias = torch.randn(9, generator=generator).to(dtype)
+        ours = kernels.product(inputs, *packed(dense, 0.5), bias)
+        theirs = functional.linear(inputs.float(), dense.float(), bias.float())
+        rounding = torch.finfo(dtype).eps
+        assert torch.allclose(ours.float(), theirs, rtol=2 * rounding, atol=50 * rounding)
 
 
 @needs_library

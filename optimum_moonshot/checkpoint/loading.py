@@ -1,4 +1,4 @@
-"""Load a pruned checkpoint, verified: as dense weights, packed in memory, or as torch's 2:4 tensors on a GPU."""
+"""Load a pruned checkpoint, verified: dense, packed in memory, as torch's 2:4 tensors, or as what is fastest."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,15 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_path, naming, reason, require
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from ..runtime.semi_structured import check_batch_shape, use_semi_structured
+from ..runtime.choice import check_runtime
+from ..runtime.semi_structured import check_batch_shape
+from .in_memory import to_runtime
 from .keys import parameter_names
-from .packed_files import model_class, pruned_layers, read_model_config
+from .packed_files import model_class, read_model_config
 from .request import Request, requested
 from .verified import check_alone, check_complete, verify
 from .weight_files import packed_version, weight_files
 
-RUNTIMES = ("dense", "packed", "semi_structured")
 # What stands in for weights in safetensors files, or for a model of another library.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
@@ -44,21 +45,23 @@ def load_pruned(
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        runtime: "dense" rebuilds the weights; "packed" keeps them packed in memory and multiplies by them so: less
-            memory, and faster where a kernel serves the processor; "semi_structured" turns 2:4 layers into torch's 2:4
-            tensors on a GPU, each only if its forward pass measures faster than dense.
+        runtime: "dense" rebuilds the weights, and is what can be trained. "auto" is for inference: the layers that this
+            device multiplies faster packed, when it decodes, stay packed in memory, and a line in the log says which
+            and why. "packed" keeps all packed that can be. "semi_structured" turns 2:4 layers into torch's 2:4 tensors
+            on a GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed when it is
+            in memory.
         batch_shape: samples and tokens that a layer sees at once, for which "semi_structured" measures.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
     Returns:
-        The model in evaluation mode. After "semi_structured", `model.moonshot_runtime` says what each layer became.
+        The model in evaluation mode; but for "dense", `model.moonshot_runtime` says what each layer became.
 
     Raises:
         MoonshotError: a missing, truncated or damaged file, with the name of the layer it happened to; counts or shapes
             that do not fit; a checkpoint that is not pruned.
     """
     check_path("name_or_path", name_or_path)
-    require(runtime in RUNTIMES, f"runtime={runtime!r}: use one of {', '.join(RUNTIMES)}")
+    check_runtime(runtime)
     check_batch_shape(batch_shape)
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
@@ -69,16 +72,14 @@ def load_pruned(
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    mend = "convert it with `optimum-cli moonshot convert DIR --format packed`"
     dense = version is None
-    require(not (dense and runtime == "packed"), f"runtime='packed': {name_or_path} is a dense checkpoint; {mend}")
     with requested(Request(runtime, frozenset(map(os.path.abspath, files)))):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     if dense:
         _check_zeros(folder, model)
-    if runtime == "semi_structured":
-        use_semi_structured(model, batch_shape, pruned_layers(model))
+    if runtime == "semi_structured" or (dense and runtime != "dense"):
+        to_runtime(model, runtime, batch_shape)
     return model
 
 

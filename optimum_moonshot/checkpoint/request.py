@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Request:
     """Choices for one load."""
 
-    runtime: str = "dense"  # or "packed"
+    runtime: str | None = None  # of `RUNTIMES`; None: what plain `from_pretrained` was given
     verified: frozenset[str] = frozenset()  # absolute paths of files that were verified already
 
 

@@ -15,6 +15,7 @@ from ..files import is_weights, staged, writing
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
+from .in_memory import as_dense, is_packed
 from .loading import HUB_OPTIONS, local_folder
 from .packed_files import check_format, model_skeleton, pack_files, unpack_files
 from .verified import check_alone, verify
@@ -26,7 +27,7 @@ def save_model(
     processors: Iterable[Any],
     report: PruneReport,
     directory: str | os.PathLike[str],
-    format: str = "dense",
+    format: str | None = None,
     name: str | None = None,
     **options: Any,
 ) -> None:
@@ -39,16 +40,17 @@ def save_model(
         processors: tokenizer and image processor; None among them is left out.
         report: of the run.
         directory: the folder, made if need be.
-        format: "dense", or "packed": the pruned layers' surviving values and one bit per weight.
+        format: "dense", or "packed": the pruned layers' surviving values and one bit per weight; None: as the model is
+            held in memory.
         name: of the model in its card; None is the folder's.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
         MoonshotError: the folder cannot be written, the disk is full, or a layer is not n:m any more.
     """
-    check_saving(model, format, options)
+    format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
-    with staged("directory", directory) as staging:
+    with staged("directory", directory) as staging, as_dense(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
@@ -81,23 +83,28 @@ def save_processor(processor: Any, folder: Path) -> None:
         raise OSError(reason(error)) from error
 
 
-def check_saving(model: nn.Module, format: str, options: dict[str, Any]) -> None:
+def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
     """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any.
 
     Args:
         model: to be saved.
-        format: "dense" or "packed".
+        format: "dense", "packed", or None.
         options: for its `save_pretrained`.
+
+    Returns:
+        The format; for None that in which the model is held in memory.
     """
+    format = format or ("packed" if is_packed(model) else "dense")
     check_format(format)
     plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
     require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
-    known = () if plain else inspect.signature(model.save_pretrained).parameters
+    known = () if plain else inspect.signature(type(model).save_pretrained).parameters
     for name, value in options.items():
         require(name != "push_to_hub", "push_to_hub: call the pruner's own push_to_hub, which writes the card too")
         require(name != "is_main_process", "is_main_process: call it in one process, which writes everything")
         require(name in known, f"{name}={value!r}: {cls}.save_pretrained has no such option")
         require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
+    return format
 
 
 def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:

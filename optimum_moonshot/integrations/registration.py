@@ -54,6 +54,8 @@ def register() -> None:
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(MoonshotPrunedCheckpoint)
         auto.register_quantizer(METHOD)(MoonshotQuantizer)
+        # Those of which the caller's choices are taken over, where config.json has an entry of its own.
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoonshotPrunedCheckpoint,)
 
 
 def register_adapters() -> None:

@@ -1,10 +1,9 @@
 """What transformers calls: packed checkpoints through `from_pretrained`, and pruning while loading.
 
-Registered under "moonshot" by registration.py. Both ways the model that comes back is an ordinary dense one, with no
-quantizer attached; only `load_pruned(runtime="packed")` leaves one.
+Registered under "moonshot" by registration.py. The model that comes back has no quantizer attached: it is an ordinary
+dense one, unless the caller asked for another runtime.
 """
 
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.keys import parameter_names
-from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, read_version
+from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, config_entry, read_version
 from ..checkpoint.request import current_request
 from ..checkpoint.verified import check_complete, checksums_wanted, verify
 from ..checkpoint.weight_files import PACKED_INDEX
@@ -28,34 +27,62 @@ from ..errors import naming, require
 from ..model.forms import find_form
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.packed_linear import PackedLinear
+from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
 
-_log = logging.getLogger(__name__)
+_RUNTIMES = ("dense", "packed", "auto")
+_WEIGHT = ".weight"
 
 
 class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
-    """`quantization_config` of a packed checkpoint. transformers names this class in the error for a `MoonshotConfig`
-    that is given for a model that is pruned already.
+    """How the layers of a pruned checkpoint are held in memory, as `quantization_config` of `from_pretrained`.
+
+    ```python
+    config = MoonshotPrunedCheckpoint(runtime="auto")
+    model = AutoModelForCausalLM.from_pretrained("Llama-3.2-1B-2of4-packed", quantization_config=config)
+    ```
+
+    It is also what transformers makes of the entry in config.json of a packed checkpoint, and names in its error for a
+    `MoonshotConfig` that is given for a model that is pruned already.
 
     Args:
-        entry: what config.json has; nothing of it is a choice: those are the caller's.
+        runtime: "dense", "packed" or "auto", as for `load_pruned`.
 
     Raises:
-        MoonshotError: a version that this release does not read, or an unknown field.
+        MoonshotError: another runtime.
     """
 
     quant_method = METHOD
 
-    def __init__(self, **entry: Any):
-        self.version = read_version(entry)
-        self.format = entry["format"]
+    def __init__(self, runtime: str = "dense"):
+        check_runtime(runtime, _RUNTIMES)
+        self.runtime = runtime
+        self.version = VERSION
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+        """From the entry in config.json; nothing in it is a choice: those are the caller's.
+
+        Args:
+            config_dict: the entry.
+            kwargs: of transformers, without a meaning here.
+
+        Raises:
+            MoonshotError: a version that this release does not read, or an unknown field.
+        """
+        found = cls()
+        found.version = read_version(config_dict)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method, "format": self.format, "version": self.version}
+        return {**config_entry(), "version": self.version}
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What transformers takes over from the caller's to the one of config.json."""
+        return {"runtime": self.runtime}
 
 
 class MoonshotQuantizer(HfQuantizer):
-    """Unpacks a packed checkpoint, or prunes a dense one with a `MoonshotConfig`; then lets go of the model.
+    """Unpacks a packed checkpoint or keeps it packed, or prunes a dense one by a `MoonshotConfig`; then lets go of it.
 
     Args:
         quantization_config: what config.json has, or what the caller of `from_pretrained` gave.
@@ -68,10 +95,11 @@ class MoonshotQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.request = current_request()
         self.pruning = isinstance(quantization_config, MoonshotConfig)
-        self.runtime = "dense" if self.pruning else self.request.runtime
+        self.runtime = "dense" if self.pruning else self.request.runtime or quantization_config.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
         self.kept: list[str] = []  # modules that stay packed in memory
+        self.chosen: dict[str, str] = {}  # what becomes of every packed layer, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # of everything that is loaded, by config.json
         self.dtypes: dict[str, torch.dtype] = {}  # of the same, by what the caller asked for
 
@@ -84,7 +112,7 @@ class MoonshotQuantizer(HfQuantizer):
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
-        if not self.pruning and self.quantization_config.version > 1:
+        if self.pre_quantized and self.quantization_config.version > 1:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
@@ -99,14 +127,16 @@ class MoonshotQuantizer(HfQuantizer):
             kwargs: for `_process_model_before_weight_loading`.
         """
         super().preprocess_model(model, dtype=dtype, **kwargs)
-        if not self.pruning:
+        if self.pre_quantized:
             self.dtypes = _dtypes(model, dtype)
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         if self.pruning:
             self._prepare_pruning(model)
+        elif not self.pre_quantized:
+            PruningRecord.require_of(model)
         else:
             self._verify(checkpoint_files or [])
             names = model.config.architectures
@@ -114,12 +144,15 @@ class MoonshotQuantizer(HfQuantizer):
                 _require_complete(model)
             found = _packed_layers(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in found.items()}
-            self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
+            if self.runtime in ("packed", "auto"):
+                self.chosen = _keep_packed(model, found, self.runtime, device_map)
+                self.kept = [name for name, what in self.chosen.items() if not what.startswith(DENSE)]
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
+        from ..checkpoint.in_memory import note, to_runtime
         from .conversion import Unpacking
 
         model.config.__dict__.pop(EXPLICIT, None)
@@ -128,14 +161,16 @@ class MoonshotQuantizer(HfQuantizer):
         _cast(model, self.dtypes)
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
-        if self.runtime == "packed":
-            return
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
         if self.pruning:
             self._prune(model)
+        elif self.chosen:
+            note(model, self.chosen)
+        elif not self.pre_quantized and self.runtime != "dense":
+            to_runtime(model, self.runtime)
 
     def _verify(self, files: Sequence[str]) -> None:
         """Check what transformers is about to load, unless `load_pruned` has done so.
@@ -179,8 +214,7 @@ class MoonshotQuantizer(HfQuantizer):
         return [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
 
     def is_serializable(self) -> bool:
-        _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
-        return False
+        return False  # it has let go of the model before it can be saved
 
     @property
     def is_trainable(self) -> bool:
@@ -249,32 +283,64 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
     return found
 
 
-def _keep_packed(model: nn.Module, found: dict[str, _Found]) -> list[str]:
-    """Put an empty `PackedLinear` in the place of every packed Linear; tied and other weights become dense.
+def _keep_packed(model: nn.Module, found: dict[str, _Found], runtime: str, device_map: Any) -> dict[str, str]:
+    """Put an empty `PackedLinear` in the place of every Linear that stays packed.
+
+    Args:
+        model: on the meta device.
+        found: the packed weights of the files.
+        runtime: "packed" or "auto".
+        device_map: of the caller.
 
     Returns:
-        The names of these modules.
+        What becomes of every packed weight.
     """
+    from ..checkpoint.in_memory import obstacle, packed_linear
+
     tied = getattr(model, "all_tied_weights_keys", {})
-    shared, kept = {*tied, *tied.values()}, []
-    for name, packed in found.items():
-        path = name.removesuffix(".weight")
-        parent, _, child = path.rpartition(".")
-        module = model.get_submodule(path)
-        form = find_form(module)
-        if form is not None and not form.images and name not in shared:
-            setattr(model.get_submodule(parent), child, _empty(packed, module))
-            kept.append(path)
-    return kept
+    shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
+    for name, stored in found.items():
+        path, layer = name.rpartition(".")[0], stored.layer
+        module, device = model.get_submodule(path), _device_of(path, device_map)
+        why = obstacle(module, name in shared) if device is not None else "offloaded"
+        if why is not None or device is None:
+            chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
+            continue
+        parts = _empty(stored, module.weight)
+        verdict = wanted(runtime, layer, held_bytes(parts), module.weight.dtype, device)
+        chosen[path] = said(verdict)
+        if verdict.faster:
+            sizes = [sizes[0] + held_bytes(parts), sizes[1] + module.weight.nbytes]
+            model.set_submodule(path, packed_linear(module, layer, parts))
+    tell(runtime, chosen, *sizes)
+    return chosen
 
 
-def _empty(packed: _Found, module: nn.Module) -> PackedLinear:
-    """A layer to load the packed tensors into: on the module's device, values in its dtype."""
-    layer, weight = packed.layer, module.weight
+def _device_of(path: str, device_map: Any) -> torch.device | None:
+    """Where a module will be; None where accelerate brings it from elsewhere for every call.
+
+    Args:
+        path: the module's name.
+        device_map: as the caller or transformers gave it; a strategy such as "auto" fills the accelerator first.
+    """
+    if not isinstance(device_map, Mapping):
+        filled = isinstance(device_map, str) and torch.cuda.is_available()
+        return torch.device("cuda" if filled else "cpu")
+    fitting = [name for name in device_map if not name or path == name or path.startswith(f"{name}.")]
+    place = device_map[max(fitting, key=len)] if fitting else "cpu"
+    accelerated = any(str(other) not in ("cpu", "disk") for other in device_map.values())
+    if place == "disk" or (accelerated and str(place) == "cpu"):
+        return None
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+
+
+def _empty(packed: _Found, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Packed tensors to load into, by their suffixes: on the weight's device, values in its dtype."""
     with safe_open(packed.path, "pt") as file:
-        stored = layer.parts(packed.stored, {name: file.get_tensor(name) for name in layer.names(packed.stored)})
-    parts = {
+        stored = packed.layer.parts(
+            packed.stored, {name: file.get_tensor(name) for name in packed.layer.names(packed.stored)}
+        )
+    return {
         suffix: torch.empty_like(part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device)
         for suffix, part in stored.items()
     }
-    return PackedLinear(layer.codec, layer.matrix, parts, module.bias)

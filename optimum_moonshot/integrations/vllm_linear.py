@@ -1,6 +1,5 @@
 """Linear layers of vLLM whose weights are packed in memory."""
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ..errors import require
 from ..packing import Codec
+from ..runtime.freed import give_back
 from ..runtime.packed_linear import held_parts
 from ..runtime.smallest import pack_if_smaller
 
@@ -47,16 +47,9 @@ class Tally:
         """Log it, once all are loaded, and give back what loading has left."""
         if not self.reported:
             self.reported = True
-            _give_back()
+            give_back()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
             _log.info("%d linear layers are packed in memory, %d dense: %s", self.packed, self.dense, sizes)
-
-
-def _give_back() -> None:
-    """Return freed memory to the system: glibc keeps what lies between packed weights, as much as half of these."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class PackedLinearMethod(LinearMethodBase):

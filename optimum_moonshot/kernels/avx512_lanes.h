@@ -16,7 +16,7 @@
 #define FSTORE(p, a) _mm512_storeu_ps(p, a)
 #define FSET(x) _mm512_set1_ps(x)
 #define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
-#define FVECTORS 4
+#define FVECTORS 8
 
 #define X float
 #define LANES 16

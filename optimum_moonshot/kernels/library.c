@@ -200,20 +200,25 @@ static void run(task *t, int threads) {
     work(t);
 }
 
+#define AT_ONCE 512 /* rows of inputs: more, and their outputs, leave no room for W in the caches */
+
 /* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype; 0, or -1 without memory for the inputs. */
 PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
                             const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
                             const void *bias, void *y, int threads) {
     const packed_matrix w = {values, meta, offsets, d_out ? stored / d_out : 0, stored, d_out, d_in};
-    const kernel *with = rows > 1 ? &many_rows[dtype] : &one_row[dtype];
+    const int bytes = dtype == F32 ? 4 : 2;
     void *prepared = NULL;
-    if (rows <= 0 || d_out <= 0) return 0;
-    if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(rows, d_in))) return -1;
-    with->prepare(x, rows, d_in, prepared);
-    const product job = {prepared, rows, bias, y};
-    task t = {&w, with, &job, NULL, 0, d_out, 1, 0, dtype == F32 ? 4 : 2};
-    run(&t, threads);
-    free(prepared);
+    for (int64_t first = 0, count; first < rows && d_out > 0; first += count) {
+        count = rows - first < AT_ONCE ? rows - first : AT_ONCE;
+        const kernel *with = count > 1 ? &many_rows[dtype] : &one_row[dtype];
+        if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(count, d_in))) return -1;
+        with->prepare((const char *)x + first * d_in * bytes, count, d_in, prepared);
+        const product job = {prepared, count, bias, (char *)y + first * d_out * bytes};
+        task t = {&w, with, &job, NULL, 0, d_out, 1, 0, bytes};
+        run(&t, threads);
+        free(prepared);
+    }
     return 0;
 }
 

@@ -29,8 +29,8 @@ class Library:
 
     W [d_out, d_in] is given by its values, its bits (uint8 [d_out, ⌈d_in/8⌉]) and the values before each row, int64
     [d_out + 1], which is None where every row has as many: as the format "bitmask" has them, contiguous. Nothing is
-    read outside of them, whatever the bits say. `most_rows` is for how many rows of inputs it is faster than torch's
-    dense product.
+    read outside of them, whatever the bits say. `instruction_set` is the one in use, `most_rows` for how many rows
+    of inputs it is faster than torch's dense product.
 
     Args:
         path: of the library.
@@ -75,12 +75,18 @@ class Library:
         known = self.instruction_sets
         others = f"here are {', '.join(known)}, and none for torch's own"
         require(self._use(name) == 0, f"{_SWITCH}={instruction_set!r}: {others}")
-        self.most_rows = 16 if (instruction_set or known[-1]) == known[0] else sys.maxsize
+        self.instruction_set = instruction_set or known[-1]
+        self.most_rows = 16 if self.instruction_set == known[0] else sys.maxsize
 
     @staticmethod
     def takes(values: Tensor) -> bool:
         """Whether these values are ones that the library reads: 16 or 32 bits, in host memory, contiguous."""
-        return values.dtype in _DTYPES and values.device.type == "cpu" and values.is_contiguous()
+        return Library.computes(values.dtype) and values.device.type == "cpu" and values.is_contiguous()
+
+    @staticmethod
+    def computes(dtype: torch.dtype) -> bool:
+        """Whether the library has functions for a dtype."""
+        return dtype in _DTYPES
 
     def product(
         self, inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None

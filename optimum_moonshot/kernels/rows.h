@@ -99,10 +99,12 @@ __attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t
     }
 }
 
-/* Many rows of inputs are taken in chunks of whole vectors: the widest, and at last the narrowest that is enough. */
+/* Many rows of inputs are taken in chunks of whole vectors: the widest where it is three quarters full, and at last the
+ * narrowest that is enough. What is left of up to FEW rows is taken as few rows are. */
 INLINE int64_t NAME(chunk)(int64_t rows) {
     int64_t vectors = FVECTORS;
     while (vectors > 1 && vectors / 2 * FLANES >= rows) vectors /= 2;
+    if (vectors == FVECTORS && 4 * rows <= 3 * vectors * FLANES) vectors /= 2;
     return vectors * FLANES;
 }
 
@@ -120,26 +122,29 @@ static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int6
 INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
 
 __attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
-    if (rows > FEW) return (rows + FVECTORS * FLANES) * d_in * (int64_t)sizeof(float);
-    return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
+    const int64_t few = rows < FEW ? rows : FEW;
+    return (rows > FEW ? (rows + FVECTORS * FLANES) * d_in * (int64_t)sizeof(float) : 0) +
+           few * NAME(stride)(d_in) * (int64_t)sizeof(X);
+}
+
+/* Rows of inputs as `several` reads them. */
+static void NAME(pad)(const T *in, int64_t rows, int64_t d_in, X *to) {
+    const int64_t stride = NAME(stride)(d_in);
+    for (int64_t row = 0; row < rows; row++) {
+        X *out = to + row * stride;
+        memset(out + d_in / WORD * WORD, 0, (size_t)(stride - d_in / WORD * WORD) * sizeof(X));
+        for (int64_t i = 0; i < d_in; i++) out[PLACE(i)] = X_OF(in[row * d_in + i]);
+    }
 }
 
 __attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared) {
     const T *in = x;
-    if (rows > FEW) {
-        for (int64_t row = 0, width; row < rows; row += width) {
-            width = NAME(chunk)(rows - row);
-            NAME(turn)(in + row * d_in, rows - row < width ? rows - row : width, d_in,
-                       (float *)prepared + row * d_in, width);
-        }
-        return;
+    int64_t row = 0;
+    for (int64_t width; rows > FEW && rows - row > FEW; row += width) {
+        width = NAME(chunk)(rows - row);
+        NAME(turn)(in + row * d_in, rows - row < width ? rows - row : width, d_in, (float *)prepared + row * d_in, width);
     }
-    const int64_t stride = NAME(stride)(d_in);
-    for (int64_t row = 0; row < rows; row++) {
-        X *out = (X *)prepared + row * stride;
-        memset(out + d_in / WORD * WORD, 0, (size_t)(stride - d_in / WORD * WORD) * sizeof(X));
-        for (int64_t i = 0; i < d_in; i++) out[PLACE(i)] = X_OF(in[row * d_in + i]);
-    }
+    if (row < rows) NAME(pad)(in + row * d_in, rows - row, d_in, (X *)((float *)prepared + row * d_in));
 }
 
 INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_row, int64_t row, float sum) {
@@ -195,12 +200,11 @@ static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_
     for (; j < rows; j++) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 1);
 }
 
-/* 2 to FEW rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
-static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
-                          int64_t rows) {
-    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
+/* Up to FEW rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
+static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in), rows = job->rows;
     const T *values = w->values, *end = values + w->stored;
-    const X *x = (const X *)job->x + x_row * stride;
+    const X *x = job->x;
     /* Rows that do not begin at the same place of a page. */
     enum { STRIDE = WIDEST / sizeof(X) + 64 / sizeof(X) };
     const int64_t usual = w->stored / w->d_out * STRIP / d_in; /* values of a strip */
@@ -230,7 +234,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
             NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
         }
         for (int64_t i = 0; i < here; i++)
-            for (int64_t j = 0; j < rows; j++) NAME(finish)(w, job, x_row + j, row + i, SUM(sums[i * MOST + j]));
+            for (int64_t j = 0; j < rows; j++) NAME(finish)(w, job, j, row + i, SUM(sums[i * MOST + j]));
     }
 }
 
@@ -244,19 +248,38 @@ INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float 
     return buffer;
 }
 
-/* sums [vectors * FLANES] += the values where the bits are, times the inputs [128, vectors * FLANES]. */
+/* How many words of bits a chunk of inputs has: with as many rows as there are it stays in the first-level cache. */
+#define WORDS_OF(vectors) ((vectors) * FLANES > 64 ? 1 : 2)
+
+/* sums [vectors * FLANES] += the values where the bits are, times the inputs [WORDS_OF * 64, vectors * FLANES]. */
 INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
-    FLOATS acc[FVECTORS];
-    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[j] = FLOAD(sums + j * FLANES);
-    for (int word = 0; word < 2; word++, x += WORD * vectors * FLANES)
-        for (uint64_t bits = words[word]; bits; bits &= bits - 1) {
+    /* Up to four sums wait for each other's additions: every other value has sums of its own then. */
+    const int sets = vectors > 4 ? 1 : 2;
+    FLOATS acc[2][FVECTORS];
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[0][j] = FLOAD(sums + j * FLANES);
+    if (sets > 1) PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[1][j] = FSET(0);
+    for (int word = 0; word < WORDS_OF(vectors); word++, x += WORD * vectors * FLANES) {
+        uint64_t bits = words[word];
+        for (int times = __builtin_popcountll(bits) / sets; times; times--)
+            PRAGMA_UNROLL for (int set = 0; set < sets; set++, bits &= bits - 1) {
+                const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
+                const FLOATS value = FSET(*values);
+                values++;
+                PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
+                    acc[set][j] = FADD(acc[set][j], value, FLOAD(inputs + j * FLANES));
+            }
+        if (sets > 1 && bits) {
             const float *inputs = x + __builtin_ctzll(bits) * vectors * FLANES;
-            const float one = *values++;
-            const FLOATS value = FSET(one);
+            const FLOATS value = FSET(*values);
+            values++;
             PRAGMA_UNROLL for (int j = 0; j < vectors; j++)
-                acc[j] = FADD(acc[j], value, FLOAD(inputs + j * FLANES));
+                acc[0][j] = FADD(acc[0][j], value, FLOAD(inputs + j * FLANES));
         }
-    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) FSTORE(sums + j * FLANES, acc[j]);
+    }
+    PRAGMA_UNROLL for (int j = 0; j < vectors; j++) {
+        if (sets > 1) acc[0][j] = FADD(acc[0][j], acc[1][j], FSET(1));
+        FSTORE(sums + j * FLANES, acc[0][j]);
+    }
 }
 
 enum { NAME(GROUP) = 64 };
@@ -270,11 +293,12 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
     float sums[NAME(GROUP) * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
     memset(sums, 0, sizeof sums);
     for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
-    for (int64_t start = 0; start < d_in; start += 2 * WORD)
+    for (int64_t start = 0; start < d_in; start += WORDS_OF(vectors) * WORD)
         for (int64_t row = first; row < last; row++) {
             const uint8_t *meta = w->meta + row * bytes + start / 8;
+            const int second = WORDS_OF(vectors) > 1 && d_in - start > WORD;
             const uint64_t words[2] = {read_word(meta, d_in - start),
-                                       d_in - start > WORD ? read_word(meta + 8, d_in - start - WORD) : 0};
+                                       second ? read_word(meta + 8, d_in - start - WORD) : 0};
             const int64_t count = __builtin_popcountll(words[0]) + __builtin_popcountll(words[1]);
             const T *here = p[row - first];
             const float *values = NAME(floats)(here, count, end, buffer);
@@ -288,17 +312,23 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
 }
 
 static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
-    for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
+    int64_t x_row = 0;
+    for (int64_t width; job->rows - x_row > FEW; x_row += width) {
         width = NAME(chunk)(job->rows - x_row);
         for (int64_t row = first, next; row < last; row = next) {
             next = last - row < NAME(GROUP) ? last : row + NAME(GROUP);
             switch (width / FLANES) {
-            case 8: NAME(group)(w, job, row, next, x_row, FVECTORS < 8 ? 1 : 8); break;
+            case 8: NAME(group)(w, job, row, next, x_row, 8); break;
             case 4: NAME(group)(w, job, row, next, x_row, 4); break;
             case 2: NAME(group)(w, job, row, next, x_row, 2); break;
             default: NAME(group)(w, job, row, next, x_row, 1);
             }
         }
+    }
+    if (x_row < job->rows) {
+        const product left = {(const float *)job->x + x_row * w->d_in, job->rows - x_row, job->bias,
+                              (T *)job->y + x_row * w->d_out};
+        NAME(several)(w, &left, first, last);
     }
 }
 
@@ -311,7 +341,7 @@ __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const
         NAME(many)(w, job, first, last);
         return;
     }
-    NAME(several)(w, job, first, last, 0, job->rows);
+    NAME(several)(w, job, first, last);
 }
 
 #ifndef KEEP_STEPS
@@ -329,6 +359,7 @@ __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const
 #undef FLOATS_AT
 #undef PLACE
 #undef MOST
+#undef WORDS_OF
 #undef STRIP
 #undef STEPS
 #undef PARTS

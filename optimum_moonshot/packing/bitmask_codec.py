@@ -11,7 +11,8 @@ from ..kernels import find_library
 from ..objective.patterns import NM
 from .bitmask import check_packed, find_offsets, find_window, is_nm, pack, packed_bytes, unpack
 from .bitmask_product import packed_linear
-from .codec import Codec, Parts
+from .bitmask_speed import decoding
+from .codec import Codec, Parts, Verdict
 
 
 class Plan(NamedTuple):
@@ -72,6 +73,11 @@ class Bitmask(Codec):
             return super().linear(inputs, parts, shape, bias, plan)
         plan = Plan() if plan is None else plan
         return packed_linear(inputs, values, meta, plan.offsets, bias, plan.window)
+
+    def decoding(
+        self, shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
+    ) -> Verdict:
+        return decoding(shape, pattern, share, dtype, device)
 
     def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         values, meta = (parts[suffix] for suffix in self.suffixes)

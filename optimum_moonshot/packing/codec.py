@@ -9,15 +9,22 @@ A new format is a file with a subclass of `Codec`, and one line in ``__init__.py
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 from torch.nn import functional
 
 from ..errors import require
 from ..objective.patterns import NM
 
 Parts = dict[str, Tensor]  # the tensors of a packed matrix, by their suffixes
+
+
+class Verdict(NamedTuple):
+    """Whether a packed matrix is multiplied faster than a dense one, and why."""
+
+    faster: bool
+    why: str  # such as "amx kernels", or "Triton is missing"
 
 
 class Codec(ABC):
@@ -105,6 +112,20 @@ class Codec(ABC):
             [..., d_out].
         """
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
+
+    def decoding(
+        self, shape: tuple[int, int], pattern: NM | None, share: float, dtype: dtype, device: device
+    ) -> Verdict:
+        """Whether `linear` of one row of inputs, as a decoder has them, is faster than the dense product.
+
+        Args:
+            shape: d_out, d_in.
+            pattern: the n:m that every row has; None where rows differ.
+            share: bytes of the packed tensors, in bytes of the dense matrix.
+            dtype: of the values and the inputs.
+            device: that they are on.
+        """
+        return Verdict(False, f"{self.name} weights are unpacked at every call")
 
     def names(self, weight: str) -> dict[str, str]:
         """What the tensors of a weight are called, by their suffixes."""

@@ -31,14 +31,21 @@ class PackedLinear(nn.Module):
         shape: d_out, d_in.
         parts: the packed tensors by their suffixes, or empty ones of their shapes and dtypes to load into.
         bias: the layer's own, [d_out], or None.
+        origin: the layer in whose place it stands, its weight on the meta device; None where it stands in nobody's.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, codec: Codec, shape: tuple[int, int], parts: Mapping[str, Tensor], bias: nn.Parameter | None = None
+        self,
+        codec: Codec,
+        shape: tuple[int, int],
+        parts: Mapping[str, Tensor],
+        bias: nn.Parameter | None = None,
+        origin: nn.Module | None = None,
     ):
         super().__init__()
+        self._origin = (origin,)  # in a tuple it is no part of the model
         self.codec = codec
         self.out_features, self.in_features = shape
         for suffix, name in codec.names(_WEIGHT).items():
@@ -52,9 +59,19 @@ class PackedLinear(nn.Module):
         return self.out_features, self.in_features
 
     @property
+    def origin(self) -> nn.Module | None:
+        """The layer in whose place it stands, its weight on the meta device."""
+        return self._origin[0]
+
+    @property
     def parts(self) -> dict[str, Tensor]:
         """The packed tensors, by their suffixes."""
         return held_parts(self, self.codec)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return next(part.dtype for part in self.parts.values() if part.is_floating_point())
 
     @property
     def plan(self) -> Any:
