@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.keys import parameter_names
+from ..checkpoint.keys import followed_names
 from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, read_version
 from ..checkpoint.request import current_request
 from ..checkpoint.verified import check_complete, checksums_wanted, verify
@@ -29,6 +29,9 @@ from ..model.forms import find_form
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.packed_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from .packed_experts import PackedExperts
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.runtime = "dense" if self.pruning else self.request.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
+        self.experts: PackedExperts | None = None  # packed weights that need more than to be unpacked
         self.kept: list[str] = []  # modules that stay packed in memory
         self.shapes: dict[str, torch.Size] = {}  # of everything that is loaded, by config.json
         self.dtypes: dict[str, torch.dtype] = {}  # of the same, by what the caller asked for
@@ -105,6 +109,8 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        from .packed_experts import PackedExperts
+
         if self.pruning:
             self._prepare_pruning(model)
         else:
@@ -113,6 +119,7 @@ class MoonshotQuantizer(HfQuantizer):
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
             found = _packed_layers(model, checkpoint_files or [])
+            self.experts = PackedExperts.find(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in found.items()}
             self.kept = _keep_packed(model, found) if self.runtime == "packed" else []
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -128,6 +135,8 @@ class MoonshotQuantizer(HfQuantizer):
         _cast(model, self.dtypes)
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
+        if self.experts is not None:
+            self.experts.restore(model)
         if self.runtime == "packed":
             return
         self.remove_quantization_config(model)
@@ -176,7 +185,8 @@ class MoonshotQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        return [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        conversions = [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        return conversions if self.experts is None else [*conversions, *self.experts.conversions(self.dtypes)]
 
     def is_serializable(self) -> bool:
         _log.warning('a model loaded with runtime="packed" is not saved again: copy or convert the folder it came from')
@@ -228,7 +238,7 @@ class _Found(NamedTuple):
 
 
 def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
-    """Every packed weight of the files by its name in the model.
+    """The packed weights of the files by their names in the model, without `PackedExperts`.
 
     Raises:
         MoonshotError: a weight that is not of the model's shape, with its name.
@@ -237,7 +247,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
     for path in files:
         with safe_open(path, "pt") as file:
             layers = Description.read(file.metadata()).layers
-        for stored, name in parameter_names(model, layers).items():
+        for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
             form = find_form(module)
