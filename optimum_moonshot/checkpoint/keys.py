@@ -107,10 +107,9 @@ def conversions_of(model: nn.Module, stored: Iterable[str], others: Iterable[Any
     rename_source_key, renamings, converters = _mapping(model)
     for name in stored:
         rename_source_key(name, renamings, converters)
-    mapping = [*renamings, *converters]
-    used = [entry for entry in mapping if hasattr(entry, "was_used") and entry.was_used()]  # else all are kept
-    places = {_signature(entry): place for place, entry in enumerate(mapping)}
-    found = {_signature(entry): entry for entry in (*used, *others)}
+    used = [entry for entry in (*renamings, *converters) if hasattr(entry, "was_used") and entry.was_used()]
+    places = {_signature(entry): place for place, entry in enumerate(_conversions(model))}
+    found = {_signature(entry): entry for entry in (*used, *others)}  # releases without `was_used` keep all
     return [found[signature] for signature in sorted(found, key=lambda signature: places.get(signature, -1))]
 
 
@@ -121,10 +120,15 @@ def _signature(conversion: Any) -> tuple[Any, ...]:
 
 def _mapping(model: nn.Module) -> tuple[Any, list[Any], list[Any]]:
     """transformers' function that renames what is loaded, and what it renames and converts for a model."""
-    # Both are imported after transformers' quantizers, from which this package is imported.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # as below
 
-    mapping = get_model_conversion_mapping(model)
+    mapping = _conversions(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     return rename_source_key, renamings, [entry for entry in mapping if isinstance(entry, WeightConverter)]
+
+
+def _conversions(model: nn.Module) -> list[Any]:
+    # Imported after transformers' quantizers, from which this package is imported.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(model)
