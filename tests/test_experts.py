@@ -324,9 +324,10 @@ def test_experts_are_pruned_with_every_step(options):
     assert abs(report.sparsity - 0.5) < 0.01 and sum("experts" in layer.name for layer in report.layers) == 4
 
 
-def test_changed_experts_are_found(tmp_path):
-    """In a dense checkpoint: what was zero and is no more."""
-    model = family("gpt_oss")
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_changed_experts_are_found(name, tmp_path):
+    """In a dense checkpoint: what was zero and is no more; fused there, or expert by expert."""
+    model = family(name)
     prune(model, sparsity=0.5, lam=1.0).save_pretrained(tmp_path)
     assert verify(tmp_path) and same(load_pruned(tmp_path), model)
     with torch.no_grad():

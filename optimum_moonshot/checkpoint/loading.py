@@ -1,6 +1,7 @@
 """Load a pruned checkpoint, verified: as dense weights, packed in memory, or as torch's 2:4 tensors on a GPU."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import MoonshotError, check_path, naming, reason, require
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .keys import parameter_names
+from .keys import merged_weights, parameter_names
 from .packed_files import model_class, pruned_layers, read_model_config
 from .request import Request, requested
 from .verified import check_alone, check_complete, verify
@@ -122,14 +123,16 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
 
 def _check_zeros(folder: Path, model: nn.Module) -> None:
     """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than its report says."""
-    zeros = _reported_zeros(folder)
+    zeros, counted = _reported_zeros(folder), Counter[str]()
     for path in weight_files(folder, None) if zeros else ():
         with safe_open(path, "pt") as file:
-            for stored, name in parameter_names(model, file.keys()).items():
+            merged = {stored: each.weight for stored, each in merged_weights(model, file.keys()).items()}
+            for stored, name in (parameter_names(model, file.keys()) | merged).items():
                 if name in zeros:
-                    counted = int((file.get_tensor(stored) == 0).sum())
-                    with naming(name):
-                        require(counted >= zeros[name], f"it has {counted} zeros, its report says {zeros[name]}")
+                    counted[name] += int((file.get_tensor(stored) == 0).sum())
+    for name, count in counted.items():
+        with naming(name):
+            require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")
 
 
 def _reported_zeros(folder: Path) -> dict[str, int]:
