@@ -45,11 +45,23 @@ class LayerReport:
     peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
     notes: tuple[str, ...] = ()
     asked: float | None = None  # sparsity asked for: the pattern's, for this layer
+    experts_asked: tuple[float, float] | None = None  # the least and the most of an expert, where each has its own
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From what JSON makes of `dataclasses.asdict`."""
-        return cls(**{**values, "shape": tuple(values["shape"]), "notes": tuple(values.get("notes", ()))})
+        lists = {"shape": values["shape"], "notes": values.get("notes", ())}
+        if values.get("experts_asked") is not None:
+            lists["experts_asked"] = values["experts_asked"]
+        return cls(**{**values, **{name: tuple(found) for name, found in lists.items()}})
+
+    @property
+    def shares(self) -> str:
+        """What its experts were asked for, for people; empty where all were asked for the same."""
+        if self.experts_asked is None or self.asked is None:
+            return ""
+        least, most = self.experts_asked
+        return f"its experts' sparsities: least {least:.4f}, mean {self.asked:.4f}, most {most:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +240,7 @@ class PruneReport:
                 _short(layer.fisher),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
-                "; ".join(layer.notes),
+                "; ".join([*layer.notes, *([layer.shares] if layer.shares else [])]),
             ]
             for layer in self.layers
         ]
