@@ -161,6 +161,17 @@ def check_packed(folder, found, pruner):
     assert sum(tensor.nbytes for name, tensor in packed.items() if weight_of(name) in names) == whole * 17 // 32
 
 
+def test_experts_below_each_other_stay_dense_with_the_reason():
+    """DBRX's: its calls are the parent's, of parts that no layout tells which way they multiply."""
+    config = tiny_config("dbrx", "DbrxForCausalLM")
+    config.attn_config.clip_qkv, config.ffn_config.hidden_size = 8, config.d_model
+    report = prune(hf.DbrxForCausalLM(config).eval(), pattern="2:4", lam=1.0).report
+    reasons = {name: why for name, why in report.skipped.items() if name.endswith("experts.mlp")}
+    assert len(reasons) == config.n_layers and all("experts one below the other" in why for why in reasons.values())
+    assert report.mostly_dense and "most of the model stayed dense" in report.table()
+    assert not [layer.name for layer in report.layers if "experts" in layer.name]
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_large_mixtures_are_pruned_almost_whole(name):
     kind = getattr(hf, name)
