@@ -1,10 +1,11 @@
-"""Train the second language model of the benchmarks, of another family than the one in examples/: a small OPT.
+"""Train the other language models of the benchmarks, of other families than the one in examples/.
 
-    python benchmarks/train_opt.py TEXT FOLDER      # about 2 hours on one core; it made benchmarks/opt_model
+    python benchmarks/train_language.py opt TEXT FOLDER        # about 2 hours on one core; made benchmarks/opt_model
+    python benchmarks/train_language.py mixture TEXT FOLDER    # about 1 hour; made benchmarks/mixture_model
 
-OPT has LayerNorm, biases, learned positions, ReLU and tied embeddings. TEXT is a plain text file; the tokenizer is the
-shipped model's. FOLDER gets the model in bfloat16, and a checkpoint every 100 steps, from which a stopped training goes
-on.
+"opt" has LayerNorm, biases, learned positions, ReLU and tied embeddings; "mixture" is a small Qwen3-MoE: 16 experts in
+each of 4 decoder layers, 4 for a token. TEXT is a plain text file; the tokenizer is the shipped model's. FOLDER gets
+the model in bfloat16, and a checkpoint every 100 steps, from which a stopped training goes on.
 """
 
 import math
@@ -14,16 +15,22 @@ from pathlib import Path
 import torch
 from common import parser
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
 LENGTH, BATCH, RATE = 256, 16, 2e-3
 
 
-def make_model(tokenizer) -> OPTForCausalLM:
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
+def opt(vocabulary: int, special: dict[str, int]) -> PreTrainedConfig:
+    return OPTConfig(
+        vocab_size=vocabulary,
         hidden_size=256,
         word_embed_proj_dim=256,
         ffn_dim=1024,
@@ -33,7 +40,34 @@ def make_model(tokenizer) -> OPTForCausalLM:
         dropout=0.0,
         **special,
     )
-    return OPTForCausalLM(config)
+
+
+def mixture(vocabulary: int, special: dict[str, int]) -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=384,
+        moe_intermediate_size=96,
+        num_experts=16,
+        num_experts_per_tok=4,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.01,  # of the loss that keeps the experts evenly used
+        tie_word_embeddings=True,
+        **special,
+    )
+
+
+FAMILIES = {"opt": opt, "mixture": mixture}
+
+
+def make_model(family: str, tokenizer) -> PreTrainedModel:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return AutoModelForCausalLM.from_config(FAMILIES[family](len(tokenizer), special), dtype=torch.float32)
 
 
 def rate(step: int, steps: int) -> float:
@@ -46,7 +80,15 @@ def batch(ids: torch.Tensor, step: int) -> torch.Tensor:
     return torch.stack([ids[i : i + LENGTH + 1] for i in starts])
 
 
-def train(model, ids: torch.Tensor, steps: int, kept: Path) -> None:
+def loss_of(model: PreTrainedModel, windows: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, and what the family adds to it."""
+    routed = hasattr(model.config, "router_aux_loss_coef")
+    output = model(windows[:, :-1], **({"output_router_logits": True} if routed else {}))
+    loss = cross_entropy(output.logits.flatten(0, 1), windows[:, 1:].flatten())
+    return loss + model.config.router_aux_loss_coef * output.aux_loss if routed else loss
+
+
+def train(model: PreTrainedModel, ids: torch.Tensor, steps: int, kept: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     first = 0
     if kept.exists():
@@ -58,8 +100,7 @@ def train(model, ids: torch.Tensor, steps: int, kept: Path) -> None:
     for step in range(first, steps):
         optimizer.param_groups[0]["lr"] = rate(step, steps)
         windows = batch(ids, step)
-        logits = model(windows[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss = loss_of(model, windows)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -71,6 +112,7 @@ def train(model, ids: torch.Tensor, steps: int, kept: Path) -> None:
 
 if __name__ == "__main__":
     arguments = parser(__doc__)
+    arguments.add_argument("family", choices=FAMILIES)
     arguments.add_argument("text")
     arguments.add_argument("folder")
     arguments.add_argument("--steps", type=int, default=2600)
@@ -82,7 +124,7 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids = torch.tensor(tokenizer(Path(given.text).read_text(encoding="utf-8"), verbose=False)["input_ids"])
-    model = make_model(tokenizer)
+    model = make_model(given.family, tokenizer)
     train(model, ids, given.steps, folder / "training.pt")
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
