@@ -4,10 +4,11 @@ import pytest
 import torch
 from models import token_batches
 from reference_allocation import expert_losses, least_division
-from test_experts import experts, mixtral, observe, prune, starving
+from test_experts import experts, mixtral, observe, prune, same, starving
 from test_fisher_allocation import SOLVERS, curves_of
 
-from optimum_moonshot import MoonshotConfig
+from optimum_moonshot import MoonshotConfig, load_pruned
+from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity
 from optimum_moonshot.objective.patterns import PerExpert, Unstructured
@@ -178,6 +179,19 @@ def test_gradual_recovery_keeps_every_share():
     assert [layer.experts_asked for layer in recovered.layers] == [layer.experts_asked for layer in report.layers]
     first, *_, last = stage_patterns(PerExpert(0.5, True, (0.4, 0.6)))
     assert last.experts == (0.4, 0.6) and first.experts == pytest.approx((0.8 * first.sparsity, 1.2 * first.sparsity))
+
+
+@pytest.mark.parametrize("options", [FISHER, dict(pattern="n:4", sparsity=0.5, allocation="fisher")], ids=str)
+def test_shares_come_back_from_packed_files(options, tmp_path):
+    model = uneven().bfloat16()
+    pruner = prune(model, lam=1.0, **options)
+    pruner.save_pretrained(tmp_path, format="packed")
+    found = verify(tmp_path)
+    assert found, found.table()
+    assert {layer.name: layer.zeros for layer in found.layers} == {
+        layer.name: int((layer.matrix == 0).sum()) for layer in select(model, MoonshotConfig(**FISHER)).layers
+    }
+    assert same(load_pruned(tmp_path), model)
 
 
 def test_every_expert_is_a_comparison_group():

@@ -386,6 +386,8 @@ def test_some_experts_are_packed_and_others_not(tmp_path):
     auto = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     kept = load_pruned(tmp_path / "packed", runtime="packed")
     assert same(auto, model) and same(kept.model.layers[1].mlp.experts, model.model.layers[1].mlp.experts)
+    wide = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32, device_map="cpu")
+    assert same(wide, copy.deepcopy(model).float())
     places = {"model.layers.1": "disk", "model.layers.0": "cpu", "model.embed_tokens": "cpu", "lm_head": "cpu"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu"}
     offloaded = hf.AutoModelForCausalLM.from_pretrained(

@@ -48,7 +48,7 @@ class PackedExperts:
                 stored += file.keys()
                 layers |= Description.read(file.metadata()).layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
-        merged = merged_weights(model, owners.values())
+        merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
         packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed_names(model, layers).keys()}
         mine = {name: parameter for name, parameter in parameters.items() if parameter in packed}
