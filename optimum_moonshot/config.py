@@ -59,13 +59,13 @@ class MoonshotConfig:
             the most that all layers lose together, as closely as whole steps of a quarter of a layer allow.
         group_size: consecutive columns that go or stay together; pattern="structured" only. In a model these are
             neurons, so that widths stay multiples of it; attention heads go whole, whatever it is.
-        allocation: "uniform"; "fisher", which gives every weight matrix a sparsity of its own, so that the Fisher loss
-            of the whole model is least; "owl" or "alpha", which give one to every decoder layer. All keep the total
-            `sparsity` of an unstructured pattern. "fisher" passes some of the calibration samples once more, forwards
-            and backwards, also at λ = 1; with pattern="structured" it changes nothing, and the report says so: a
-            compact model has one width in all its blocks. Or a dict of layer → sparsity or "n:m". Its keys are names of
-            layers, or regular expressions searched for in them: a layer's name decides, else the first expression
-            found in it, else `pattern` and `sparsity`.
+        allocation: "uniform"; "fisher", which gives every weight matrix, and every expert, a sparsity of its own, so
+            that the Fisher loss of the whole model is least; "owl" or "alpha", which give one to every decoder layer.
+            All keep the total `sparsity` of an unstructured pattern. "fisher" passes some of the calibration samples
+            once more, forwards and backwards, also at λ = 1; with pattern="structured" it changes nothing, and the
+            report says so: a compact model has one width in all its blocks. Or a dict of layer → sparsity or "n:m". Its
+            keys are names of layers, or regular expressions searched for in them: a layer's name decides, else the
+            first expression found in it, else `pattern` and `sparsity`.
         owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 by OWL (arXiv 2310.05175) and the paper.
         owl_lambda: OWL's λ: densities spread over 2λ. 0.08, as above.
         alpha_tau: AlphaPruning's τ: sparsities in proportion to 1 - τ … 1 + τ. 0.1, the paper's value for

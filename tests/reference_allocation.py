@@ -1,9 +1,12 @@
-"""The slow truth of OWL and AlphaPruning: loops, lists and singular values. Nothing here imports the package.
+"""The slow truth of OWL, AlphaPruning and experts' shares: loops, lists, brute force. Nothing here imports the package.
 
 Written from arXiv 2310.05175 (OWL) and arXiv 2410.10912 (AlphaPruning) and of their published code.
 """
 
+import itertools
 import math
+import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -48,3 +51,39 @@ def alpha(exponents: list[float], sizes: list[int], sparsity: float, spread: flo
     ratios = [(value - low) / (high - low) * 2 * spread + 1 - spread for value in exponents]
     scale = sparsity * sum(sizes) / sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True))
     return [ratio * scale for ratio in ratios]
+
+
+def expert_losses(
+    solve: Callable[[Tensor, Tensor, float], Tensor],
+    weight: Tensor,
+    gram: Tensor,
+    gradients: Tensor,
+    shares: list[float],
+) -> list[float]:
+    """1/N Σ_n Σ_k (a_nk · (w_k - ŵ_k))² of one expert at each share, every row and sample alone.
+
+    Args:
+        solve: gives the pruned matrix of weight, Gram matrix and share.
+        weight: [d_out, d_in].
+        gram: [d_in, d_in], of the tokens that the expert reads.
+        gradients: [N, d_out, d_in].
+        shares: of the weights that go.
+    """
+    found = []
+    for share in shares:
+        change = solve(weight, gram, share) - weight
+        found.append(
+            sum(float(a.double() @ d.double()) ** 2 for n in gradients for a, d in zip(n, change, strict=True))
+        )
+    return [loss / len(gradients) for loss in found]
+
+
+def least_division(
+    curves: list[Callable[[float], float]], sizes: list[int], sparsity: float, grid: list[float]
+) -> float:
+    """The least sum of losses over all ways to give each matrix a share of the grid, with the mean that is asked."""
+    best, total = math.inf, sparsity * sum(sizes)
+    for shares in itertools.product(grid, repeat=len(curves)):
+        if abs(sum(map(operator.mul, shares, sizes)) - total) < 1e-6 * total:
+            best = min(best, sum(curve(share) for curve, share in zip(curves, shares, strict=True)))
+    return best

@@ -112,6 +112,18 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     assert not any("keep" in name for name in peft.get_peft_model_state_dict(adapted))
 
 
+@pytest.mark.parametrize(
+    "first", ["optimum_moonshot.integrations.peft", "peft", "optimum_moonshot", "peft, optimum_moonshot"]
+)
+def test_whatever_is_imported_first(first):
+    """In another process: this package's module of adapters may be the first to ask for PEFT."""
+    known = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as known"
+    code = f"import {first}\nimport optimum_moonshot\nfrom optimum_moonshot.integrations.peft import MARK\n{known}"
+    command = [sys.executable, "-c", f"{code}\nassert known[MARK].__name__ == 'SparseLoraConfig'"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+
+
 RELOAD = """
 import sys, torch, transformers
 {imports}

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import shutil
 
@@ -149,6 +150,15 @@ def test_weights_are_those_of_the_files_bit_for_bit(pattern, saved):
         for name, parts in MERGED.items():
             weight, _ = found[f"{layer}.{name}"]
             assert torch.equal(weight, torch.cat([stored[f"{layer}.{part}.weight"] for part in parts]))
+
+
+def test_packed_experts_are_dense_in_memory_and_a_line_says_so(saved, caplog, monkeypatch):
+    folder = saved("mixtral", "2:4")
+    stored = load_file(folder / "packed" / "moonshot.safetensors")
+    assert sum(name.endswith("weight_packed") and ".experts." in name for name in stored) == 2 * 4 * 3
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    load(folder / "packed")
+    assert "the experts of 2 layers are dense in memory" in caplog.text
 
 
 def test_a_dense_checkpoint_is_packed_when_asked(saved):

@@ -41,13 +41,15 @@ class LayerStatistics:
             size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
         for index in range(count):
             rows, gradients = slice(index * size, (index + 1) * size), self.gradients
+            tokens = None if self.tokens is None else self.tokens[index : index + 1]
             if index in self.unknown:
-                yield LayerStatistics(torch.zeros_like(self.inputs[index]), None, self.samples, self.diagonal)
+                nothing = torch.zeros_like(self.inputs[index])
+                yield LayerStatistics(nothing, None, self.samples, self.diagonal, tokens=tokens)
                 continue
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
             inputs = self.inputs if shared else self.inputs[index]
-            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal)
+            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal, tokens=tokens)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
         """The layer's quadratic at its dense weight.

@@ -148,7 +148,9 @@ class Observer(AbstractContextManager["Observer"]):
             finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
             _check_finite(finite, f"{name}: its gradients")
         extra |= {other: statistic.result() for other, statistic in sums.extra.items()}
-        return LayerStatistics(inputs, gradients, self.samples, self.diagonal, sums.totals, extra, tokens)
+        return LayerStatistics(
+            inputs, gradients, self.samples, self.diagonal, totals=sums.totals, extra=extra, tokens=tokens
+        )
 
 
 def _check_finite(finite: bool, what: str) -> None:

@@ -1,6 +1,7 @@
 """Load a pruned checkpoint, verified: dense, packed in memory, as torch's 2:4 tensors, or as what is fastest."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.choice import check_runtime
 from ..runtime.semi_structured import check_batch_shape
 from .in_memory import to_runtime
-from .keys import parameter_names
+from .keys import merged_weights, parameter_names
 from .packed_files import model_class, read_model_config
 from .request import Request, requested
 from .verified import check_alone, check_complete, verify
@@ -123,14 +124,16 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
 
 def _check_zeros(folder: Path, model: nn.Module) -> None:
     """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than its report says."""
-    zeros = _reported_zeros(folder)
+    zeros, counted = _reported_zeros(folder), Counter[str]()
     for path in weight_files(folder, None) if zeros else ():
         with safe_open(path, "pt") as file:
-            for stored, name in parameter_names(model, file.keys()).items():
+            merged = {stored: each.weight for stored, each in merged_weights(model, file.keys()).items()}
+            for stored, name in (parameter_names(model, file.keys()) | merged).items():
                 if name in zeros:
-                    counted = int((file.get_tensor(stored) == 0).sum())
-                    with naming(name):
-                        require(counted >= zeros[name], f"it has {counted} zeros, its report says {zeros[name]}")
+                    counted[name] += int((file.get_tensor(stored) == 0).sum())
+    for name, count in counted.items():
+        with naming(name):
+            require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")
 
 
 def _reported_zeros(folder: Path) -> dict[str, int]:

@@ -5,7 +5,6 @@ A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer be
 """
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +23,11 @@ from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from .keys import expert_names, parameter_names
+from .keys import Merged, merged_weights, parameter_names
 from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
 from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
 
 FORMATS = ("dense", "packed")
-_log = logging.getLogger(__name__)
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
 # How `pack_files` and `unpack_files` change a file: its tensors and packed layers to the new ones.
 Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]
@@ -124,27 +122,36 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     """
     layers, packed = pruned_layers(model), []
     stored = _stored_names(source)
-    places = parameter_names(model, stored)
-    alone = [name for name in expert_names(model, stored).values() if name in layers]
-    if alone:
-        _log.warning("%d weights of single experts stay dense in the packed files", len(alone))
+    places, merged = parameter_names(model, stored), merged_weights(model, stored)
 
     def change(tensors: Tensors, _: Layers) -> tuple[Tensors, Layers]:
         entries = {}
         for name in list(tensors):
-            layer = layers.get(places.get(name))
             tensor = tensors[name]
+            if name in merged:
+                layer = _of_expert(layers.get(merged[name].weight), merged[name], tensor)
+            else:
+                layer = layers.get(places.get(name))
             if layer is None or layer.shape != tuple(tensor.shape) or stored_bytes(tensor, layer) == tensor.nbytes:
                 continue
             del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
-            with naming(places[name]):
+            with naming(places.get(name, name)):
                 tensors |= layer.pack(name, tensor)
         packed.extend(entries)
         return tensors, entries
 
     _rewrite(source, target, change, packed=True)
     require(bool(packed), 'format="packed" makes no layer smaller: use format="dense"')
+
+
+def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> PackedLayer | None:
+    """What is known of a stored weight that is a part of a fused parameter; None of one that is not pruned."""
+    if fused is None or tensor.ndim < 2:
+        return None
+    alone = replace(fused, shape=tuple(tensor.shape), transposed=False)
+    fits = alone.nm is None or (merged.keeps_rows and alone.nm.fits(alone.matrix))
+    return alone if fits else replace(alone, pattern=Unstructured.kind)
 
 
 def unpack_files(source: Path, target: Path) -> None:

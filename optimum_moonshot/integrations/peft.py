@@ -10,7 +10,8 @@ without the mask. So what is saved has a mark in the place of its type: PEFT alo
 imported it masks the adapter again while it loads.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,16 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
-from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, dispatch_default
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, ParamWrapper, _LoraParameterProxy, dispatch_default
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
+from torch.nn.utils import parametrize
 
 from ..errors import require
 from ..masks import find_pruned, is_pruned
 from ..model.forms import find_form
+from ..model.layers import WEIGHT
 
 MEND = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Ways to start an adapter that change the weight under it.
@@ -48,16 +50,14 @@ class SparseLoraConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._register_custom_module({nn.Linear: masked_adapter, Conv1D: masked_adapter})
+        self._register_custom_module({nn.Module: masked_adapter})
 
     def to_dict(self) -> dict[str, Any]:
         """As PEFT's, with the mark."""
         return {**super().to_dict(), "peft_type": MARK}
 
 
-def register() -> None:
-    """Tell PEFT what adapters with the mark are."""
-    PEFT_TYPE_TO_CONFIG_MAPPING[MARK] = SparseLoraConfig
+PEFT_TYPE_TO_CONFIG_MAPPING[MARK] = SparseLoraConfig  # what adapters with the mark are
 
 
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
@@ -73,7 +73,8 @@ def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **k
         MoonshotError: options that fill the zeros.
     """
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if not is_pruned(base.weight):
+    weight = getattr(base, kwargs.get("parameter_name") or WEIGHT, None)
+    if not isinstance(weight, Tensor) or not is_pruned(weight):
         return None
     _check_start(config)
     module = dispatch_default(target, adapter_name, config=config, **kwargs)
@@ -112,14 +113,14 @@ def sparse_lora(model: PeftModel) -> PeftModel:
         _check_start(config)
     pruned = {id(layer.parameter) for layer in find_pruned(model)}
     adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    touched = [(name, module) for name, module in adapters if _weight(module) in pruned]
+    touched = [(name, module) for name, module in adapters if id(_weight(module)) in pruned]
     require(bool(touched), "no adapter lies on a pruned layer: nothing needs masking")
     for name, module in touched:
         _check(name, module)
     for _, module in touched:
-        if type(module) is Linear:
+        if type(module) in _MASKED:
             _mask(module)
-    used = {name for _, module in touched if isinstance(module, SparseLinear) for name in module.lora_A}
+    used = {name for _, module in touched if isinstance(module, _Masked) for name in module.lora_A}
     for name in used & model.peft_config.keys():
         _mark(model.peft_config[name])
     return model
@@ -134,31 +135,32 @@ def unmasked_adapters(model: nn.Module, weights: Collection[nn.Parameter]) -> li
     """
     pruned = set(map(id, weights))
     adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    keeping = (IA3Layer, SparseLinear)
-    return [name for name, module in adapters if _weight(module) in pruned and not isinstance(module, keeping)]
+    keeping = (IA3Layer, _Masked)
+    return [name for name, module in adapters if id(_weight(module)) in pruned and not isinstance(module, keeping)]
 
 
-def _mask(module: Linear) -> None:
-    module.__class__ = SparseLinear
-    module.register_buffer("keep", module.get_base_layer().weight.detach() != 0, persistent=False)
+def _mask(module: Linear | ParamWrapper) -> None:
+    module.__class__ = _MASKED.get(type(module), type(module))
+    module.register_buffer("keep", _weight(module).detach() != 0, persistent=False)
 
 
 def _mark(config: LoraConfig) -> None:
     """Make a configuration one that is saved with the mark, in place: PEFT and the caller hold the same object."""
     if type(config) is LoraConfig:
         config.__class__ = SparseLoraConfig
-        config._register_custom_module({nn.Linear: masked_adapter, Conv1D: masked_adapter})
+        config._register_custom_module({nn.Module: masked_adapter})
 
 
-def _weight(module: BaseTunerLayer) -> int:
-    return id(getattr(module.get_base_layer(), "weight", None))
+def _weight(module: BaseTunerLayer) -> Any:
+    """What an adapter lies on: a module's weight, or the parameter that it names, such as fused experts."""
+    return getattr(module.get_base_layer(), getattr(module, "parameter_name", WEIGHT), None)
 
 
 def _check(name: str, module: BaseTunerLayer) -> None:
     require(not module.merged, f"{name}: an adapter is merged into its weight; call unmerge_adapter() first")
     if isinstance(module, IA3Layer):
         return
-    known = type(module) in (Linear, SparseLinear)
+    known = type(module) in (*_MASKED, *_MASKED.values())
     kind = f"{type(module).__module__.split('.')[2]} {type(module).__name__}"
     require(known, f"{name}: the zeros of a pruned layer cannot be kept under a PEFT {kind} adapter; {MEND}")
     _check_variants(name, module)
@@ -173,13 +175,13 @@ def _check_start(config: PeftConfig) -> None:
     )
 
 
-def _check_variants(name: str, module: Linear) -> None:
+def _check_variants(name: str, module: Any) -> None:
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
     require(not variants, f"{name}: {', '.join(sorted(variants))} mixes the zeros of a pruned layer back in; {MEND}")
 
 
-class SparseLinear(Linear):
-    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D.
+class _Masked(nn.Module):
+    """What the masked layers have in common.
 
     Attributes:
         keep: True where the weight survives, bool, laid out as the weight.
@@ -187,9 +189,42 @@ class SparseLinear(Linear):
 
     keep: Tensor
 
-    def get_delta_weight(self, adapter: str) -> Tensor:
+    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
         """The change of the weight by one adapter, laid out as the weight."""
-        return super().get_delta_weight(adapter) * self.keep
+        return super().get_delta_weight(adapter, *args, **kwargs) * self.keep
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        _check_start(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        _check_variants("a new adapter", self)
+        _mark(config)
+
+
+class SparseParameter(_Masked, ParamWrapper):
+    """PEFT's LoRA on a parameter, with a mask: on fused experts [E, out, in] or [E, in, out]."""
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """As PEFT's, by the change itself: what later releases add is a product of its factors, which has no mask."""
+        deltas = [self.get_delta_weight(adapter) for adapter in active_adapters if adapter in self.lora_A]
+        if not deltas:
+            yield
+            return
+        base, name, trained = self.get_base_layer(), self.parameter_name, self.get_param().requires_grad
+        parametrize.register_parametrization(base, name, _LoraParameterProxy(sum(deltas[1:], start=deltas[0])))
+        base.parametrizations[name].original.requires_grad_(trained)
+        try:
+            with parametrize.cached():
+                yield
+        finally:
+            self._remove_parametrizations()
+
+
+SparseParameter.__name__ = ParamWrapper.__name__  # by which PEFT knows that another parameter can be wrapped too
+
+
+class SparseLinear(_Masked, Linear):
+    """PEFT's LoRA layer with a mask, on a Linear or GPT-2's Conv1D."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
@@ -209,8 +244,5 @@ class SparseLinear(Linear):
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        _check_start(config)
-        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
-        _check_variants("a new adapter", self)
-        _mark(config)
+
+_MASKED: dict[type[nn.Module], type[_Masked]] = {Linear: SparseLinear, ParamWrapper: SparseParameter}

@@ -7,6 +7,7 @@ is imported either: a finder waits for each and registers ours the moment it is 
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -61,9 +62,7 @@ def register() -> None:
 def register_adapters() -> None:
     """Tell PEFT about masked adapters; a release of it that is too old for them stops at their mark all the same."""
     with contextlib.suppress(ImportError):
-        from . import peft
-
-        peft.register()
+        import_module(f"{__package__}.peft")  # it may be what imports PEFT: then it is not through yet
 
 
 _REGISTERS = {"transformers.quantizers.auto": register, "peft": register_adapters}

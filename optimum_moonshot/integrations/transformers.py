@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.keys import parameter_names
+from ..checkpoint.keys import followed_names
 from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, config_entry, read_version
 from ..checkpoint.request import current_request
 from ..checkpoint.verified import check_complete, checksums_wanted, verify
@@ -28,6 +28,9 @@ from ..model.forms import find_form
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
+
+if TYPE_CHECKING:
+    from .packed_experts import PackedExperts
 
 _RUNTIMES = ("dense", "packed", "auto")
 _WEIGHT = ".weight"
@@ -98,6 +101,7 @@ class MoonshotQuantizer(HfQuantizer):
         self.runtime = "dense" if self.pruning else self.request.runtime or quantization_config.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # the packed weights of the files, by their names in the model
+        self.experts: PackedExperts | None = None  # packed weights that need more than to be unpacked
         self.kept: list[str] = []  # modules that stay packed in memory
         self.chosen: dict[str, str] = {}  # what becomes of every packed layer, unless all become dense
         self.shapes: dict[str, torch.Size] = {}  # of everything that is loaded, by config.json
@@ -133,6 +137,8 @@ class MoonshotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
+        from .packed_experts import PackedExperts
+
         if self.pruning:
             self._prepare_pruning(model)
         elif not self.pre_quantized:
@@ -143,6 +149,7 @@ class MoonshotQuantizer(HfQuantizer):
             if isinstance(names, list) and type(model).__name__ in names:
                 _require_complete(model)
             found = _packed_layers(model, checkpoint_files or [])
+            self.experts = PackedExperts.find(model, checkpoint_files or [])
             self.packed = {name: packed.layer for name, packed in found.items()}
             if self.runtime in ("packed", "auto"):
                 self.chosen = _keep_packed(model, found, self.runtime, device_map)
@@ -161,6 +168,8 @@ class MoonshotQuantizer(HfQuantizer):
         _cast(model, self.dtypes)
         # Saving would reverse it; what is saved is dense.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
+        if self.experts is not None:
+            self.experts.restore(model)
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -211,7 +220,8 @@ class MoonshotQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         lasts = sorted({"weight", *(name.rpartition(".")[2] for name in self.packed)})
-        return [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        conversions = [Unpacking(self.packed, self.dtypes, self.kept, last) for last in lasts]
+        return conversions if self.experts is None else [*conversions, *self.experts.conversions(self.dtypes)]
 
     def is_serializable(self) -> bool:
         return False  # it has let go of the model before it can be saved
@@ -262,7 +272,7 @@ class _Found(NamedTuple):
 
 
 def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
-    """Every packed weight of the files by its name in the model.
+    """The packed weights of the files by their names in the model, without `PackedExperts`.
 
     Raises:
         MoonshotError: a weight that is not of the model's shape, with its name.
@@ -271,7 +281,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
     for path in files:
         with safe_open(path, "pt") as file:
             layers = Description.read(file.metadata()).layers
-        for stored, name in parameter_names(model, layers).items():
+        for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
             form = find_form(module)

@@ -27,6 +27,7 @@ class Tally:
 
     packed: int = 0
     dense: int = 0
+    experts: int = 0  # layers of fused experts, which vLLM's own code multiplies by
     bytes: int = 0  # of the weights as they are
     dense_bytes: int = 0  # of the same weights, dense
     reported: bool = False
@@ -50,6 +51,8 @@ class Tally:
             give_back()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
             _log.info("%d linear layers are packed in memory, %d dense: %s", self.packed, self.dense, sizes)
+            if self.experts:
+                _log.info("the experts of %d layers are dense in memory, as vLLM multiplies by them", self.experts)
 
 
 class PackedLinearMethod(LinearMethodBase):

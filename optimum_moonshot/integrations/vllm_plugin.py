@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .vllm_linear import Tally
 
 
+_EXPERTS = ("FusedMoE", "RoutedExperts")  # vLLM's layers of fused experts, in earlier releases and in later ones
+
+
 class MoonshotQuantization(QuantizationConfig):
     """`quantization_config` of a packed checkpoint, or what `quantization="moonshot"` makes of a dense one."""
 
@@ -63,9 +66,10 @@ class MoonshotQuantization(QuantizationConfig):
         from .vllm_loading import unpack_while_loading
 
         unpack_while_loading()
-        if not isinstance(layer, LinearBase):
-            return None
         self.tally = self.tally or Tally()
+        if not isinstance(layer, LinearBase):
+            self.tally.experts += type(layer).__name__ in _EXPERTS
+            return None
         return PackedLinearMethod(prefix, self.tally)
 
 

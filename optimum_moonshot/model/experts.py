@@ -34,8 +34,19 @@ def expert_keys(module: nn.Module) -> list[str]:
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return []
     fused = {key: len(parameter) for key, parameter in module._parameters.items() if _is_fused(parameter)}
-    counts = {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
-    return [key for key, count in fused.items() if count in counts]
+    return [key for key, count in fused.items() if count in _counts(module)]
+
+
+def stacks_experts(module: nn.Module) -> bool:
+    """Whether a module has matrices [experts · out, in], one expert below the other, which nothing here takes apart."""
+    most = max(_counts(module), default=0)
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return most > 1 and any(each.ndim == 2 and len(each) > most and len(each) % most == 0 for each in parameters)
+
+
+def _counts(module: nn.Module) -> set[int]:
+    """The numbers in a module's attributes that speak of experts."""
+    return {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from ..errors import require
-from .experts import ExpertsForm, expert_keys
+from .experts import ExpertsForm, expert_keys, stacks_experts
 from .forms import Form, find_form
 from .presence import RESIDENT, Weights
 
@@ -288,6 +288,8 @@ def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None
     if "qweight" in dict(module.named_buffers(recurse=False)):
         return f"quantized: {type(module).__name__}"
     shapes = _matrices(module)
+    if shapes and stacks_experts(module):
+        return f"experts one below the other in weights {shapes}: only those of three dimensions are told apart"
     return f"no Linear or Conv2d: {type(module).__name__} with weights {shapes}" if shapes else None
 
 

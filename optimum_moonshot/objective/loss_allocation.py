@@ -11,7 +11,9 @@ convex hull in place of F_l, the sparsities at which all slopes (dF_l/ds)/size_l
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+
+import numpy as np
 
 # Sparsities that a curve is evaluated at, between the lowest and the highest that a matrix may get.
 CELLS = 512
@@ -30,6 +32,7 @@ class LossCurve:
     size: int  # weights of the matrix
     sparsities: tuple[float, ...]  # ascending, in (0, 1], two or more
     losses: tuple[float, ...]  # not negative
+    experts: tuple["LossCurve", ...] = ()  # of each of its experts, whose losses add up to these; empty without any
 
     def values(self, sparsities: Sequence[float]) -> list[float]:
         """Losses at any sparsities, ascending: the logarithm is linear between two that are known, and before them."""
@@ -66,18 +69,18 @@ def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[st
     if width == 0:
         return dict.fromkeys(curves, sparsity)
     at = [low + cell * width for cell in range(CELLS + 1)]
-    slopes = {}
-    for name, curve in curves.items():
+    slopes = np.empty((len(curves), CELLS))
+    for row, curve in zip(slopes, curves.values(), strict=True):
         values = [value / (curve.size * width) for value in curve.values(at)]
-        slopes[name] = _ascending([after - before for before, after in pairwise(values)])
-    everything = sorted((slope, curves[name].size) for name, found in slopes.items() for slope in found)
-    wanted = (sparsity - low) / width * sum(curve.size for curve in curves.values())
-    reached = accumulate(size for _, size in everything)
-    price = next((slope for (slope, _), total in zip(everything, reached, strict=True) if total >= wanted), None)
-    price = everything[-1][0] if price is None else price
+        row[:] = _ascending([after - before for before, after in pairwise(values)])
+    sizes = np.array([curve.size for curve in curves.values()])
+    order = slopes.argsort(axis=None)
+    wanted = (sparsity - low) / width * int(sizes.sum())
+    reached = sizes.repeat(CELLS)[order].cumsum().searchsorted(wanted)
+    price = float(slopes.flat[order[min(int(reached), len(order) - 1)]])
     margin = EQUAL * abs(price)
-    below = {name: sum(slope < price - margin for slope in found) for name, found in slopes.items()}
-    equal = {name: sum(abs(slope - price) <= margin for slope in found) for name, found in slopes.items()}
+    below = dict(zip(curves, (slopes < price - margin).sum(1).tolist(), strict=True))
+    equal = dict(zip(curves, (abs(slopes - price) <= margin).sum(1).tolist(), strict=True))
     missing = wanted - sum(curves[name].size * cells for name, cells in below.items())
     share = missing / sum(curves[name].size * cells for name, cells in equal.items())
     return {name: min(1.0, max(0.0, low + width * (below[name] + share * equal[name]))) for name in curves}

@@ -8,7 +8,7 @@ entries (or groups of columns) of the comparison group that it is given, ties by
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -68,8 +68,40 @@ class Unstructured:
     def fits(self, shape: tuple[int, int]) -> bool:
         return True
 
+    def times(self, share: float) -> "Unstructured":
+        """The same with so much of its sparsity.
+
+        Args:
+            share: in [0, 1].
+        """
+        return replace(self, sparsity=share * self.sparsity)
+
     def __str__(self) -> str:
         return "unstructured"
+
+
+@dataclass(frozen=True)
+class PerExpert(Unstructured):
+    """What a layer of experts gets where each has a sparsity of its own; `sparsity` is that of the whole layer."""
+
+    experts: tuple[float, ...] = ()  # sparsity of each, exact
+
+    def keep(self, scores: Tensor, before: int = 0) -> Tensor:
+        """As `Unstructured.keep`, of the whole layer: every expert is a comparison group of its own."""
+        parts = scores.chunk(len(self.experts))
+        return torch.cat([self.of(expert).keep(some) for expert, some in enumerate(parts)])
+
+    def keep_per_row(self, scores: Tensor) -> Tensor:
+        """As `Unstructured.keep_per_row`, of the whole layer."""
+        parts = scores.chunk(len(self.experts))
+        return torch.cat([self.of(expert).keep_per_row(some) for expert, some in enumerate(parts)])
+
+    def of(self, expert: int) -> Unstructured:
+        """What one expert gets, which is what a solver sees."""
+        return Unstructured(self.experts[expert], exact=True)
+
+    def times(self, share: float) -> "PerExpert":
+        return replace(self, sparsity=share * self.sparsity, experts=tuple(share * each for each in self.experts))
 
 
 @dataclass(frozen=True)
@@ -134,6 +166,10 @@ class Structured:
     def columns(self, groups: Tensor) -> Tensor:
         """What holds for groups [d_in / group], for each of their columns [d_in]."""
         return groups.repeat_interleave(self.group)
+
+    def times(self, share: float) -> "Structured":
+        """As `Unstructured.times`."""
+        return replace(self, sparsity=share * self.sparsity)
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether the columns of a [d_out, d_in] weight divide into groups."""

@@ -225,7 +225,7 @@ def apportion(shares: list[float], total: int) -> list[int]:
     return counts
 
 
-def exact_patterns(sizes: dict[str, int], sparsities: dict[str, float], sparsity: float) -> dict[str, Pattern]:
+def exact_patterns(sizes: dict[str, int], sparsities: dict[str, float], sparsity: float) -> dict[str, Unstructured]:
     """Patterns of layers that together remove ``round(sparsity · total)`` weights.
 
     Args:

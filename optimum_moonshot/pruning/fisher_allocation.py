@@ -22,20 +22,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.passes import Step
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
-from ..objective.patterns import NM, MixedNM, Pattern, Unstructured
+from ..objective.patterns import NM, MixedNM, Pattern, PerExpert, Unstructured
 from ..progress import progress_bar
 from ..solvers import Solver
 from .allocation import exact_patterns
+from .expert_chunks import ExpertChunks
 from .preparation import Prepared
+from .row_chunks import RowChunks
 from .schedule import StatisticsSchedule
+from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
 from .variant import Variant
 
@@ -43,6 +48,8 @@ from .variant import Variant
 SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985)
 # One in so many samples and rows, and at least so many of both.
 SHARE, SAMPLES, ROWS = 8, 16, 256
+# Why experts have no n of their own.
+ONE_N = "the experts of a layer have one n, since config.json says one pattern of a layer"
 
 
 def trial_patterns(asked: Pattern | MixedNM) -> tuple[Pattern, ...]:
@@ -57,46 +64,86 @@ def trial_patterns(asked: Pattern | MixedNM) -> tuple[Pattern, ...]:
 
 
 def sampled_rows(layer: PrunableLayer) -> slice:
-    """The rows of a matrix that its curve is measured on."""
+    """The rows of a matrix that its curve is measured on; of experts and grouped convolutions all."""
     d_out = layer.shape[0]
-    step = 1 if layer.groups > 1 else min(SHARE, max(1, d_out // ROWS))
+    step = 1 if layer.groups > 1 or layer.form.separate else min(SHARE, max(1, d_out // ROWS))
     return slice(step // 2, d_out, step)
 
 
 @torch.no_grad()
 def loss_curve(
-    solver: Solver, layer: PrunableLayer, statistics: LayerStatistics, patterns: Sequence[Pattern]
+    solver: Solver,
+    layer: PrunableLayer,
+    statistics: LayerStatistics | ExpertChunks,
+    patterns: Sequence[Pattern],
 ) -> LossCurve:
-    """What a matrix loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
+    """What a layer loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
 
     Args:
         solver: which prunes them, at λ = 1.
-        layer: at its dense weight.
+        layer: at its dense weight; of experts, each has a curve of its own.
         statistics: G, and the gradients A_n of the rows `sampled_rows`.
         patterns: of one class, sparser and sparser.
 
     Raises:
-        FactorizationError: the matrix's quadratic stays singular at the largest damping, with the layer's name.
+        FactorizationError: a matrix's quadratic stays singular at the largest damping, with the layer's name.
     """
-    weight, gradients = layer.matrix[sampled_rows(layer)].float(), statistics.gradients
+    weight = layer.matrix[sampled_rows(layer)].float()
+    try:
+        if layer.form.separate:
+            return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns)
+        assert isinstance(statistics, LayerStatistics)
+        curve = _matrix_curve(solver, weight, statistics, patterns)
+    except FactorizationError as error:
+        raise FactorizationError(f"{layer.name}: {error}") from None
+    scale = layer.shape[0] / len(weight)
+    losses = tuple(scale * loss for loss in curve.losses)
+    return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses)
+
+
+def _expert_curves(
+    solver: Solver, weights: Tensor, statistics: LayerStatistics | ExpertChunks, patterns: Sequence[Pattern]
+) -> LossCurve:
+    """The curve of a layer of experts [E, d_out, d_in], with those of each.
+
+    What a starved expert loses is not known: it has the mean of the layer's others, and so no extreme share.
+    """
+    size, shares = weights[0].numel(), _shares(patterns)
+    measured: list[LossCurve | None] = []
+    starved: list[int] = []
+    for index, own in enumerate(statistics.groups(len(weights))):
+        measured.append(None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns))
+        if measured[-1] is None or (own.tokens is not None and is_starved(int(own.tokens), own.inputs.shape[-1])):
+            starved.append(index)
+    known = [curve for index, curve in enumerate(measured) if index not in starved] or list(filter(None, measured))
+    sums = [sum(losses) for losses in zip(*(curve.losses for curve in known), strict=True)] or [0.0] * len(shares)
+    mean = LossCurve(size, shares, tuple(loss / max(1, len(known)) for loss in sums))
+    experts = tuple(mean if index in starved else curve or mean for index, curve in enumerate(measured))
+    total = tuple(map(sum, zip(*(curve.losses for curve in experts), strict=True)))
+    return LossCurve(weights.numel(), shares, total, experts)
+
+
+def _matrix_curve(
+    solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern]
+) -> LossCurve:
+    """Of a matrix [d_out, d_in], or of some rows of one."""
+    known, gradients = statistics, statistics.gradients
     assert isinstance(gradients, Fisher)
-    known = statistics
     if solver.objective.diagonal_only:
         squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
         known = LayerStatistics(squares, None, statistics.samples, diagonal=True)
-    objective = known.objective(weight, 1.0, solver.column_block(layer.shape[1], patterns[0]))
-    try:
-        found = solver.trials(objective, patterns)
-    except FactorizationError as error:
-        raise FactorizationError(f"{layer.name}: {error}") from None
-    sparsities = [pattern.sparsity for pattern in patterns]
+    objective = known.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]))
+    found = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
-        found, sparsities = [*found, torch.zeros_like(weight)], [*sparsities, 1.0]
+        found = [*found, torch.zeros_like(weight)]
     losses = gradients.losses(torch.stack([pruned - weight for pruned in found]))
-    scale = layer.shape[0] / len(weight)
-    return LossCurve(
-        layer.shape[0] * layer.shape[1], tuple(sparsities), tuple(scale * loss for loss in losses.tolist())
-    )
+    return LossCurve(weight.numel(), _shares(patterns), tuple(losses.tolist()))
+
+
+def _shares(patterns: Sequence[Pattern]) -> tuple[float, ...]:
+    """The sparsities of a curve's points."""
+    ends = (1.0,) if isinstance(patterns[-1], Unstructured) else ()
+    return (*(pattern.sparsity for pattern in patterns), *ends)
 
 
 class SampledRows(StatisticsSchedule):
@@ -114,8 +161,8 @@ class SampledRows(StatisticsSchedule):
         rows = len(range(*sampled_rows(layer).indices(d_out)))
         return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
 
-    def _chunks(self, together: list[PrunableLayer], step: object) -> None:
-        return None
+    def _chunks(self, together: list[PrunableLayer], step: Step) -> RowChunks | ExpertChunks | None:
+        return super()._chunks(together, step) if together[0].form.separate else None
 
 
 class _Curves:
@@ -162,7 +209,7 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     missing = sum(map(curves.lacks, layers))
     with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
         for layer, statistics in source.layers():
-            assert isinstance(statistics, LayerStatistics)
+            assert isinstance(statistics, LayerStatistics | ExpertChunks)
             for patterns, lacking in curves.of(layer).items():
                 curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
                 for variant in lacking:
@@ -202,12 +249,30 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
         taken = divide_steps(losses, steps, round(asked.sparsity * sum(sizes.values())))
         found = {name: NM(asked.m - count, asked.m) for name, count in taken.items()}
         total = sum(taken[name] * steps[name] for name in taken) / max(1, sum(sizes.values()))
-        return found, f"Fisher allocation: {_counts(found)}; sparsity {total:.6f} of {asked.sparsity:g} asked"
+        alike = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
+        return found, f"Fisher allocation: {_counts(found)}; sparsity {total:.6f} of {asked.sparsity:g} asked{alike}"
     assert asked is not None  # an allocation by name is another
-    sparsities = divide_sparsity(curves, asked.sparsity)
-    found = exact_patterns(sizes, sparsities, asked.sparsity)
+    matrices = {part: own for name, curve in curves.items() for part, own in _matrices(name, curve).items()}
+    sparsities = divide_sparsity(matrices, asked.sparsity)
+    each = exact_patterns({part: own.size for part, own in matrices.items()}, sparsities, asked.sparsity)
+    found = {name: _of_layer(curve, [each[part] for part in _matrices(name, curve)]) for name, curve in curves.items()}
     low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
-    return found, f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(found)} layers"
+    experts = sum(len(curve.experts) for curve in curves.values())
+    alone = f", {experts} experts each with its own" if experts else ""
+    return found, f"Fisher allocation: sparsities {low:.4f} to {high:.4f} in {len(found)} layers{alone}"
+
+
+def _matrices(name: str, curve: LossCurve) -> dict[str, LossCurve]:
+    """The curves of what has a share of its own in a layer: the layer, or each of its experts."""
+    return {f"{name} of expert {index}": own for index, own in enumerate(curve.experts)} or {name: curve}
+
+
+def _of_layer(curve: LossCurve, patterns: Sequence[Unstructured]) -> Pattern:
+    """The pattern of a layer from those of its experts, or from its own."""
+    if not curve.experts:
+        return patterns[0]
+    shares = tuple(pattern.sparsity for pattern in patterns)
+    return PerExpert(sum(shares) / len(shares), exact=True, experts=shares)
 
 
 def _counts(patterns: dict[str, Pattern]) -> str:

@@ -10,7 +10,6 @@ The reconstruction error is the only objective: tuning is towards the outputs, a
 loss were those of the dense model (what λ < 1 gains in one shot is gone after a recovery, docs/measured.md).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ def stage_patterns(pattern: Pattern) -> list[Pattern]:
     if isinstance(pattern, NM):
         before: list[Pattern] = [NM(pattern.m - round(share * (pattern.m - pattern.n)), pattern.m) for share in shares]
     else:
-        before = [dataclasses.replace(pattern, sparsity=share * pattern.sparsity) for share in shares]
+        before = [pattern.times(share) for share in shares]
     return [*before, pattern]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calibration.layer_statistics import LayerStatistics
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern, Unstructured
+from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import PrunedWeight, Solver
 from .expert_chunks import ExpertChunks
@@ -95,6 +95,8 @@ def _solve_groups(
 
 def _share(pattern: Pattern, index: int, size: int) -> Pattern:
     """What one of a layer's equal matrices gets of an exact share."""
+    if isinstance(pattern, PerExpert):
+        return pattern.of(index)
     if not isinstance(pattern, Unstructured) or not pattern.exact:
         return pattern
     return Unstructured((pattern.up_to((index + 1) * size) - pattern.up_to(index * size)) / size, exact=True)

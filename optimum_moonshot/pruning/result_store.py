@@ -20,6 +20,7 @@ from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
 
 _POINTS = ("sparsities", "losses")  # of a curve
+_EXPERTS = "experts"  # the losses of each, where it has any
 
 
 class ResultStore:
@@ -52,8 +53,10 @@ class ResultStore:
         for _, values, tensors in folder.saved(CURVES):
             damaged += values is None
             if values is not None:
-                points = tensors["sparsities"].tolist(), tensors["losses"].tolist()
-                self.curves[values["name"]] = LossCurve(values["size"], *map(tuple, points))
+                sparsities, losses = (tuple(tensors[field].tolist()) for field in _POINTS)
+                each = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
+                experts = (LossCurve(values["size"] // len(each), sparsities, tuple(own)) for own in each)
+                self.curves[values["name"]] = LossCurve(values["size"], sparsities, losses, tuple(experts))
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
             if values is not None:
@@ -110,6 +113,8 @@ class ResultStore:
         """
         if self.folder is not None:
             points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
+            if curve.experts:
+                points[_EXPERTS] = torch.tensor([own.losses for own in curve.experts], dtype=torch.float64)
             self.folder.save(CURVES, name, points, {"name": name, "size": curve.size})
         self.curves[name] = curve
 

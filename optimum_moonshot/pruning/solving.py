@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from ..calibration.layer_statistics import LayerStatistics
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern
+from ..objective.patterns import Pattern, PerExpert
 from ..reports.environment import peak_memory
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
@@ -145,6 +145,7 @@ def solve(
             peak_memory=peak_memory(device),
             notes=result.notes if known else (),
             asked=pattern.sparsity,
+            experts_asked=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
             **(loss_fields(used, masked, pruned) if known else {"lam": None}),
         )
         found.append((report, weight))

@@ -24,6 +24,16 @@ INPUTS_PER_TOKEN = 4
 Known = dict[tuple[str, int], Tensor]
 
 
+def is_starved(tokens: int, d_in: int) -> bool:
+    """Whether an expert has read too few tokens for its Gram matrix, or for what pruning costs, to be known.
+
+    Args:
+        tokens: that it has read.
+        d_in: its inputs.
+    """
+    return tokens * INPUTS_PER_TOKEN < d_in
+
+
 class StarvedExperts:
     """What a run does about them.
 
@@ -56,8 +66,8 @@ class StarvedExperts:
         """The experts of a layer, counted from its first, whose tokens are too few."""
         if self.everyone:
             return list(range(layer.groups))
-        few = observer.tokens(layer) * INPUTS_PER_TOKEN < layer.shape[1]
-        return few.nonzero().flatten().tolist()
+        tokens = observer.tokens(layer).tolist()
+        return [index for index, count in enumerate(tokens) if is_starved(count, layer.shape[1])]
 
     def all_tokens(self, step: Step, layers: Sequence[PrunableLayer], starved: Mapping[str, list[int]]) -> Known:
         """G of all tokens of starved experts, by passes of their own; nothing where magnitude stands for it.

@@ -68,14 +68,24 @@ class LayerReport:
     notes: tuple[str, ...] = ()
     asked: float | None = None  # sparsity asked for: the pattern's, for this layer
     experts: ExpertChoice | None = None  # of a mixture that lost some
+    experts_asked: tuple[float, float] | None = None  # the least and the most of an expert, where each has its own
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From what JSON makes of `dataclasses.asdict`."""
-        choice = values.get("experts")
+        choice, lists = values.get("experts"), {"shape": values["shape"], "notes": values.get("notes", ())}
+        if values.get("experts_asked") is not None:
+            lists["experts_asked"] = values["experts_asked"]
         experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
-        shape, notes = tuple(values["shape"]), tuple(values.get("notes", ()))
-        return cls(**{**values, "shape": shape, "notes": notes, "experts": experts})
+        return cls(**{**values, **{name: tuple(found) for name, found in lists.items()}, "experts": experts})
+
+    @property
+    def shares(self) -> str:
+        """What its experts were asked for, for people; empty where all were asked for the same."""
+        if self.experts_asked is None or self.asked is None:
+            return ""
+        least, most = self.experts_asked
+        return f"its experts' sparsities: least {least:.4f}, mean {self.asked:.4f}, most {most:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +264,9 @@ class PruneReport:
                 _short(layer.fisher),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
-                "; ".join([*([layer.experts.line()] if layer.experts else []), *layer.notes]),
+                "; ".join(
+                    [*([layer.experts.line()] if layer.experts else []), *layer.notes, *filter(None, [layer.shares])]
+                ),
             ]
             for layer in self.layers
         ]

@@ -1,0 +1,131 @@
+"""How transformers reads packed weights of experts, whose names its own conversions would spoil.
+
+The Hub's files have a weight for each expert, and transformers' converters stack them to fused parameters; others have
+names of their own in the files. Such a conversion knows the weight, but not its packed tensors, and in some releases it
+takes one of these for the weight itself. So all tensors of a parameter are led past the model's conversions, under
+numbers, to one converter, which unpacks and lets the model's own do the rest.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
+
+from ..checkpoint.keys import Merged, conversions_of, followed_names, merged_weights, parameter_names, renamed
+from ..checkpoint.packed_format import Description, Layers
+from ..errors import naming
+from ..packing import weight_of
+
+_NAME = "moonshot-expert"  # no pattern of any model has it
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The stored weights of all parameters that need this, of which some are packed."""
+
+    layers: Layers  # the packed ones, by their names in the files
+    parameters: Mapping[str, str]  # all of them, by the same names: what they become, in the model
+    merged: Mapping[str, Merged]  # those that are merged, by the same names
+    keys: Mapping[str, str]  # what transformers calls their tensors once it has renamed them → the stored weight
+
+    @classmethod
+    def find(cls, model: nn.Module, files: Iterable[str]) -> "PackedExperts | None":
+        """Those of some files; None where there are none.
+
+        Args:
+            model: on the meta device.
+            files: of a packed checkpoint.
+        """
+        layers: Layers = {}
+        stored: list[str] = []
+        for path in files:
+            with safe_open(path, "pt") as file:
+                stored += file.keys()
+                layers |= Description.read(file.metadata()).layers
+        owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
+        merged = merged_weights(model, dict.fromkeys(owners.values()))
+        parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
+        packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed_names(model, layers).keys()}
+        mine = {name: parameter for name, parameter in parameters.items() if parameter in packed}
+        keys = renamed(model, [name for name, owner in owners.items() if owner in mine])
+        known = {name: layer for name, layer in layers.items() if name in mine}
+        return cls(known, mine, merged, {key: owners[name] for name, key in keys.items()}) if known else None
+
+    def conversions(self, dtypes: Mapping[str, torch.dtype]) -> list[Any]:
+        """For transformers, beside the model's own.
+
+        Args:
+            dtypes: of everything that is loaded, by its name in the model.
+        """
+        numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
+        targets = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
+        return [_Leading(numbers), _Fusing(targets, _Fuse(self, dtypes))]
+
+    def restore(self, model: nn.Module) -> None:
+        """Let transformers keep the model's own conversions, which saving reverses, in the place of these.
+
+        Args:
+            model: loaded.
+        """
+        others = [entry for entry in model._weight_conversions if not isinstance(entry, _Leading | _Fusing)]
+        model._weight_conversions = conversions_of(model, self.parameters, others)
+
+
+class _Leading(WeightRenaming):
+    """Gives the tensors numbers for names."""
+
+    def __init__(self, numbers: Mapping[str, str]):
+        super().__init__(_NAME, _NAME)
+        self.numbers = numbers
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return self.numbers.get(source_key, source_key), None
+
+
+class _Fusing(WeightConverter):
+    """Collects all tensors of a parameter by their names in the files."""
+
+    def __init__(self, targets: Mapping[str, str], operation: "_Fuse"):
+        super().__init__(_NAME, _NAME, operations=[operation])
+        self.targets = targets
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
+        """transformers copies a converter for every tensor."""
+        return _Fusing(self.targets, self.operations[0])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        target = self.targets.get(source_key)
+        return (source_key, None) if target is None else (target, _NAME)
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        super().add_tensor(target_key, source_key, source_key, future)
+
+
+class _Fuse(ConversionOps):
+    """The tensors of a parameter by their names in the files → the parameter."""
+
+    def __init__(self, experts: PackedExperts, dtypes: Mapping[str, torch.dtype]):
+        self.experts = experts
+        self.dtypes = dtypes
+
+    def convert(
+        self, input_dict: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, config: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        layers, merged = self.experts.layers, self.experts.merged
+        tensors = {name: found[0] for name, found in input_dict.items()}
+        owners = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
+        converter = None
+        for name in sorted(owners, key=dot_natural_key):
+            with naming(name):
+                weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
+            weight = weight.to(self.dtypes[full_layer_name])
+            if name not in merged:
+                return {full_layer_name: weight}
+            converter = deepcopy(merged[name].converter) if converter is None else converter
+            converter.add_tensor(full_layer_name, name, merged[name].pattern, weight)
+        return converter.convert(full_layer_name, model=model, config=config)
