@@ -1,4 +1,4 @@
-"""What each step beyond the paper adds: allocation, a learned basis, recovery, and all of them together.
+"""What each step beyond the paper adds: shares of sparsity, a learned basis, ALPS, recovery, and all of them together.
 
     python benchmarks/beyond.py                   # everything, hours; what is in the file is not repeated
     python benchmarks/beyond.py --settings 0.8 --seeds 0  # one column of the table, one seed
@@ -33,16 +33,20 @@ SETTINGS = {
     **{pattern: {"pattern": pattern} for pattern in ("2:4", "4:8")},
 }
 WIDER = {pattern: {"pattern": pattern} for pattern in ("8:16", "16:32")}  # by name alone
-ALLOCATION, ROTATION, GRADUAL = {"allocation": "fisher"}, {"rotation": "learned"}, {"recover": "gradual"}
+SHARES, BASIS, ALPS = {"allocation": "fisher"}, {"rotation": "learned"}, {"solver": "alps"}
 STEPS = {
     "SparseGPT": {},
-    "allocation": ALLOCATION,
-    "basis": ROTATION,
-    "basis, allocation": {**ROTATION, **ALLOCATION},
+    "shares": SHARES,
+    "basis": BASIS,
+    "ALPS": ALPS,
+    "basis, shares": {**BASIS, **SHARES},
+    "ALPS, basis, shares": {**ALPS, **BASIS, **SHARES},
     "block-wise recovery": {"recover": "blockwise"},
-    "gradual recovery": GRADUAL,
-    "basis, allocation, gradual recovery": {**ROTATION, **ALLOCATION, **GRADUAL},
+    "gradual recovery": {"recover": "gradual"},
+    "all, recovered": {**ALPS, **BASIS, **SHARES, "recover": "gradual"},
 }
+# n:m is the same in every layer, so that there are no shares, and stages of recovery gain nothing there.
+UNSTRUCTURED = ("shares", "basis, shares", "gradual recovery")
 LAMBDAS = (1.0, 0.5)
 
 
@@ -54,7 +58,7 @@ def cells(options) -> list[tuple[int, str, str, float]]:
         for setting in options.settings
         for step in options.steps
         for lam in options.lambdas
-        if not ("allocation" in STEPS[step] and ":" in setting)  # n:m is the same in every layer
+        if ":" not in setting or step not in UNSTRUCTURED
     ]
 
 

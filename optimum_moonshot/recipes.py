@@ -9,7 +9,7 @@ from .errors import require, shown
 from .objective.patterns import NM, Experts, MixedNM, Structured, Unstructured, parse_pattern
 
 BUDGETS = ("paper", "one-shot", "recovered")
-BASIS = {"rotation": "learned"}
+BASIS = {"solver": "alps", "rotation": "learned"}
 SHARES = {"allocation": "fisher"}
 # budget → (unstructured, n:m): fields of a configuration beside pattern and sparsity. Gradual recovery chooses the
 # weights anew by the reconstruction error alone, so that λ < 1 before it would be lost; n:m is the same in every layer.

@@ -19,7 +19,7 @@ def test_the_papers_recipe_is_the_default_configuration():
 
 def test_what_each_recipe_adds():
     config = MoonshotConfig.recipe(0.8)
-    assert (config.sparsity, config.lam) == (0.8, 0.5)
+    assert (config.solver, config.sparsity, config.lam) == ("alps", 0.8, 0.5)
     assert (config.rotation, config.allocation, config.recover) == ("learned", "fisher", None)
     config = MoonshotConfig.recipe("2:4")
     assert (config.pattern, config.rotation, config.allocation, config.recover) == ("2:4", "learned", "uniform", None)

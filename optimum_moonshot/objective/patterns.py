@@ -300,7 +300,11 @@ def smallest(scores: Tensor, count: int) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
-    threshold = scores.kthvalue(count, dim=-1, keepdim=True).values
+    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
+    few = scores.is_cuda and len(scores) < 8
+    threshold = (
+        scores.sort(-1).values[:, count - 1, None] if few else scores.kthvalue(count, dim=-1, keepdim=True).values
+    )
     below = scores < threshold
     tied = scores == threshold
     room = count - below.sum(-1, keepdim=True)
