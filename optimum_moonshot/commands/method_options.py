@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
 RECIPE = (
     "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot takes a "
-    "better solver, a learned basis and sparsity where it is cheap, recovered tunes the weights besides; options that are given override it"
+    "better solver, a learned basis and sparsity where it is cheap, recovered tunes the weights besides; options that "
+    "are given override it"
 )
 # One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
