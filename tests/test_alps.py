@@ -95,6 +95,12 @@ def test_gradients_and_their_sums_are_the_same():
     torch.testing.assert_close(first.weight, second.weight, rtol=1e-3, atol=1e-5)
 
 
+def test_trials_are_those_of_sparsegpt():
+    objective, patterns = full(*layer(16, 48, 10)[:2], None, 1.0), [Unstructured(0.5), Unstructured(0.8)]
+    first, second = (make_solver(name, {}).trials(objective, patterns) for name in ("alps", "sparsegpt"))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def test_nothing_is_refitted_without_steps():
     tensors = layer(16, 48, 10)
     without, with_steps = (solve(tensors, 1.0, Unstructured(0.7), refit_steps=steps) for steps in (0, 100))

@@ -292,7 +292,7 @@ def test_stacked_copies_go_by_their_own_patterns():
     assert stacked([NM(1, 4), NM(1, 2)]) is None and stacked([Unstructured(0.5, exact=True)]) is None
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [solver for solver in SOLVERS if solver != "alps"])  # which takes SparseGPT's
 def test_trials_are_solves(solver):
     torch.manual_seed(0)
     inputs = torch.randn(300, 32) * torch.rand(32)

@@ -68,6 +68,9 @@ class ALPS(Solver):
             FactorizationError: none up to 1 sufficed.
         """
         unit = objective.damping_unit
+        if not (objective.scales.a or objective.scales.b):  # nothing couples the weights
+            keep = pattern.keep(objective.weight.square())
+            return finish(objective, objective.weight, keep, self.damping, self.damping)
         (weight, keep), damping = escalate(
             self.damping, lambda damping: self._split(System(objective, damping * unit), pattern)
         )
