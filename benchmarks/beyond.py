@@ -66,9 +66,11 @@ def measure(model_folder: str, seed: int, setting: str, step: str, lam: float) -
     """One cell: perplexity and seconds."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    config = MoonshotConfig(
-        **{**SETTINGS, **WIDER}[setting], **STEPS[step], lam=lam, seed=seed, num_samples=128, sequence_length=256
-    )
+    fields = dict(STEPS[step])
+    if ":" in setting:
+        fields.pop("allocation", None)
+        fields |= {"recover": "blockwise"} if "recover" in fields else {}
+    config = MoonshotConfig(**SETTINGS[setting], **fields, lam=lam, seed=seed, num_samples=128, sequence_length=256)
     started = time.process_time()
     report = MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)
     seconds = time.process_time() - started

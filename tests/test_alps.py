@@ -126,6 +126,27 @@ def test_conjugate_gradients_reach_the_solution_and_stop_there():
     assert len(calls) < 60
 
 
+def test_a_row_that_is_there_waits_for_the_others():
+    systems = torch.stack([torch.eye(40), torch.diag(torch.logspace(-6, 0, 40))]).double()
+    right = torch.randn(2, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    right[0, 1:] = 0
+    found, _ = alps.conjugate_gradients(
+        lambda vectors: (systems @ vectors[:, :, None])[:, :, 0], right, torch.zeros_like(right), 200
+    )
+    assert found.isfinite().all()
+    assert torch.equal(found[0], right[0])
+
+
+@pytest.mark.parametrize("samples", [200, 8])
+def test_a_few_inputs_and_many_samples_end_in_finite_weights(samples):
+    """As a convolution's first layers have; rows end at different steps."""
+    weight, gram, gradients = layer(16, 27, samples, seed=7)
+    gradients[:, :8] *= 1e-4
+    for lam in (0.0, 0.5, 1.0):
+        found = solve((weight, gram, gradients), lam, Unstructured(0.8))
+        assert found.weight.isfinite().all()
+
+
 @pytest.mark.parametrize(("option", "value"), [("penalty", 0.0), ("iterations", 0), ("inner_steps", 0)])
 def test_bad_options_are_named(option, value):
     with pytest.raises(MoonshotError, match=option):

@@ -19,7 +19,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import FactorizationError
 from ..objective.linalg import check_factored, escalate
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
@@ -100,8 +99,7 @@ class ALPS(Solver):
             right = target - dual + rho * sparse
             free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
             shifted = free + dual / rho
-            if not bool(shifted.isfinite().all()):
-                raise FactorizationError("a row's Hessian is not positive definite")
+            check_factored(shifted.isfinite().all())
             keep = pattern.keep(shifted.square())
             sparse = torch.where(keep, shifted, 0)
             dual = dual + rho * (free - sparse)
@@ -193,6 +191,9 @@ class System:
 
         Returns:
             The weight [d_out, d_in] in its own coordinates.
+
+        Raises:
+            FactorizationError: a matrix is not positive definite.
         """
         lost = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
         pulls = torch.stack([self.times(each) for each in lost])  # half the gradient, downwards
@@ -202,7 +203,9 @@ class System:
         found, _ = conjugate_gradients(
             lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -pull, 0), start, steps
         )
-        return self.weight - (found / self.scale).float()
+        weight = self.weight - (found / self.scale).float()
+        check_factored(weight.isfinite().all())
+        return weight
 
 
 class Rows(Protocol):
@@ -316,16 +319,17 @@ def conjugate_gradients(
     """
     found, direction = start, torch.zeros_like(start)
     first = before = torch.ones_like(start[:, :1])
-    tiny = torch.finfo(start.dtype).tiny
     for number in range(steps):
         conditioned = condition(residual)
         now = (residual * conditioned).sum(1, keepdim=True)
         first = first if number else now
-        if number % EVERY == 0 and bool((now <= REACHED * first).all()):
+        going = now > REACHED * first  # a row that is there would be led away by what rounding left
+        if number % EVERY == 0 and not bool(going.any()):
             break
-        direction = conditioned + now / before.clamp_min(tiny) * direction
+        direction = conditioned + torch.where(going, now / before, 0) * direction
         image = times(direction)
-        length = now / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
+        curvature = (direction * image).sum(1, keepdim=True)
+        length = torch.where(going & (curvature > 0), now / curvature, 0)
         found, residual, before = found + length * direction, residual - length * image, now
     return found, residual
 
