@@ -37,7 +37,7 @@ SETTLED = 1e-4
 REACHED = 1e-12
 # Factors of rows that pass a CPU together.
 CACHE_BYTES = 2**20
-# Rows' matrices in float64 at a time.
+# Rows' matrices, or factors, made at a time.
 HESSIAN_BYTES = 256 * 2**20
 Operator = Callable[[Tensor], Tensor]
 
@@ -244,15 +244,15 @@ class LowRankRows:
 
     Args:
         gram: a·G + μI, [1, d_in, d_in] in float64.
-        factors: √b·A_kᵀ, [d_out, rank, d_in] in float32.
+        factors: √b·A_kᵀ, [d_out, rank, d_in] in float32, contiguous.
     """
 
     shared = False
 
     def __init__(self, gram: Tensor, factors: Tensor):
-        self.gram, self.factors = gram, factors.contiguous()
-        self.diagonal = gram[0].diagonal() + self.factors.square().sum(1).double()
-        self.parts = _cached(self.factors)
+        self.gram, self.factors, self.parts = gram, factors, _cached(factors)
+        squares = torch.cat([factors[rows].square().sum(1) for rows in self.parts])
+        self.diagonal = gram[0].diagonal() + squares.double()
 
     def times(self, vectors: Tensor) -> Tensor:
         found, single = _product(vectors, self.gram), vectors.float()[:, None]
@@ -288,7 +288,10 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
         return SharedRows(gram)
     fisher, device, (d_out, d_in) = objective.known_fisher, objective.weight.device, objective.weight.shape
     if len(gram) == 1 and fisher.rank < d_in:
-        return LowRankRows(gram, objective.scales.b**0.5 * fisher.factors(slice(0, d_out), device, torch.float32))
+        factors = torch.empty(d_out, fisher.rank, d_in, device=device)
+        for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (4 * fisher.rank * d_in))):
+            torch.mul(fisher.factors(rows, device, torch.float32), objective.scales.b**0.5, out=factors[rows])
+        return LowRankRows(gram, factors)
     matrices = torch.empty(d_out, d_in, d_in, device=device)
     for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (8 * d_in * d_in))):
         matrices[rows] = objective.row_hessians(rows)
