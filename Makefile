@@ -3,7 +3,7 @@ MODEL := examples/demo_model
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-oldest test-vllm lint docs dist check-dist clean
+.PHONY: demo test test-slow test-oldest test-vllm lint docs dist check-dist clean
 
 # The main job: prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
@@ -12,9 +12,13 @@ demo: $(INSTALLED)
 		--calibration $(MODEL)/calibration.txt --sequence-length 256 --eval $(MODEL)/heldout.txt
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-# The same with the oldest dependencies that setup.cfg allows.
+# What takes long: runs killed on purpose, damaged files, full disks.
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 -m slow
+
+# All of them with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -q -n 2
 

@@ -3,6 +3,8 @@
 import pytest
 from damage import READERS, make_folder, trial
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=READERS)
 def intact(request, tmp_path_factory):

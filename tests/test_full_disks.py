@@ -10,6 +10,8 @@ from test_checkpoint import full_disk
 
 from optimum_moonshot import MoonshotError
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("prune", "recover", "sweep", "convert to packed", "convert to dense", *SAVES)
 
 

@@ -69,6 +69,7 @@ def test_stages_remove_more_and_more_and_end_at_the_pattern(pattern, expected):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "padded"), [("llama", False), ("llama-tied-biased", True)])
 def test_equals_the_literal_version(name, padded, monkeypatch):
     """Without a look at the held-out samples, which undo nothing here."""

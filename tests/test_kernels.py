@@ -183,6 +183,7 @@ def test_nothing_is_read_or_written_outside_the_buffers():
     subprocess.run([sys.executable, str(GUARDED), str(library._PATH), *SETS], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sanitizer is loaded as on Linux")
 def test_the_sanitizer_finds_nothing(tmp_path):

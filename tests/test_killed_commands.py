@@ -18,6 +18,8 @@ from optimum_moonshot.commands import moonshot as cli
 from optimum_moonshot.commands.output import open_output
 from optimum_moonshot.pruning.gradual import STAGES
 
+pytestmark = pytest.mark.slow
+
 DATA = ["--calibration", DEMO / "calibration.txt", "--num-samples", "4", "--sequence-length", "16", "--device", "cpu"]
 PRUNE = ["--solver", "wanda", "--pattern", "2:4", "--lam", "1", "--targets", r"layers\.[01]\.", *DATA]
 SWEEP = ["--solver", "wanda", "--patterns", "2:4", "--lambdas", "0.5", "1", "--targets", r"layers\.0\.", *DATA]

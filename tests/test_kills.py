@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from kills import KINDS, MEETINGS
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

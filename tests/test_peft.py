@@ -112,6 +112,7 @@ def test_adapters_are_saved_and_loaded(tmp_path):
     assert not any("keep" in name for name in peft.get_peft_model_state_dict(adapted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["optimum_moonshot.integrations.peft", "peft", "optimum_moonshot", "peft, optimum_moonshot"]
 )
@@ -175,6 +176,7 @@ def test_a_masked_adapter_is_no_other_model_without_this_package(saved):
     assert all(line.startswith("KeyError") and "import optimum_moonshot before loading it" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     ["import importlib.util, optimum_moonshot; importlib.util.find_spec('peft')", "import peft, optimum_moonshot"],

@@ -184,6 +184,7 @@ def test_a_baseline_that_is_none_is_named(tmp_path, text):
         ZeroShot.load(tmp_path / "found.json")
 
 
+@pytest.mark.slow
 def test_the_harness_itself_reads_a_packed_checkpoint(task, tokenizer, tmp_path):
     """As a process of its own with one import before, which is all that a packed folder needs."""
     pruner = MoonshotPruner.from_pretrained(DEMO, MoonshotConfig(solver="magnitude", pattern="2:4"), dtype="float32")
