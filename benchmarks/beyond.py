@@ -126,7 +126,8 @@ def picture(found: dict, path: Path) -> None:
             best = min((statistics.fmean(value) for value in values if value), default=None)
             if best is not None:
                 height = math.log(best / found["dense"])
-                axes.bar(i + (k - len(STEPS) / 2) * width, height, width, color=colour, label=step if i == 0 else None)
+                shown = step in axes.get_legend_handles_labels()[1]
+                axes.bar(i + (k - (len(STEPS) - 1) / 2) * width, height, width, color=colour, label="_" * shown + step)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylabel="loss above the dense model's, nats")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
