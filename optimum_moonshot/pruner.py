@@ -24,6 +24,8 @@ from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
+from .model.layers import rest_present
+from .model.offload import write_to
 from .objective.patterns import Experts
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
@@ -112,6 +114,7 @@ class MoonshotPruner:
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         require(not is_packed(self.model), _PACKED)
+        write_to(self.model, self.config.offload_dir)
         return Subject(self.model, self.tokenizer, self.processor, loss, progress)
 
     def prune(
@@ -148,7 +151,7 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
-        with called_by(self.model, forward):
+        with called_by(self.model, forward), rest_present(self.model):
             self.report, store = run(self._subject(loss, progress), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
@@ -184,7 +187,7 @@ class MoonshotPruner:
         data = self.config.calibration if calibration is None else calibration
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         self._sweep = None
-        with called_by(self.model, forward):
+        with called_by(self.model, forward), rest_present(self.model):
             self.rotation, store = run_rotation(self._subject(loss, progress), config, data, resume_dir)
         self._unsaved = [store]
         return self.rotation
@@ -240,7 +243,7 @@ class MoonshotPruner:
         chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
         subject = self._subject(loss, progress)
-        with called_by(self.model, forward):
+        with called_by(self.model, forward), rest_present(self.model):
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
         self._sweep = found
         return report
@@ -290,7 +293,7 @@ class MoonshotPruner:
             self.report = report
             self._note_rotation()
 
-        with called_by(self.model, forward):
+        with called_by(self.model, forward), rest_present(self.model):
             return prune_path(subject, configs, calibration, work_dir, applied)
 
     def choose(self, entry: SweepEntry) -> PruneReport:

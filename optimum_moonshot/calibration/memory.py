@@ -1,9 +1,5 @@
 """Where statistics and caches live: on the device while the budget lasts, then in host memory, then on disk."""
 
-import errno
-import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError
+from ..mapped import mapped_tensor
 
 Item = TypeVar("Item")
 # The share of free memory that is used where no budget is given: solvers and activations need the rest.
@@ -123,25 +120,10 @@ class Storage:
 
     def _on_disk(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, what: str) -> Tensor:
         try:
-            self.offload_dir.mkdir(parents=True, exist_ok=True)
-            handle, path = tempfile.mkstemp(prefix="moonshot-", suffix=".cache", dir=self.offload_dir)
-            try:
-                _reserve(handle, path, max(size, 1))
-                flat = torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype)
-            finally:
-                os.close(handle)
-                os.unlink(path)
+            tensor = mapped_tensor(shape, dtype, self.offload_dir)
         except OSError as error:
             raise MoonshotError(
                 f"offload_dir={str(self.offload_dir)!r}: no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
             ) from error
         self.spilled += size
-        return flat.view(shape)
-
-
-def _reserve(handle: int, path: str, size: int) -> None:
-    """Take the room at once: writing to a mapped file on a full disk kills the process instead of raising."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        os.posix_fallocate(handle, 0, size)
-    elif shutil.disk_usage(path).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return tensor

@@ -66,6 +66,7 @@ class Observer(AbstractContextManager["Observer"]):
         }
         self.mask: Tensor | None = None
         self.count = 0
+        self.watching = False  # between `begin` and `end`; other calls of the layers are none of its business
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Observer":
@@ -86,7 +87,7 @@ class Observer(AbstractContextManager["Observer"]):
             count: B, its samples.
             mask: bool [B, T], True where a token counts; None where all do.
         """
-        self.count, self.mask = count, mask
+        self.count, self.mask, self.watching = count, mask, True
         for sums in self.gradients.values():
             sums.begin(first, count)
 
@@ -96,6 +97,7 @@ class Observer(AbstractContextManager["Observer"]):
         Raises:
             MoonshotError: layers that share a Gram matrix did not read the same tensors.
         """
+        self.watching = False
         self.inputs.end()
         for sums in self.gradients.values():
             sums.end()
@@ -106,6 +108,8 @@ class Observer(AbstractContextManager["Observer"]):
         Returns:
             A new output where the graph begins here, else None.
         """
+        if not self.watching:
+            return None
         inputs = inputs.detach()
         with naming(layer.name):
             mask = form.token_mask(inputs, self.mask)

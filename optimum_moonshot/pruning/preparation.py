@@ -1,12 +1,14 @@
 """Model and data made ready: the value that a run, a sweep and a sparsity path work on."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..calibration.memory import Storage
 from ..calibration.samples import unshown_samples
+from ..calibration.survey import Extras, survey
 from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
 from ..data.image_text import ImageTextSource, load_image_text, open_image_text, reads_both
 from ..data.images import load_images, open_images
@@ -15,11 +17,13 @@ from ..data.text import CalibrationData, load_calibration
 from ..errors import require
 from ..model.calls import frozen, model_device, to_device
 from ..model.facts import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..model.layers import PrunableLayer
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
-from ..model.presence import present_in_turn
+from ..model.presence import RESIDENT, present_in_turn
 from ..objective.allocation_rules import NEEDING_DATA
+from .result_store import weight_sums
 from .run_folder import RunFolder
-from .selection import Selection, check_weights
+from .selection import Selection, check_attention, check_weight, check_weights
 from .self_samples import load_self
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
@@ -40,6 +44,13 @@ class Subject:
     progress: bool = True  # show bars
 
 
+class Surveyed(NamedTuple):
+    """What a first look at a model says whose blocks are elsewhere."""
+
+    extras: Extras | None  # of the blocks, by which passes go through them one by one; None without data
+    sums: list[str]  # of `weight_sums`, in the layers' order
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A model that was checked, data that were read, and a budget of memory.
@@ -53,6 +64,7 @@ class Prepared:
     data: CalibrationData | None
     storage: Storage
     kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
+    surveyed: "Surveyed | None" = None  # where blocks are elsewhere
 
     @property
     def model(self) -> nn.Module:
@@ -81,7 +93,10 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed.
     """
-    check_weights(selection)
+    check_attention(selection)
+    elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
+    if not elsewhere:
+        check_weights(selection)
     data = None if calibration is None else _read(subject, selection, calibration, kept)
     if data is not None:
         data = _with_samples_shown(subject, selection, data)
@@ -90,7 +105,28 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     config = selection.config
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     own = SelfCalibration.of(calibration) is not None
-    return Prepared(subject, selection, data, storage, kept if own else None)
+    prepared = Prepared(subject, selection, data, storage, kept if own else None)
+    return dataclasses.replace(prepared, surveyed=_survey(prepared)) if elsewhere else prepared
+
+
+def _survey(prepared: Prepared) -> Surveyed:
+    """Look at every block once: its weights, and how the model calls it."""
+    selection, subject = prepared.selection, prepared.subject
+    structure, sums, extras = selection.structure, dict[str, str](), None
+
+    def look(layers: Iterable[PrunableLayer]) -> None:
+        for layer in layers:
+            check_weight(layer)
+            sums[layer.name] = weight_sums(layer)
+
+    look(structure.outside)
+    with frozen(subject.model):
+        if prepared.data is None:
+            look(layer for layer in structure.layers_present() if layer not in structure.outside)
+        else:
+            own = lambda block: look(block.layers)  # noqa: E731
+            extras = survey(subject.model, structure.blocks, prepared.probe, selection.needs_losses, subject.loss, own)
+    return Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
 
 
 def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:

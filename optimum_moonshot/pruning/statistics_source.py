@@ -10,6 +10,7 @@ from ..calibration.chains import find_chains, parameters_read
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
+from ..calibration.streamed import StreamedPasses
 from ..data.batches import Batch
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
@@ -112,6 +113,11 @@ class StatisticsSource:
             yield from self._recomputed(probe)
             return
         structure, gradients, loss = selection.structure, selection.needs_gradients, prepared.subject.loss
+        if prepared.surveyed is not None:
+            yield from self._shown(streamed(prepared, prepared.batches, gradients))
+            outside = FullModelPasses(prepared.model, structure.blocks, prepared.batches, gradients, loss)
+            yield from outside.steps(structure.outside)
+            return
         with all_present(structure.blocks):
             found = find_chains(prepared.model, structure.blocks, probe, gradients, loss)
         for block in found.unreached:
@@ -139,8 +145,12 @@ class StatisticsSource:
             prepared.storage,
             [block for block in selection.structure.blocks if block not in chain],
         )
+        yield from self._shown(passes)
+
+    def _shown(self, passes: BlockwisePasses) -> Iterator[Step]:
+        """Their steps, the first of which waits for a pass under a bar."""
         self.losses = self.losses or passes.losses
-        total, shown = len(prepared.batches), prepared.subject.progress
+        total, shown = len(self.prepared.batches), self.prepared.subject.progress
         with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
             steps = passes.steps(bar.update)
             first = next(steps)
@@ -171,10 +181,24 @@ class StatisticsSource:
             prepared.subject.loss,
             prepared.storage,
             variant.weight,
+            None if prepared.surveyed is None else prepared.surveyed.extras,
             prepared.subject.progress,
         )
         yield from passes.steps(probe, selection.needs_gradients)
         self.notes.append(passes.cost)
+
+
+def streamed(prepared: Prepared, batches: list[Batch], gradients: bool) -> StreamedPasses:
+    """Passes over blocks that are elsewhere.
+
+    Args:
+        prepared: a model that was surveyed.
+        batches: of its data.
+        gradients: whether any layer needs them.
+    """
+    assert prepared.surveyed is not None and prepared.surveyed.extras is not None
+    blocks, loss = prepared.selection.structure.blocks, prepared.subject.loss
+    return StreamedPasses(prepared.model, blocks, batches, gradients, loss, prepared.storage, prepared.surveyed.extras)
 
 
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
