@@ -19,12 +19,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, escalate
+from ..objective.linalg import check_factored
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, split_range
-from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
+from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
 from .hyperparameters import damping_option
 from .sparsegpt import SparseGPT
 
@@ -67,11 +67,7 @@ class ALPS(Solver):
         if not (objective.scales.a or objective.scales.b):  # nothing couples the weights
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
-        unit = objective.damping_unit
-        (weight, keep), damping = escalate(
-            self.damping, lambda damping: self._split(System(objective, damping * unit), pattern)
-        )
-        return finish(objective, weight, keep, damping, self.damping)
+        return damped(objective, self.damping, lambda ridge: self._split(System(objective, ridge), pattern))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         """SparseGPT's weights, in a fraction of the time: their losses are in about the same proportions.
