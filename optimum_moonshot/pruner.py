@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
+from .checkpoint.offloaded_loading import bind_folder, offload_options
 from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
@@ -87,13 +88,19 @@ class MoonshotPruner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | os.PathLike[str], config: MoonshotConfig, **model_kwargs: Any
+        cls,
+        name_or_path: str | os.PathLike[str],
+        config: MoonshotConfig,
+        offload: str | None = None,
+        **model_kwargs: Any,
     ) -> "MoonshotPruner":
         """Load a model, as the class that its configuration names, with its tokenizer and image processor if any.
 
         Args:
             name_or_path: a Hub repository or a local folder.
             config: what to do.
+            offload: "disk" leaves the weights of the decoder layers in the checkpoint's files, "cpu" puts them in host
+                memory; one layer at a time is on the device, which `device_map` may name. None loads the whole model.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
         Raises:
@@ -107,7 +114,7 @@ class MoonshotPruner:
         check_path("name_or_path", name_or_path)
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
-        model, info = _load(name_or_path, shared, model_kwargs)
+        model, info = _load(name_or_path, shared, model_kwargs, offload, config.offload_dir)
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
@@ -437,20 +444,32 @@ class MoonshotPruner:
         self._unsaved = []
 
 
-def _load(name_or_path: str | os.PathLike[str], shared: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+def _load(
+    name_or_path: str | os.PathLike[str],
+    shared: dict[str, Any],
+    options: dict[str, Any],
+    offload: str | None,
+    folder: str | None,
+) -> tuple[Any, Any]:
     """A model, and what transformers says of its weights; OSError where there is none.
 
     Args:
         name_or_path: a Hub repository or a local folder.
         shared: for its configuration.
         options: for its weights.
+        offload, folder: where the weights of its blocks are, as for `offload_options`.
     """
     quantized = None
     try:
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         quantized = getattr(config, "quantization_config", None)
         loader: Any = model_class(config)
-        return loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+        if offload is not None:
+            options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
+        loaded = loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+        if offload is not None:
+            bind_folder(loaded[0], options["offload_folder"])
+        return loaded
     except (MoonshotError, OSError):
         raise
     except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers

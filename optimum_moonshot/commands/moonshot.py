@@ -57,6 +57,11 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller; --pattern "
         "experts always makes it so",
     )
+    parser.add_argument(
+        "--offload",
+        choices=("cpu", "disk"),
+        help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
+    )
     add_method_options(parser)
 
 
@@ -97,8 +102,10 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
 
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
-    pruner.model.to(device)
+    place = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
+    if not place:
+        pruner.model.to(device)
     meter = make_meter(
         pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, min(config.batch_size, 4)
     )

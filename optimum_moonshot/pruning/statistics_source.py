@@ -1,5 +1,6 @@
 """Every layer of a run with its statistics, in the order in which the passes over the data come by."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -204,9 +205,23 @@ def streamed(prepared: Prepared, batches: list[Batch], gradients: bool) -> Strea
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in] each, by one forward pass."""
     layers, subject = prepared.selection.layers, prepared.subject
+    if prepared.surveyed is not None:
+        return _streamed_squares(prepared)
     with (
         progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
         Observer(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as observer,
     ):
         FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
     return {layer.name: observer.take(layer).inputs for layer in layers if observer.reached(layer)}
+
+
+def _streamed_squares(prepared: Prepared) -> dict[str, Tensor]:
+    """As `input_squares`, block by block."""
+    found: dict[str, Tensor] = {}
+    structure, samples = prepared.selection.structure, prepared.data.num_samples
+    whole = FullModelPasses(prepared.model, structure.blocks, prepared.batches, False, prepared.subject.loss)
+    for step in itertools.chain(streamed(prepared, prepared.batches, False).steps(), whole.steps(structure.outside)):
+        with Observer(step.layers, True, set(), samples, prepared.storage, share=False) as observer:
+            step.observe(observer, True)
+        found |= {layer.name: observer.take(layer).inputs for layer in step.layers if observer.reached(layer)}
+    return found
