@@ -8,7 +8,7 @@ the last block, the gradients differ from block to block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..data.batches import Batch
+from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError, require
 from ..model.calls import BlockCall, calling, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block
-from ..model.losses import Loss, loss_gradient
+from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import present_in_turn
+from .samples import calls_seen, unlike
 
 Extras = list[int | None]  # what every block returns behind its hidden state: how many values, None for a bare tensor
 _MEND = "load the model without offload to prune it"
@@ -34,24 +35,26 @@ def survey(
     gradients: bool,
     loss: Loss | None,
     look: Callable[[Block], None] = lambda block: None,
-) -> Extras:
+) -> tuple[Extras, list[str]]:
     """Check that the blocks are a chain; each is brought once.
 
     Args:
         model: in evaluation mode; it stays as it is.
         blocks: all of its blocks.
-        batch: a small sample on its device.
+        batch: a small sample on its device, or two.
         gradients: whether passes will go backwards.
         loss: (output, batch) → [B] losses, or None for the model's own.
         look: told every block while its weights are there.
 
     Returns:
-        What every block returns behind its hidden state.
+        What every block returns behind its hidden state; and, of two samples, as `unshown_samples`.
 
     Raises:
         MoonshotError: passes block by block would not see what the model sees, with the reason.
     """
-    looking = _Look(blocks, gradients, look)
+    looking = _Look(blocks, batch, gradients, look)
+    if looking.samples > 1:
+        looking.second = _arguments(model, blocks, take(batch, 1, 2))
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
             stack.callback(block.module.register_forward_pre_hook(partial(looking.enter, i), with_kwargs=True).remove)
@@ -65,14 +68,17 @@ def survey(
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them: {_MEND}")
     _check_around(model, blocks, batch, gradients, loss, looking)
-    return [looking.extras[i] for i in range(len(blocks))]
+    return [looking.extras[i] for i in range(len(blocks))], looking.unshown
 
 
 class _Look:
     """Hooks of the first pass."""
 
-    def __init__(self, blocks: tuple[Block, ...], gradients: bool, look: Callable[[Block], None]):
+    def __init__(self, blocks: tuple[Block, ...], batch: Batch, gradients: bool, look: Callable[[Block], None]):
         self.blocks, self.gradients, self.look = blocks, gradients, look
+        self.mask, self.samples = token_mask(batch), batch_size(batch)
+        self.unshown: list[str] = []
+        self.second: list[tuple[Any, ...]] | None = None  # every block's arguments for the second of two samples
         self.calls: dict[int, BlockCall] = {}
         self.extras: dict[int, int | None] = {}
         self.latest: Tensor | None = None  # what the block before returned
@@ -101,13 +107,51 @@ class _Look:
         self.alone = True
         try:
             with torch.no_grad():
-                args, kwargs = join_hidden(call.hidden, call)
-                again = first_tensor(module(*args, **kwargs))
+                again = self._again(i, module, call)
         finally:
             self.alone = False
         call.hidden = call.hidden.detach()
         alike = again.shape == call.hidden.shape == self.latest.shape and close(again, self.latest.detach())
         require(alike, f"{name}: run alone it gives something else than in the model: {_MEND}")
+
+    def _again(self, i: int, module: nn.Module, call: BlockCall) -> Tensor:
+        """What a block gives when it is run again; of two samples, its layers are compared with the second alone."""
+        layers, outputs = self.blocks[i].layers, list[Tensor]()
+
+        def run(hidden: Tensor, arguments: Any) -> None:
+            args, kwargs = join_hidden(hidden, BlockCall(*arguments, hidden))
+            outputs.append(first_tensor(module(*args, **kwargs)))
+
+        both = calls_seen(layers, self.mask, self.samples, partial(run, call.hidden, (call.args, call.kwargs)))
+        if self.samples > 1 and self.second is None:
+            self.unshown += [layer.name for layer in layers]
+        elif self.samples > 1:
+            mask, hidden = None if self.mask is None else self.mask[1:], call.hidden[len(call.hidden) // 2 :]
+            alone = calls_seen(layers, mask, 1, partial(run, hidden, self.second[i]))
+            self.unshown += unlike(layers, both, alone)
+        return outputs[0]
+
+
+@torch.no_grad()
+def _arguments(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> list[tuple[Any, ...]] | None:
+    """Every block's arguments, seen without their weights, whatever they return; None where that cannot be seen."""
+    for extra in (None, 0, 1, 2, 3):
+        found: list[tuple[Any, ...]] = []
+        shapes: set[torch.Size] = set()
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, rest, named = split_hidden(args, kwargs)
+            found.append((rest, without_caches(named)))  # noqa: B023
+            shapes.add(hidden.shape)  # noqa: B023
+
+        with ExitStack() as stack, suppress(MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError):
+            for block in blocks:
+                stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.enter_context(passing_on(blocks, [extra] * len(blocks)))
+            run_model(model, batch)
+            if len(found) == len(blocks) and len(shapes) == 1:
+                return found
+    return None
 
 
 def _check_around(

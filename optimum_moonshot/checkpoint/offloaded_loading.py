@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..errors import require
+from ..files import writing
 from ..model.layers import find_blocks
 
 PLACES = ("cpu", "disk")
@@ -32,8 +34,12 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
     device = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device
     require(isinstance(device, str | int | torch.device), f"device_map={device!r}: with offload=, name one device")
     require(place == "disk" or str(device) != "cpu", 'offload="cpu": the model is on the CPU anyway; use "disk"')
+    device_map = _device_map(_skeleton(config), place, device)
+    if folder is not None:
+        with writing("offload_dir", Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
     return {
-        "device_map": _device_map(_skeleton(config), place, device),
+        "device_map": device_map,
         "offload_folder": tempfile.mkdtemp(prefix="moonshot-offload-", dir=folder),
     }
 

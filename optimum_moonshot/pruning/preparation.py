@@ -98,7 +98,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     if not elsewhere:
         check_weights(selection)
     data = None if calibration is None else _read(subject, selection, calibration, kept)
-    if data is not None:
+    if data is not None and not elsewhere:
         data = _with_samples_shown(subject, selection, data)
     if data is None:
         _check_without_data(selection)
@@ -106,12 +106,12 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     own = SelfCalibration.of(calibration) is not None
     prepared = Prepared(subject, selection, data, storage, kept if own else None)
-    return dataclasses.replace(prepared, surveyed=_survey(prepared)) if elsewhere else prepared
+    return _surveyed(prepared) if elsewhere else prepared
 
 
-def _survey(prepared: Prepared) -> Surveyed:
-    """Look at every block once: its weights, and how the model calls it."""
-    selection, subject = prepared.selection, prepared.subject
+def _surveyed(prepared: Prepared) -> Prepared:
+    """Look at every block once: its weights, how the model calls it, and whether its layers show the samples."""
+    selection, subject, data = prepared.selection, prepared.subject, prepared.data
     structure, sums, extras = selection.structure, dict[str, str](), None
 
     def look(layers: Iterable[PrunableLayer]) -> None:
@@ -121,12 +121,18 @@ def _survey(prepared: Prepared) -> Surveyed:
 
     look(structure.outside)
     with frozen(subject.model):
-        if prepared.data is None:
+        if data is None:
             look(layer for layer in structure.layers_present() if layer not in structure.outside)
         else:
             own = lambda block: look(block.layers)  # noqa: E731
-            extras = survey(subject.model, structure.blocks, prepared.probe, selection.needs_losses, subject.loss, own)
-    return Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
+            two = _two_samples(selection, data)
+            probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
+            extras, unshown = survey(subject.model, structure.blocks, probe, selection.needs_losses, subject.loss, own)
+            if two is not None:
+                unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
+                data = _one_by_one(data, unshown)
+    surveyed = Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
+    return dataclasses.replace(prepared, data=data, surveyed=surveyed)
 
 
 def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:
@@ -148,15 +154,25 @@ def _with_samples_shown(subject: Subject, selection: Selection, data: Calibratio
 
     A forward pass of two samples and one of a sample tell, where it matters: for gradients, or with padding.
     """
+    two, structure = _two_samples(selection, data), selection.structure
+    if two is None:
+        return data
+    with frozen(subject.model), present_in_turn(structure.blocks):
+        probe = to_device(two, model_device(subject.model))
+        return _one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))
+
+
+def _two_samples(selection: Selection, data: CalibrationData) -> Batch | None:
+    """Two samples to ask whether the layers show them; None where it does not matter."""
     batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
     padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
     if batch is None or (padded is None and not selection.needs_losses):
-        return data
-    batch = batch if padded is None else padded
-    structure = selection.structure
-    probe = to_device(shorten(batch, samples=2), model_device(subject.model))
-    with frozen(subject.model), present_in_turn(structure.blocks):
-        unshown = unshown_samples(subject.model, list(structure.layers()), probe)
+        return None
+    return shorten(batch if padded is None else padded, samples=2)
+
+
+def _one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
+    """The data in batches of one sample, where some layers do not show them, with a note."""
     if not unshown:
         return data
     more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
