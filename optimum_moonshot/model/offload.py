@@ -73,7 +73,7 @@ class Offloaded:
         folder: for what is written to weights that come from disk; asked when it is needed.
     """
 
-    read = 0  # bytes, by all of them
+    read = 0  # bytes of the weights that were loaded, by all blocks
 
     def __init__(self, slots: list[_Slot], folder: Callable[[], str | None]):
         self.slots, self.folder = slots, folder
@@ -107,7 +107,8 @@ class Offloaded:
         self._away, self._versions = [slot.table[slot.key] for slot in self.slots], []
         for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
             stored = slot.hook.weights_map[slot.name]
-            Offloaded.read += stored.nbytes
+            if slot.name not in slot.hook.weights_map.changed:
+                Offloaded.read += stored.nbytes
             tensor = stored.to(slot.hook.execution_device)
             if tensor is stored and not slot.hook.weights_map.on_disk(slot.name):
                 tensor = tensor.clone()  # what is written must not reach it before the visit is over
