@@ -6,13 +6,13 @@
     python benchmarks/scale.py proof --gigabytes 12     # as large a model as asked for, from end to end, with Wanda
     python benchmarks/scale.py --show
 
-Every run is a process of its own; its peak memory is what the kernel counts (`ru_maxrss`), files that are mapped
-included. Weights are random and bfloat16, so that no model has to be fetched; they are written layer by layer. Results
-are in results/scale.json.
+Every run is a process of its own; its peak memory is what the kernel counts (VmHWM), files that are mapped included.
+Weights are random and bfloat16, so that no model has to be fetched; they are written layer by layer. Results are in
+results/scale.json.
 """
 
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,6 +62,12 @@ def write_model(folder: Path, shape: dict, seed: int = 0) -> int:
     return total
 
 
+def peak_bytes() -> int:
+    """The most memory that this process held; unlike `ru_maxrss`, not that of the one that started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1])
+
+
 def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) -> dict:
     """One run in this process: seconds of each part, and peak memory."""
     from optimum_moonshot import MoonshotConfig, MoonshotPruner
@@ -69,7 +75,7 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
     torch.set_num_threads(1)
     layout = fields.pop("format", "packed")
     config = MoonshotConfig(**fields)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_bytes()
     begun, cpu = time.perf_counter(), time.process_time()
     pruner = MoonshotPruner.from_pretrained(folder, config, offload=offload)
     loaded = time.perf_counter()
@@ -92,7 +98,7 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
         "phases": report.seconds,
         "read": read_bytes(),
         "before": before,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak": peak_bytes(),
         "sparsity": report.sparsity,
         "notes": report.notes,
         "written": 0 if output is None else sum(file.stat().st_size for file in output.glob("*.safetensors")),

@@ -70,7 +70,7 @@ class StreamedPasses(BlockwisePasses):
 
         Args:
             i: its number in the chain; it is present.
-            hidden: what it reads, batch by batch.
+            hidden: what it reads, [B, T, d] for every batch.
             observer: entered; it is told every batch.
         """
         self.lowest = i

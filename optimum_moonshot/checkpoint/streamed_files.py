@@ -19,7 +19,7 @@ from .packed_files import Packer, write_config, write_index
 from .packed_format import METHOD, Description
 from .weight_files import new_names, sort_metadata
 
-SHARD = "1GB"  # of dense weights in a file, where nothing else is asked for: so much is in memory at once
+SHARD = "500MB"  # of dense weights in a file, where nothing else is asked for: so much is in memory at once
 
 Tensors = dict[str, Tensor]
 

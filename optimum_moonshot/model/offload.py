@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ..mapped import mapped_tensor
-from ..packing.squeezed import squeezed, unsqueezed
+from ..mapped import SpillFile
+from ..packing.squeezed import spilled
 from .presence import RESIDENT, Block, Weights
 
 Load = Callable[[], Tensor]
@@ -77,6 +77,7 @@ class Offloaded:
 
     def __init__(self, slots: list[_Slot], folder: Callable[[], str | None]):
         self.slots, self.folder = slots, folder
+        self._spill: SpillFile | None = None
         self._depth = 0
         self._away: list[Tensor | None] = []  # what stands in the slots when the weights are away
         self._here: list[nn.Parameter | None] = [None] * len(slots)
@@ -141,13 +142,11 @@ class Offloaded:
         if not slot.hook.weights_map.on_disk(slot.name):
             return _same(tensor.clone())
         shape = tuple(tensor.shape)
-        matrix = (shape[0], -1) if len(shape) > 1 else (1, -1)
-        parts = {
-            name: mapped_tensor(tuple(part.shape), part.dtype, self.folder()).copy_(part)
-            for name, part in squeezed(slot.name, tensor.reshape(matrix)).items()
-        }
-        rows, columns = tensor.reshape(matrix).shape
-        return lambda: unsqueezed(slot.name, set(parts), parts.__getitem__, (rows, columns)).reshape(shape)
+        matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
+        if self._spill is None:
+            self._spill = SpillFile(self.folder())
+        load = spilled(self._spill, slot.name, matrix)
+        return lambda: load().reshape(shape)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
         """Put another weight in the place of one, without a visit.

@@ -1,9 +1,13 @@
 """A matrix on disk in as few bytes as its zeros allow, for results and weights that wait there."""
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import gettempdir
 
 from torch import Tensor
 
+from ..files import writing
+from ..mapped import SpillFile
 from ..objective.patterns import Unstructured
 from .layer import PackedLayer
 
@@ -39,6 +43,24 @@ def unsqueezed(name: str, names: set[str], read: Read, shape: tuple[int, int]) -
         return read(name)
     layer = _layer(shape, "float32")
     return layer.unpack(name, {part: read(part) for part in layer.names(name) if part in names})
+
+
+def spilled(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Tensor]:
+    """Write a matrix to disk, squeezed; what is returned reads it again.
+
+    Args:
+        file: where it goes.
+        name: of it, for messages.
+        matrix: [d_out, d_in] in host memory, floating point.
+
+    Raises:
+        MoonshotError: the folder cannot be written, or the disk is full.
+    """
+    field = "TMPDIR" if file.folder is None else "offload_dir"
+    with writing(field, Path(file.folder or gettempdir())):
+        parts = {part: file.put(tensor) for part, tensor in squeezed(name, matrix).items()}
+    shape = (matrix.shape[0], matrix.shape[1])
+    return lambda: unsqueezed(name, set(parts), lambda part: parts[part](), shape)
 
 
 def _layer(shape: tuple[int, ...], dtype: str) -> PackedLayer:

@@ -7,7 +7,6 @@ bytes that its zeros leave.
 import dataclasses
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,12 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..files import writing
-from ..mapped import mapped_tensor
+from ..mapped import SpillFile
 from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve
 from ..packing import weight_of
-from ..packing.squeezed import squeezed, unsqueezed
+from ..packing.squeezed import spilled, squeezed, unsqueezed
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
@@ -49,8 +47,8 @@ class ResultStore:
         spill_to: str | None = None,
     ):
         self.folder = None if folder is None else RunFolder(folder, field)
-        self.spilling, self.spill_to = spilling, spill_to
-        self.weights: dict[str, dict[str, Tensor]] = {}  # by layer: the tensors that stand for it
+        self.spill = SpillFile(spill_to) if spilling else None
+        self.weights: dict[str, Callable[[], Tensor]] = {}  # what gives those that are in no folder
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # recovered
         self.curves: dict[str, LossCurve] = {}  # by which an allocation divides the sparsity
@@ -113,23 +111,16 @@ class ResultStore:
         """
         weight = weight.cpu().contiguous()
         if self.folder is None:
-            self.weights[report.name] = self._in_memory(report.name, weight)
+            self.weights[report.name] = self._kept(report.name, weight)
         else:
             self.files[report.name] = self.folder.save(
                 LAYERS, report.name, squeezed(report.name, weight), dataclasses.asdict(report)
             )
         self.reports[report.name] = report
 
-    def _in_memory(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors that stand for a weight where there is no folder."""
-        if not self.spilling:
-            return {name: weight}
-        place = "offload_dir" if self.spill_to is not None else "the system's folder for temporary files (TMPDIR)"
-        with writing(place, self.spill_to or tempfile.gettempdir()):
-            return {
-                part: mapped_tensor(tuple(tensor.shape), tensor.dtype, self.spill_to).copy_(tensor)
-                for part, tensor in squeezed(name, weight).items()
-            }
+    def _kept(self, name: str, weight: Tensor) -> Callable[[], Tensor]:
+        """What gives a weight again, where there is no folder."""
+        return (lambda: weight) if self.spill is None else spilled(self.spill, name, weight)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Keep what a layer loses at some sparsities.
@@ -184,7 +175,7 @@ class ResultStore:
             sparsity = int((weight == 0).sum()) / weight.numel()
             self.reports[name] = dataclasses.replace(self.reports[name], sparsity=sparsity)
         if path is None:
-            self.weights |= {name: self._in_memory(name, weight) for name, weight in weights.items()}
+            self.weights |= {name: self._kept(name, weight) for name, weight in weights.items()}
         else:
             self.files.update(dict.fromkeys(weights, path))
 
@@ -196,8 +187,7 @@ class ResultStore:
         """What gives `weight`, also after the folder was discarded."""
         name, shape = layer.name, layer.shape
         if name in self.weights:
-            parts = self.weights[name]
-            return lambda: unsqueezed(name, set(parts), parts.__getitem__, shape)
+            return self.weights[name]
         file = safe_open(self.files[name], "pt")  # which holds the file's contents when its name is gone
         return lambda: unsqueezed(name, set(file.keys()), file.get_tensor, shape)
 
