@@ -10,7 +10,7 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 # What stands on a floor imports what stands below it, or in the same folder.
 FLOORS = (
     ("version", "errors"),
-    ("files", "progress", "mapped"),
+    ("files", "progress", "mapped", "devices"),
     ("objective",),
     ("solvers", "recipes"),
     ("config",),

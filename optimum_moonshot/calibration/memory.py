@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..devices import free_bytes, is_gpu
 from ..errors import MoonshotError
 from ..mapped import mapped_tensor
 
@@ -30,9 +31,8 @@ class Storage:
     def __init__(self, device: torch.device, max_memory: int | None = None, offload_dir: str | None = None):
         self.device = torch.device(device)
         host = int(DEFAULT_SHARE * psutil.virtual_memory().available)
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            self.limits = {self.device: int(DEFAULT_SHARE * free), torch.device("cpu"): host}
+        if is_gpu(self.device):
+            self.limits = {self.device: int(DEFAULT_SHARE * free_bytes(self.device)), torch.device("cpu"): host}
         else:
             self.limits = {self.device: host}
         if max_memory is not None:

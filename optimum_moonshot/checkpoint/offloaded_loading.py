@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..devices import default_device
 from ..errors import require
 from ..files import writing
 from ..model.layers import find_blocks
@@ -31,7 +32,7 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
         MoonshotError: a place that there is not, or a model without blocks.
     """
     require(place in PLACES, f'offload={place!r}: use "disk" or "cpu"')
-    device = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device
+    device = str(default_device()) if device is None else device
     require(isinstance(device, str | int | torch.device), f"device_map={device!r}: with offload=, name one device")
     require(place == "disk" or str(device) != "cpu", 'offload="cpu": the model is on the CPU anyway; use "disk"')
     device_map = _device_map(_skeleton(config), place, device)

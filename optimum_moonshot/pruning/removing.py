@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics
 from ..calibration.passes import Step
 from ..config import MoonshotConfig
+from ..devices import peak_bytes
 from ..errors import MoonshotError, require
 from ..model.calls import frozen
 from ..model.compaction import Compaction
@@ -27,7 +28,7 @@ from ..model.presence import all_present
 from ..objective.patterns import Experts, Pattern
 from ..objective.removal import Removal
 from ..progress import progress_bar
-from ..reports.environment import peak_memory, versions
+from ..reports.environment import versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
 from ..reports.record import PruningRecord
 from ..solvers import Solver, make_solver, solver_names
@@ -198,7 +199,7 @@ class _Choices:
             shape=(mixture.count, mixture.size),
             sparsity=len(gone) / mixture.count,
             seconds=seconds,
-            peak_memory=peak_memory(mixture.parameters[0].device),
+            peak_memory=peak_bytes(mixture.parameters[0].device),
             notes=problem.scales.notes,
             asked=pattern.sparsity,
             experts=ExpertChoice(tuple(gone), losses),

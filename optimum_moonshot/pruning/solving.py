@@ -9,10 +9,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..calibration.layer_statistics import LayerStatistics
+from ..devices import peak_bytes, reset_peak
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert
-from ..reports.environment import peak_memory
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
 from .allocation import allocate, block_scores
@@ -123,8 +123,7 @@ def solve(
         FactorizationError: the layer's quadratic stays singular at the largest damping, with the layer's name.
     """
     device = layer.parameter.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
     started, known = time.perf_counter(), statistics is not None
     if statistics is None:
         statistics, lam = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0), 1.0
@@ -142,7 +141,7 @@ def solve(
             sparsity=int((weight == 0).sum()) / weight.numel(),
             damping=result.damping,
             seconds=seconds,
-            peak_memory=peak_memory(device),
+            peak_memory=peak_bytes(device),
             notes=result.notes if known else (),
             asked=pattern.sparsity,
             experts_asked=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,

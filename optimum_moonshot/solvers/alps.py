@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ..devices import is_gpu
 from ..objective.linalg import check_factored
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
@@ -292,7 +293,7 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
 
 def _cached(values: Tensor) -> list[slice]:
     """Rows of values [rows, …] in pieces that stay in a processor's cache; a GPU has all at once."""
-    size = len(values) if values.is_cuda else max(1, CACHE_BYTES * len(values) // values.nbytes)
+    size = len(values) if is_gpu(values.device) else max(1, CACHE_BYTES * len(values) // values.nbytes)
     return split_range(0, len(values), size)
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..devices import free_bytes
 from ..objective.linalg import check_factored, escalate
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
@@ -264,5 +265,4 @@ def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> No
 def _rows_together(size: int, device: torch.device) -> int:
     if device.type == "cpu":
         return max(1, CPU_INPUTS // size)
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, int(GPU_SHARE * free) // (4 * size * size))
+    return max(1, int(GPU_SHARE * free_bytes(device)) // (4 * size * size))
