@@ -19,7 +19,7 @@ enum {
     STRIP_OF_TILES = 256, /* inputs that are unpacked at once: 16 KiB of a panel */
     BLOCKS = STRIP_OF_TILES / DEPTH,
     SUMS = 4 * 256, /* of a panel and two tiles of x */
-    GROUP = 8, /* panels that share a strip of x */
+    GROUP = SHARED / PANEL, /* panels that share a strip of x */
     HEAD = 64, /* bytes before the inputs: whether one is special */
     LEAD = 64, /* bytes of a row beyond what is unpacked next that are fetched too: rows of a strip differ */
 };

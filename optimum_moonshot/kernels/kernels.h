@@ -61,6 +61,8 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define ROWS_OF_W 4 /* which are unpacked together */
 #define AT_ONCE 512 /* rows of inputs of a product at most: more, and their outputs, leave no room for W in the caches */
 
+#define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
+
 #ifndef AHEAD
 #define AHEAD 2048
 #define AHEAD_BITS 512
