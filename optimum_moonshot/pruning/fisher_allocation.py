@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.passes import Step
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
@@ -38,7 +37,6 @@ from ..solvers import Solver
 from .allocation import exact_patterns
 from .expert_chunks import ExpertChunks
 from .preparation import Prepared
-from .row_chunks import RowChunks
 from .schedule import StatisticsSchedule
 from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
@@ -153,16 +151,16 @@ class SampledRows(StatisticsSchedule):
         super().__init__(*arguments)
         self.diagonal = False
 
-    def _plan(self, layer: PrunableLayer) -> Plan:
+    def plan(self, layer: PrunableLayer) -> Plan:
         return Plan(rows=sampled_rows(layer))
 
-    def _bytes(self, layer: PrunableLayer) -> int:
+    def bytes_of(self, layer: PrunableLayer) -> int:
         d_out, d_in = layer.shape
         rows = len(range(*sampled_rows(layer).indices(d_out)))
         return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
 
-    def _chunks(self, together: list[PrunableLayer], step: Step) -> RowChunks | ExpertChunks | None:
-        return super()._chunks(together, step) if together[0].form.separate else None
+    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
+        return super().parts(together) if together[0].form.separate else None
 
 
 class _Curves:
