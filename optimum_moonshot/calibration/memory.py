@@ -39,8 +39,8 @@ class Storage:
         free: Mapping[torch.device, int] | None = None,
     ):
         self.device = torch.device(device)
-        free = free_memory(self.device) if free is None else free
-        self.limits = {place: int(DEFAULT_SHARE * size) for place, size in free.items()}
+        self.free = dict(free_memory(self.device) if free is None else free)
+        self.limits = {place: int(DEFAULT_SHARE * size) for place, size in self.free.items()}
         if max_memory is not None:
             self.limits[self.device] = max_memory
         self.used = dict.fromkeys(self.limits, 0)

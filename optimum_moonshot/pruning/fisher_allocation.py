@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.accumulators import Plan, numbers_per_row
+from ..calibration.accumulators import Plan
 from ..calibration.layer_statistics import LayerStatistics
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
@@ -154,11 +154,6 @@ class SampledRows(StatisticsSchedule):
     def plan(self, layer: PrunableLayer) -> Plan:
         return Plan(rows=sampled_rows(layer))
 
-    def bytes_of(self, layer: PrunableLayer) -> int:
-        d_out, d_in = layer.shape
-        rows = len(range(*sampled_rows(layer).indices(d_out)))
-        return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
-
     def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
         return super().parts(together) if together[0].form.separate else None
 
@@ -217,11 +212,16 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
         variant.allocating = (time.perf_counter() - started) / len(variants)
 
 
+def sampled_count(samples: int) -> int:
+    """How many of so many samples the curves are found by."""
+    return min(samples, max(SAMPLES, samples // SHARE))
+
+
 def _sampled(prepared: Prepared) -> Prepared:
     """The same model, to be seen dense and with gradients, and some of the data."""
     selection, data = prepared.selection, prepared.data
     assert data is not None  # `prepare` refuses to allocate without
-    batches = spread_samples(data.batches, max(SAMPLES, data.num_samples // SHARE))
+    batches = spread_samples(data.batches, sampled_count(data.num_samples))
     count = sum(map(batch_size, batches))
     return dataclasses.replace(
         prepared,

@@ -107,12 +107,26 @@ class StatisticsSchedule:
 
     def bytes_of(self, layer: PrunableLayer) -> int:
         """What a layer's statistics take."""
+        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+
+    def gram_bytes(self, layer: PrunableLayer) -> int:
+        """What its Gram matrices take, or their diagonals."""
+        d_in = layer.shape[1]
+        return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+
+    def gradient_bytes(self, layer: PrunableLayer, plan: Plan | None = None) -> int:
+        """What its gradients take.
+
+        Args:
+            layer: the layer.
+            plan: by which they are gathered, with the rows of a chunk; None is that of the whole layer.
+        """
+        if self.lams[layer.name] == 1:
+            return 0
+        plan = self.plan(layer) if plan is None else plan
         d_out, d_in = layer.shape
-        total = 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
-        if self.lams[layer.name] < 1:
-            samples = 1 if self.diagonal else self.samples
-            total += 4 * d_out * numbers_per_row(d_in, samples, self.plan(layer).column_block)
-        return total
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
 
     def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
         """The rows, or the experts, that a layer is gathered in, one pass for each; None where it is gathered whole."""
