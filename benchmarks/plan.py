@@ -36,33 +36,30 @@ TINY = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 SETTING = dict(sparsity=0.6, num_samples=32, batch_size=8)
+LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",)}  # where all would take long
 CASES = {
     "demo sparsegpt λ=1": ("demo", dict(lam=1)),
     "demo sparsegpt λ=0.5": ("demo", dict(lam=0.5)),
-    "demo sparsegpt λ=0.5 N=128": ("demo", dict(lam=0.5, num_samples=128)),
     "demo sparsegpt λ=0.9 N=128": ("demo", dict(lam=0.9, num_samples=128)),
     "demo sparsegpt λ=0.5 batch 1": ("demo", dict(lam=0.5, batch_size=1)),
     "demo wanda λ=1 N=128": ("demo", dict(solver="wanda", lam=1, num_samples=128)),
     "demo wanda λ=0.5 N=128": ("demo", dict(solver="wanda", lam=0.5, num_samples=128)),
-    "demo obc λ=0.5": ("demo", dict(solver="obc", lam=0.5)),
-    "demo obc λ=0.5 N=128, 64 MiB": ("demo", dict(solver="obc", lam=0.5, num_samples=128, max_memory="64MiB")),
-    "demo alps λ=1": ("demo", dict(solver="alps", lam=1)),
-    "demo alps λ=0.5": ("demo", dict(solver="alps", lam=0.5)),
-    "demo recovered": ("demo", dict(lam=1, recover="blockwise", recover_steps=50)),
+    "demo obc λ=0.5": ("demo", dict(solver="obc", lam=0.5, targets=LAST["demo"])),
+    "demo obc λ=0.5 N=128, 64 MiB": (
+        "demo", dict(solver="obc", lam=0.5, num_samples=128, max_memory="64MiB", targets=LAST["demo"]),
+    ),
+    "demo alps λ=0.5": ("demo", dict(solver="alps", lam=0.5, targets=LAST["demo"])),
+    "demo recovered": ("demo", dict(lam=1, recover="blockwise", recover_steps=30)),
     "demo rotated": ("demo", dict(lam=1, rotation="learned", rotation_steps=20)),
     "demo allocated": ("demo", dict(lam=1, allocation="fisher")),
     "wide sparsegpt λ=1": ("wide", dict(lam=1)),
-    "wide sparsegpt λ=1 N=128": ("wide", dict(lam=1, num_samples=128)),
-    "wide sparsegpt λ=0.5": ("wide", dict(lam=0.5)),
-    "wide sparsegpt λ=0.5, 512 MiB": ("wide", dict(lam=0.5, max_memory="512MiB", offload_dir="")),
+    "wide sparsegpt λ=0.5": ("wide", dict(lam=0.5, targets=LAST["wide"])),
     "wide wanda λ=0.5": ("wide", dict(solver="wanda", lam=0.5)),
-    "wide wanda λ=0.5 batch 32": ("wide", dict(solver="wanda", lam=0.5, batch_size=32)),
-    "wide alps λ=1": ("wide", dict(solver="alps", lam=1)),
+    "wide alps λ=1": ("wide", dict(solver="alps", lam=1, targets=LAST["wide"])),
     "mixture sparsegpt λ=1": ("mixture", dict(lam=1)),
     "mixture sparsegpt λ=0.5": ("mixture", dict(lam=0.5)),
-    "mixture wanda λ=0.5": ("mixture", dict(solver="wanda", lam=0.5)),
     "mixture sparsegpt λ=0.5, 200 MiB": ("mixture", dict(lam=0.5, max_memory="200MiB")),
-}
+}  # fmt: skip
 TOKENS = 256
 
 

@@ -20,6 +20,8 @@ from .schedule import StatisticsSchedule
 from .selection import Selection
 
 CPU = torch.device("cpu")
+# What a C library keeps of freed tensors within a phase, at most: those of up to 32 MiB, twice.
+KEPT_BYTES = 64 * 2**20
 SPILLED = "raise max_memory, set offload_dir to a folder on a fast disk, or lower num_samples or sequence_length"
 
 
@@ -39,6 +41,13 @@ class Outline:
     storage: Storage
     resumes: bool  # results lie in a folder
     kind: type[StatisticsSchedule] = StatisticsSchedule  # which decides what is gathered together
+
+    @property
+    def kept(self) -> int:
+        """What the C library keeps in host memory of what every batch allocates and frees."""
+        passing = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
+        logits = self.logits_bytes() if self.selection.needs_gradients else 0
+        return min(KEPT_BYTES, max(*passing, logits)) if self.storage.device.type == "cpu" else 0
 
     @property
     def batch(self) -> int:
@@ -174,10 +183,12 @@ class Walk:
             on_device: item → bytes.
         """
         items = {what: {place: size for place, size in found.items() if size} for what, found in self.held.items()}
-        for what, size in on_device.items():
+        for what, size in {**on_device, "allocator": self.outline.kept}.items():
             mine = items.setdefault(what, {})
             place = str(self.storage.device)
             mine[place] = mine.get(place, 0) + size
+            if not mine[place]:
+                del mine[place]
         self.moments.append(Moment(phase, where, {what: found for what, found in items.items() if found}))
 
     def result(self, layer: PrunableLayer) -> None:

@@ -265,23 +265,25 @@ def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize) -> float
     tried, taken = _smaller(solver, pattern, size, FIRST_SIZE, FIRST_SIZE), 0.0
     while True:
         taken = _solve(solver, pattern, tried)
+        if taken < MATRIX_SECONDS:  # the first time has what a process needs once
+            taken = min(taken, _solve(solver, pattern, tried))
         larger = [size, *(_smaller(solver, pattern, size, rows, d_in) for rows, d_in in _SIZES)]
         operations = solver.work(tried, pattern).operations
-        affordable = (
-            other
-            for other in larger
-            if solver.work(other, pattern).operations > 1.5 * operations
-            and other.weights >= tried.weights
-            and taken * solver.work(other, pattern).operations / operations < MATRIX_SECONDS
-            and 4 * (other.inputs**2 + other.weights * max(1, other.samples)) < TRY_BYTES
-        )
-        chosen = next(affordable, None)
-        if chosen is None:
+        more = {other: solver.work(other, pattern).operations / operations for other in larger}
+        more = {other: ratio for other, ratio in more.items() if ratio > 1 and other != tried and _fits(other)}
+        affordable = [other for other, ratio in more.items() if taken * ratio < MATRIX_SECONDS]
+        if not affordable and more and taken < MATRIX_SECONDS / 5:  # what is small says too much
+            affordable = [min(more, key=lambda other: more[other])]
+        if not affordable:
             return taken * solver.work(size, pattern).operations / operations
-        tried = chosen
+        tried = max(affordable, key=lambda other: more[other])
 
 
-_SIZES = ((1024, 1024), (256, 1024), (512, 512), (256, 256))
+_SIZES = ((1024, 1024), (256, 1024), (512, 512), (256, 256), (64, 256), (64, 512), (64, 1024))
+
+
+def _fits(size: ProblemSize) -> bool:
+    return 4 * (size.inputs**2 + size.weights * max(1, size.samples)) < TRY_BYTES
 
 
 def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_in: int) -> ProblemSize:

@@ -33,6 +33,8 @@ from .planned_time import Seconds, measure
 from .preparation import Subject, _with_room, prepare
 from .selection import Selection, select
 
+# What reading and tokenizing text leaves in host memory: the libraries that do it.
+TEXT_BYTES = 48 * 2**20
 NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run on tensors without memory"
 
 
@@ -70,10 +72,11 @@ def make_plan(
     weights = model_device(model).type != "meta"
     selection = select(model, config)
     batches = example_batches(subject, selection, calibration)
+    text = "input_ids" in batches[0] and not _given(calibration)
     with called_by(model, forward) if weights else nullcontext():
         data, storage, chains = _ready(subject, selection, batches, weights, room)
         outline, notes = _outline(subject, selection, data, storage, chains, forward, resumes)
-        walk, blocks = _walk(outline, model)
+        walk, blocks = _walk(outline, model, text)
         ready = time.perf_counter() - started
         seconds = measure(subject, outline, data, ready) if weights and room is None else None
     return _plan(subject, outline, data, walk, blocks, seconds, weights, tuple(notes))
@@ -91,9 +94,8 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
         MoonshotError: a model whose inputs cannot be made up.
     """
     config, model = selection.config, subject.model
-    given = isinstance(calibration, list | tuple) and len(calibration) > 0 and not isinstance(calibration[0], str)
     options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
-    if given:
+    if _given(calibration):
         return load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options).batches
     name = type(model).__name__
     mend = f"plan: {name}'s inputs cannot be made up: give calibration batches, a list of dictionaries of model inputs"
@@ -104,6 +106,11 @@ def example_batches(subject: Subject, selection: Selection, calibration: Any) ->
     ]
     made = _images if takes_images(model) else _tokens
     return [made(subject, selection, count, generator, mend) for count in sizes]
+
+
+def _given(calibration: Any) -> bool:
+    """Whether it is model inputs, which can be looked at and stay as they are."""
+    return isinstance(calibration, list | tuple) and len(calibration) > 0 and not isinstance(calibration[0], str)
 
 
 def _tokens(subject: Subject, selection: Selection, count: int, generator: torch.Generator, mend: str) -> Batch:
@@ -222,9 +229,10 @@ def _hidden_bytes(model: nn.Module, data: CalibrationData) -> int:
     return size * next(model.parameters()).dtype.itemsize
 
 
-def _walk(outline: Outline, model: nn.Module) -> tuple[Walk, dict[str, tuple[Block, list[Visit]]]]:
+def _walk(outline: Outline, model: nn.Module, text: bool) -> tuple[Walk, dict[str, tuple[Block, list[Visit]]]]:
     """Through all phases, in the run's order."""
     walk, config = Walk(outline), outline.selection.config
+    walk.add("reading text", str(CPU), TEXT_BYTES if text else 0)
     if config.rotation is not None:
         rotation(walk, model)
     if config.allocation == "fisher":

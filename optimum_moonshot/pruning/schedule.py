@@ -16,6 +16,7 @@ from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..objective.row_slices import split_range
+from ..runtime.freed import give_back
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
 from .row_chunks import RowChunks, chunk_rows
@@ -74,6 +75,7 @@ class StatisticsSchedule:
                 yield together[0], chunks
         if not seen:
             step.skip()
+        give_back()
 
     def rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers that one pass serves; the memory that they leave is for solving."""
@@ -91,6 +93,7 @@ class StatisticsSchedule:
         known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
         if fused and last:
             step.skip()
+        give_back()
         while together:
             layer = together.pop(0)
             found = observer.take(layer) if observer.reached(layer) else None
