@@ -207,6 +207,7 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
                 curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
                 for variant in lacking:
                     variant.store.put_curve(layer.name, curve)
+            del statistics  # before the next step's are gathered
             bar.update(1)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)

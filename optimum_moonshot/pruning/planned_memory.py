@@ -132,21 +132,20 @@ class Walk:
     def storage(self) -> Storage:
         return self.outline.storage
 
-    def hold(self, what: str, size: int, where: str, counted: bool = True) -> str:
+    def hold(self, what: str, size: int, where: str) -> str:
         """Keep bytes in the first place that has room, as `Storage.empty`; returns the place.
 
         Args:
             what: the item of a moment.
             size: bytes.
             where: for what does not fit.
-            counted: in the budget of statistics and caches; else on the device, whatever that is.
         """
-        found = self.storage.place(size) if counted else self.storage.device
+        found = self.storage.place(size)
         if found is None and self.outline.selection.config.offload_dir is None and not self.misfits:
             limits = self.storage.limits
             place, has = str(self.storage.device), limits[self.storage.device]
             self.misfits.append(Misfit(place, "calibration", f"{what} of {where}", size, has, SPILLED))
-        if found is not None and counted:
+        if found is not None:
             self.storage.used[found] += size
         place = DISK if found is None else str(found)
         self.add(what, place, size)
@@ -163,15 +162,15 @@ class Walk:
         found = self.held.setdefault(what, {})
         found[place] = found.get(place, 0) + size
 
-    def free(self, what: str, place: str, size: int, counted: bool = True) -> None:
+    def free(self, what: str, place: str, size: int) -> None:
         """Let go of what `hold` kept.
 
         Args:
-            what, size, counted: as they were given there.
+            what, size: as they were given there.
             place: as it was returned.
         """
         self.add(what, place, -size)
-        if place != DISK and counted:
+        if place != DISK:
             self.storage.used[torch.device(place)] -= size
 
     def moment(self, phase: str, where: str, **on_device: int) -> None:
@@ -355,13 +354,21 @@ class _Statistics:
             size = schedule.gradient_bytes(layer, plan)
             if size:
                 self.gradients[layer.name] = walk.hold("statistics", size, layer.name), size
-        self.grams = {}
+        self.grams: dict[frozenset[str], tuple[str, int]] = {}
         for some in self.readers:
             layer = next(layer for layer in layers if layer.name in some)
             size = schedule.gram_bytes(layer)
-            walk.hold("statistics", size, layer.name, counted=False)
-            walk.storage.used[walk.storage.device] += size
-            self.grams[frozenset(some)] = size
+            self.grams[frozenset(some)] = self._gram(layer, size), size
+
+    def _gram(self, layer: PrunableLayer, size: int) -> str:
+        """Where a Gram matrix is: on the model's device, in the budget or beyond it; on a CPU the disk may hold it."""
+        place, device = self.walk.hold("statistics", size, layer.name), str(self.walk.storage.device)
+        if place == device or self.walk.storage.device.type == "cpu":
+            return place
+        self.walk.free("statistics", place, size)
+        self.walk.add("statistics", device, size)
+        self.walk.storage.used[self.walk.storage.device] += size
+        return device
 
     def forget(self, layer: PrunableLayer) -> None:
         """Let go of a layer's; a Gram matrix goes with the last that has it."""
@@ -371,11 +378,11 @@ class _Statistics:
             if layer.name in some:
                 key = frozenset(some)
                 some.discard(layer.name)
-                size = self.grams.pop(key)
+                held = self.grams.pop(key)
                 if some:
-                    self.grams[frozenset(some)] = size
+                    self.grams[frozenset(some)] = held
                 else:
-                    self.walk.free("statistics", str(self.walk.storage.device), size)
+                    self.walk.free("statistics", *held)
 
     def temporary(self, layer: PrunableLayer) -> int:
         """What adding a batch's gradients of a layer takes for a time."""

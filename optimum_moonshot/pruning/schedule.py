@@ -73,6 +73,7 @@ class StatisticsSchedule:
                 yield from self._collected(together, step, {layer.name: self.plan(layer) for layer in together}, seen)
             else:
                 yield together[0], chunks
+                del chunks  # it may hold a part's statistics
         if not seen:
             step.skip()
         give_back()

@@ -83,7 +83,7 @@ class OSSCAR(Solver):
         shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
         if not rank:
             return Work(shared, d_in**3 + gone * size.weights)
-        single = size.lam >= SINGLE_LAM
+        single = size.lam >= SINGLE_LAM and 2 * rank <= d_in
         spread, inner = (4 if single else 8) * rank * size.weights, 8 * rows * rank**2
         state = spread + inner + size.slices(24 * rank * d_in) * 2 // 3 + (0 if single else spread // 2)
         operations = size.weights * rank * (d_in + 4 * gone) + gone * rows * rank**2
