@@ -17,7 +17,7 @@ import time
 
 import torch
 import transformers as hf
-from common import parser, peak_above, write
+from common import RESULTS, parser, peak_above, write
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
@@ -148,8 +148,13 @@ def main() -> None:
             f"({ratio['seconds']:.2f})  {each['plan']['at']} plan took {each['plan']['taken']:.1f} s",
             flush=True,
         )
-    if set(args.only) == set(CASES):
-        write("plan", results)
+        write("plan", {**known(), **results})
+
+
+def known() -> dict:
+    """The cases that are measured already."""
+    path = RESULTS / "plan.json"
+    return json.loads(path.read_text())["results"] if path.is_file() else {}
 
 
 def argparse_hidden() -> str:

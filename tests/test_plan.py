@@ -179,6 +179,8 @@ def test_what_does_not_fit_names_the_option_that_mends_it():
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory=120_000, host_memory="1GB")
     assert not plan.fits and plan.device == "cuda"
     assert any("num_samples" in misfit.mend for misfit in plan.misfits)
+    small = MoonshotPruner.plan_for(on_meta(), config, device_memory=1000, host_memory="1GB")
+    assert small.misfits[0].where == "the model" and "dtype" in small.misfits[0].mend
     assert "DOES NOT FIT" in str(plan)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory="1GB", host_memory="1GB")
     assert plan.fits and "fits: beside the model" in str(plan)

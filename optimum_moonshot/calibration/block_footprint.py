@@ -225,12 +225,17 @@ def _balanced(module: nn.Module, held: list[Tensor]) -> Callable[..., Tensor]:
             assert weight is not None
             x = torch.bmm(x, weight if form.transposed else weight.mT)
             if x.requires_grad:
-                x.register_hook(lambda delta: delta.float() * 1)
+                x.register_hook(_widen)
         scale = torch.empty(experts * share, 1, dtype=x.dtype)
         flat = x.reshape(experts * share, -1) * scale
         return torch.zeros_like(tokens).index_add(0, index, flat.to(tokens.dtype)).view_as(hidden)
 
     return forward
+
+
+def _widen(delta: Tensor) -> None:
+    """What the statistics read of a gradient lives for a time."""
+    delta.float()
 
 
 def _signature(block: Block, call: BlockCall) -> tuple[Any, ...]:

@@ -166,8 +166,9 @@ class Walk:
         """Let go of what `hold` kept.
 
         Args:
-            what, size: as they were given there.
+            what: as it was given there.
             place: as it was returned.
+            size: as it was given.
         """
         self.add(what, place, -size)
         if place != DISK:

@@ -5,7 +5,6 @@ yet counts as `num_samples` windows of `sequence_length` tokens, the longest tha
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -29,7 +28,7 @@ from ..objective.patterns import Experts
 from ..reports.plan import DISK, BlockPlan, Misfit, Moment, Plan, most_of
 from .planned_memory import CPU, Outline, Visit, Walk, walk_blocks
 from .planned_phases import allocation, recovery, rotation, saving, writing
-from .planned_time import Seconds, measure
+from .planned_time import Seconds, clock, measure
 from .preparation import Subject, _with_room, prepare
 from .selection import Selection, select
 
@@ -68,8 +67,8 @@ def make_plan(
         MoonshotError: a model or data that cannot be pruned so, or of which no plan can be made.
     """
     require(config.pattern != Experts.kind, "plan: pattern='experts' has no plan; its statistics are a few numbers")
-    model, started = subject.model, time.perf_counter()
-    weights = model_device(model).type != "meta"
+    model, own = subject.model, model_device(subject.model)
+    weights, started = own.type != "meta", clock(own)
     selection = select(model, config)
     batches = example_batches(subject, selection, calibration)
     text = "input_ids" in batches[0] and not _given(calibration)
@@ -77,8 +76,9 @@ def make_plan(
         data, storage, chains = _ready(subject, selection, batches, weights, room)
         outline, notes = _outline(subject, selection, data, storage, chains, forward, resumes)
         walk, blocks = _walk(outline, model, text)
-        ready = time.perf_counter() - started
+        ready = clock(own) - started
         seconds = measure(subject, outline, data, ready) if weights and room is None else None
+    walk.misfits = [*_too_large(model, outline, room), *walk.misfits]
     return _plan(subject, outline, data, walk, blocks, seconds, weights, tuple(notes))
 
 
@@ -290,6 +290,16 @@ def _plan(
         misfits=misfits,
         notes=tuple(dict.fromkeys([*selection.notes, *notes])),
     )
+
+
+def _too_large(model: nn.Module, outline: Outline, room: Room | None) -> list[Misfit]:
+    """That the model alone exceeds the device of another machine."""
+    device, held = outline.storage.device, model_bytes(model)
+    has = None if room is None else room.host if room.device is None and device.type == "cpu" else room.device
+    if has is None or held <= has:
+        return []
+    mend = "a narrower dtype, or a larger device" + ("" if device.type == "cpu" else '; or hold it on the "cpu"')
+    return [Misfit(str(device), "loading", "the model", held, has, mend)]
 
 
 def _row(
