@@ -19,13 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, escalate
+from ..objective.linalg import check_factored
 from ..objective.patterns import Experts, Pattern, Structured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
-from .base import PrunedWeight, Solver, finish, register_solver
+from .base import PrunedWeight, Solver, damped, register_solver
 from .hyperparameters import damping_option, hyperparameter
 from .sparsegpt import SINGLE_LAM
 from .subsets import best_subset, chosen
@@ -66,12 +66,12 @@ class OSSCAR(Solver):
             assert isinstance(objective, Removal)
             return chosen(objective, best_subset(objective, pattern, self.exact))
         assert isinstance(objective, Quadratic)
-        unit = objective.damping_unit
-        (weight, groups), damping = escalate(
-            self.damping, lambda damping: remove_columns(objective, pattern, damping * unit)
-        )
-        keep = pattern.columns(groups).expand_as(weight).clone()
-        return finish(objective, weight, keep, damping, self.damping)
+
+        def attempt(ridge: float) -> tuple[Tensor, Tensor]:
+            weight, groups = remove_columns(objective, pattern, ridge)
+            return weight, pattern.columns(groups).expand_as(weight).clone()
+
+        return damped(objective, self.damping, attempt)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
         """As `Solver.work`: the shared inverse; of every row P_k, in both precisions for a time, and M_k.
