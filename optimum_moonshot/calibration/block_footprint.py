@@ -54,6 +54,7 @@ class _Twin:
     follows: set[str] = dataclasses.field(default_factory=set)
     held: list[Tensor] = dataclasses.field(default_factory=list)  # by the hooks
     samples: int = 1
+    watched: bool = False  # by hooks
 
     def layer(self, layer: PrunableLayer) -> PrunableLayer:
         return dataclasses.replace(
@@ -81,7 +82,7 @@ def model_footprint(
         twin = _Twin(shape_of(model, mode), mode, names, samples=batch_size(batch))
         for module in twin.model.modules():
             if expert_keys(module):
-                module.forward = _balanced(module, twin.held)  # type: ignore[method-assign]
+                module.forward = _balanced(module, twin)  # type: ignore[method-assign]
         inputs = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in batch.items()}
         inputs = {name: each for name, each in inputs.items() if name != "attention_mask"}
         whole = _run_whole(twin, structure, inputs, gradients, forward)
@@ -145,11 +146,13 @@ def _of_block(twin: _Twin, block: Block, gradients: bool) -> BlockFootprint:
             _watch(twin, twin.layer(layer), stack, reads)
 
         def run() -> None:
+            twin.watched = True
             with torch.set_grad_enabled(gradients):
                 output = first_tensor(_call(module, call, gradients))
                 if gradients:
                     torch.autograd.backward(output, torch.empty_like(output))
             twin.held.clear()
+            twin.watched = False
 
         observed = _peak(run)
     for layer in block.layers:
@@ -202,14 +205,25 @@ def _watch(twin: _Twin, layer: PrunableLayer, stack: ExitStack, reads: dict[Any,
         stack.callback(module.register_forward_hook(see, with_kwargs=True).remove)
 
 
-def _balanced(module: nn.Module, held: list[Tensor]) -> Callable[..., Tensor]:
-    """A forward of a module of experts in which every expert gets as many tokens as any other."""
+def _balanced(module: nn.Module, twin: _Twin) -> Callable[..., Tensor]:
+    """A forward of a module of experts in which every expert gets as many tokens as any other.
+
+    Without a graph one expert's tensors are alive at a time and, under hooks, the inputs of all.
+    """
     forms = [ExpertsForm(module, key) for key in expert_keys(module)]
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found, tokens = routing(args, kwargs), hidden.reshape(-1, hidden.shape[-1])
         experts = forms[0].groups
         share = -(-len(tokens) * (1 if found is None else found[0].shape[1]) // experts)
+        if not torch.is_grad_enabled():
+            for form in forms:
+                if twin.watched:
+                    twin.held.append(tokens.new_empty(experts * share, form.shape[1]))
+                one = tokens.new_empty(share, form.shape[1])
+                one.float()
+                one.new_empty(share, form.shape[0] // experts)
+            return torch.zeros_like(tokens).view_as(hidden)
         index = torch.zeros(experts * share, dtype=torch.int64)
         x = read = tokens[index].view(experts, share, -1)
         for form in forms:
@@ -219,8 +233,9 @@ def _balanced(module: nn.Module, held: list[Tensor]) -> Callable[..., Tensor]:
                 x = functional.silu(gate) * x
             elif x.shape[-1] != wanted:
                 x = read
-            held.append(x.detach())
-            held[-1].float()
+            if twin.watched:
+                twin.held.append(x.detach())
+            x.detach().float()
             weight = form.parameter
             assert weight is not None
             x = torch.bmm(x, weight if form.transposed else weight.mT)

@@ -22,6 +22,7 @@ from .selection import Selection
 CPU = torch.device("cpu")
 # What a C library keeps of freed tensors within a phase, at most: those of up to 32 MiB, twice.
 KEPT_BYTES = 64 * 2**20
+AFTER = ("writing", "saving")  # phases without passes
 SPILLED = "raise max_memory, set offload_dir to a folder on a fast disk, or lower num_samples or sequence_length"
 
 
@@ -183,7 +184,8 @@ class Walk:
             on_device: item → bytes.
         """
         items = {what: {place: size for place, size in found.items() if size} for what, found in self.held.items()}
-        for what, size in {**on_device, "allocator": self.outline.kept}.items():
+        kept = 0 if phase in AFTER else self.outline.kept
+        for what, size in {**on_device, "allocator": kept}.items():
             mine = items.setdefault(what, {})
             place = str(self.storage.device)
             mine[place] = mine.get(place, 0) + size
@@ -209,6 +211,11 @@ class Visit:
     layers: tuple[PrunableLayer, ...]
     parts: tuple[slice, ...]  # where it is one layer that is not gathered whole
     passes: int
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the parts are rows, not experts."""
+        return bool(self.parts) and not self.layers[0].form.separate
 
 
 def visits(schedule: StatisticsSchedule, layers: Sequence[PrunableLayer]) -> list[Visit]:

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class Seconds:
     """What was measured, counted up to a sample of full length."""
 
     first: float  # one forward pass of the model, with the head's backward pass where gradients are wanted
-    block: dict[str, float]  # block → another pass of it under the hooks
+    block: dict[str, float]  # block → another pass of it, all its layers under the hooks
+    bare: dict[str, float]  # block → a pass of it without
     whole: float  # a pass of the whole model under the hooks, where blocks are in no chain
     solving: dict[str, float]  # layer → its solver
     product: float  # of one floating-point operation in a product
@@ -63,8 +64,13 @@ class Seconds:
             visits: its rounds.
             outline: of the run.
         """
-        passes = sum(visit.passes for visit in visits) * outline.samples
-        return passes * self.block.get(block.name, self.whole) + sum(self.solving[layer.name] for layer in block.layers)
+        passes, solving = sum(visit.passes for visit in visits), sum(self.solving[layer.name] for layer in block.layers)
+        if block.name not in self.block:
+            return passes * outline.samples * self.whole + solving
+        bare = min(self.bare[block.name], self.block[block.name])
+        # Every round has hooks on its own layers alone; rows in parts come by twice, to rank and to compute.
+        seen = sum(_weights(visit.layers) * (2 if visit.by_rows else 1) for visit in visits) / _weights(block.layers)
+        return outline.samples * (passes * bare + seen * (self.block[block.name] - bare)) + solving
 
     def phases(self, outline: Outline, blocks: Sequence[tuple[Block, list[Visit]]]) -> dict[str, float]:
         """By phase, and their total.
@@ -132,14 +138,14 @@ def measure(subject: Subject, outline: Outline, data: CalibrationData, ready: fl
     random = torch.random.get_rng_state()
     try:
         with frozen(subject.model):
-            first, block, whole = _passes(subject, outline, data.batches[0])
-            return Seconds(first, block, whole, _solving(outline), _product(outline), ready)
+            first, block, bare, whole = _passes(subject, outline, data.batches[0])
+            return Seconds(first, block, bare, whole, _solving(outline), _product(outline), ready)
     finally:
         torch.random.set_rng_state(random)
 
 
-def _passes(subject: Subject, outline: Outline, batch: Batch) -> tuple[float, dict[str, float], float]:
-    """Seconds of a sample's first pass, of another pass of every block, and of the whole model."""
+def _passes(subject: Subject, outline: Outline, batch: Batch) -> "_Tried":
+    """Seconds of a sample."""
     tokens = outline.tokens
     some, share = _cut(batch, 1, FIRST_TOKENS), 0.0
     while True:
@@ -158,16 +164,35 @@ def _passes(subject: Subject, outline: Outline, batch: Batch) -> tuple[float, di
         if larger is None:
             if taken < BATCH_SECONDS:  # the first time of a size has what a process needs once
                 again = _try(subject, outline, some)
-                least = {name: min(each, again[1][name]) for name, each in found[1].items()}
-                found = min(found[0], again[0]), least, min(found[2], again[2])
-            return found[0] / share, {name: each / share for name, each in found[1].items()}, found[2] / share
+                found = found.least(again)
+            return found.times(1 / share)
         some = larger
 
 
-def _try(subject: Subject, outline: Outline, batch: Batch) -> tuple[float, dict[str, float], float]:
+class _Tried(NamedTuple):
+    """Seconds of a first pass, of another pass of every block under hooks and without, and of the whole model."""
+
+    first: float
+    block: dict[str, float]
+    bare: dict[str, float]
+    whole: float
+
+    def least(self, other: "_Tried") -> "_Tried":
+        """Of two tries."""
+        block = {name: min(each, other.block[name]) for name, each in self.block.items()}
+        bare = {name: min(each, other.bare[name]) for name, each in self.bare.items()}
+        return _Tried(min(self.first, other.first), block, bare, min(self.whole, other.whole))
+
+    def times(self, factor: float) -> "_Tried":
+        """All of them."""
+        block, bare = ({name: factor * each for name, each in some.items()} for some in self[1:3])
+        return _Tried(factor * self.first, block, bare, factor * self.whole)
+
+
+def _try(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
     selection, device = outline.selection, outline.storage.device
     gradients, structure = selection.needs_gradients, selection.structure
-    first, blocks, whole = 0.0, {}, 0.0
+    first, blocks, bare, whole = 0.0, {}, {}, 0.0
     for chain in outline.chains:
         around = [block for block in structure.blocks if block not in chain]
         storage = Storage(device)
@@ -176,23 +201,30 @@ def _try(subject: Subject, outline: Outline, batch: Batch) -> tuple[float, dict[
         passes.capture()
         first += clock(device) - started
         wanted = {_kind(block) for block in chain if block.layers}
-        known: dict[Any, float] = {}
+        known: dict[Any, tuple[float, float]] = {}
         order = range(passes.lowest, passes.highest + 1)
         for i in reversed(order) if gradients else order:
             if wanted <= known.keys():
                 break
             with chain[i].present():
-                known[_kind(chain[i])] = _observed(outline, chain[i].layers, batch, partial(_pass, passes, i))
-        blocks |= {block.name: known[_kind(block)] for block in chain if block.layers}
+                alone = _observed(outline, (), batch, partial(_pass, passes, i, False))
+                seen = _observed(outline, chain[i].layers, batch, partial(_pass, passes, i, True))
+                known[_kind(chain[i])] = seen, alone
+        blocks |= {block.name: known[_kind(block)][0] for block in chain if block.layers}
+        bare |= {block.name: known[_kind(block)][1] for block in chain if block.layers}
     rest = tuple(layer for block in outline.loose for layer in block.layers) + structure.outside
     if rest:
         everything = FullModelPasses(subject.model, structure.blocks, [batch], gradients, subject.loss)
         whole = _observed(outline, rest, batch, everything.run)
-    return first, blocks, whole
+    return _Tried(first, blocks, bare, whole)
 
 
-def _pass(passes: BlockwisePasses, index: int, observer: Observer) -> None:
-    passes.run(index, observer, True)
+def _pass(passes: BlockwisePasses, index: int, last: bool, observer: Observer) -> None:
+    passes.run(index, observer, last)
+
+
+def _weights(layers: Sequence[PrunableLayer]) -> int:
+    return sum(layer.shape[0] * layer.shape[1] for layer in layers)
 
 
 def _kind(block: Block) -> Any:
