@@ -41,6 +41,12 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was asked to."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def own_random_numbers(device: torch.device | None = None) -> Iterator[None]:
     """What torch draws inside leaves no trace outside.

@@ -17,8 +17,9 @@ from .checkpoint.offloaded_loading import bind_folder, offload_options
 from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
+from .checkpoint.skeleton import skeleton
 from .checkpoint.verified import check_complete
-from .config import MoonshotConfig
+from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
 from .errors import MoonshotError, check_path, require, shown
 from .functional import check_ranked
@@ -28,6 +29,7 @@ from .model.facts import load_processor, load_tokenizer
 from .model.layers import rest_present
 from .model.offload import write_to
 from .objective.patterns import Experts
+from .pruning.planning import Room, make_plan
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
 from .pruning.rotating import run_rotation
@@ -35,6 +37,7 @@ from .pruning.run import run
 from .pruning.run_folder import RunFolder
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
+from .reports.plan import Plan
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord
 from .reports.rotation_report import RotationReport
@@ -163,6 +166,68 @@ class MoonshotPruner:
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
         return self.report
+
+    def plan(
+        self,
+        calibration: Any = None,
+        *,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
+        resume_dir: str | os.PathLike[str] | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+    ) -> Plan:
+        """What `prune` would take: bytes on the device, the host and the disk, passes over the data, seconds.
+
+        Nothing is pruned, downloaded or written, and the model stays as it is. Seconds are measured, on one batch and
+        on a matrix of every shape, unless the weights are not there (a model on the meta device) or the memory is that
+        of another machine.
+
+        Args:
+            calibration: batches of model inputs are looked at; anything else counts as `num_samples` samples of
+                `sequence_length` tokens, or as images of the model's size.
+            loss, forward, resume_dir: as for `prune`; the folder is not touched.
+            device_memory: bytes ("80GB" works) of the device in all, the model included; of a model on the meta device
+                that of a GPU. None asks this machine.
+            host_memory: bytes of host memory that are free; None asks this machine.
+
+        Raises:
+            MoonshotError: what `prune` would refuse before its first layer, or a model whose inputs cannot be made up.
+        """
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        sizes = {"device_memory": device_memory, "host_memory": host_memory}
+        given = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
+        room = None if not any(given.values()) else Room(given["device_memory"], given["host_memory"])
+        data = self.config.calibration if calibration is None else calibration
+        subject = self._subject(loss, progress=False)
+        return make_plan(subject, self._config(), data, forward, resume_dir is not None, room)
+
+    @classmethod
+    def plan_for(
+        cls,
+        name_or_config: Any,
+        config: MoonshotConfig,
+        *,
+        resume_dir: str | os.PathLike[str] | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The bytes and passes of `prune` for a model whose weights need not be here: its config.json is enough.
+
+        Args:
+            name_or_config: a Hub repository or a local folder, or a configuration of transformers.
+            config: what would be done.
+            resume_dir, device_memory, host_memory: as for `plan`.
+            options: for `AutoConfig.from_pretrained`, such as `revision`, `token`, `trust_remote_code`; and `dtype`.
+
+        Raises:
+            MoonshotError: as `plan`; or a configuration that names no model.
+            OSError: there is no such model.
+        """
+        model = skeleton(name_or_config, **options)
+        pruner = cls(model, config)
+        return pruner.plan(resume_dir=resume_dir, device_memory=device_memory, host_memory=host_memory)
 
     def rotate(
         self,

@@ -1,7 +1,7 @@
 """Where statistics and caches live: on the device while the budget lasts, then in host memory, then on disk."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,15 +26,19 @@ class Storage:
         max_memory: bytes allowed there; None is 60% of what is free now.
         offload_dir: folder for memory-mapped files once host memory (60% of what is free now) is used up too. Files
             are unlinked as soon as they are mapped, so a killed process leaves none behind.
+        free: bytes that are free on the device and in host memory; None asks the machine.
     """
 
-    def __init__(self, device: torch.device, max_memory: int | None = None, offload_dir: str | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        max_memory: int | None = None,
+        offload_dir: str | None = None,
+        free: Mapping[torch.device, int] | None = None,
+    ):
         self.device = torch.device(device)
-        host = int(DEFAULT_SHARE * psutil.virtual_memory().available)
-        if is_gpu(self.device):
-            self.limits = {self.device: int(DEFAULT_SHARE * free_bytes(self.device)), torch.device("cpu"): host}
-        else:
-            self.limits = {self.device: host}
+        self.free = dict(free_memory(self.device) if free is None else free)
+        self.limits = {place: int(DEFAULT_SHARE * size) for place, size in self.free.items()}
         if max_memory is not None:
             self.limits[self.device] = max_memory
         self.used = dict.fromkeys(self.limits, 0)
@@ -66,6 +70,10 @@ class Storage:
         if together:
             yield together
 
+    def place(self, size: int) -> torch.device | None:
+        """The first place that has room for so many bytes; None where only the disk is left."""
+        return next((place for place, limit in self.limits.items() if self.used[place] + size <= limit), None)
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """An uninitialised tensor in the first place that has room.
 
@@ -78,12 +86,12 @@ class Storage:
             MoonshotError: no room anywhere, or the disk is full.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
-        for device, limit in self.limits.items():
-            if self.used[device] + size <= limit:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                self.used[device] += size
-                weakref.finalize(tensor, self._release, device, size)
-                return tensor
+        device = self.place(size)
+        if device is not None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            self.used[device] += size
+            weakref.finalize(tensor, self._release, device, size)
+            return tensor
         if self.offload_dir is None:
             raise MoonshotError(
                 f"max_memory: {what} needs {size / 2**30:.2f} GiB more than the budget of "
@@ -127,3 +135,9 @@ class Storage:
             ) from error
         self.spilled += size
         return tensor
+
+
+def free_memory(device: torch.device) -> dict[torch.device, int]:
+    """Bytes that are free now, of the device and then of the host, which for a CPU are one."""
+    host = psutil.virtual_memory().available
+    return {device: free_bytes(device), torch.device("cpu"): host} if is_gpu(device) else {device: host}

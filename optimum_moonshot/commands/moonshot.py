@@ -31,6 +31,7 @@ from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
+from .planning import add_plan_options, check_plan_options, make_plan
 from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
@@ -62,6 +63,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "disk"),
         help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
     )
+    add_plan_options(parser)
     add_method_options(parser)
 
 
@@ -93,6 +95,11 @@ def prune(args: argparse.Namespace) -> None:
     device = find_device(args.device)
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
+    check_plan_options(args)
+    expect(not (args.dry_run and args.offload), "--dry-run: a plan is of the model in memory; leave --offload out")
+    if args.dry_run:
+        print(make_plan(args, config, device, calibration))
+        return
     with open_output(args) as output:
         lines = _prune(args, config, device, calibration, output)
     print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")

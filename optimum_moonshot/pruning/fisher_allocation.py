@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.accumulators import Plan, numbers_per_row
+from ..calibration.accumulators import Plan
 from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.passes import Step
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
@@ -38,7 +37,6 @@ from ..solvers import Solver
 from .allocation import exact_patterns
 from .expert_chunks import ExpertChunks
 from .preparation import Prepared
-from .row_chunks import RowChunks
 from .schedule import StatisticsSchedule
 from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
@@ -153,16 +151,11 @@ class SampledRows(StatisticsSchedule):
         super().__init__(*arguments)
         self.diagonal = False
 
-    def _plan(self, layer: PrunableLayer) -> Plan:
+    def plan(self, layer: PrunableLayer) -> Plan:
         return Plan(rows=sampled_rows(layer))
 
-    def _bytes(self, layer: PrunableLayer) -> int:
-        d_out, d_in = layer.shape
-        rows = len(range(*sampled_rows(layer).indices(d_out)))
-        return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
-
-    def _chunks(self, together: list[PrunableLayer], step: Step) -> RowChunks | ExpertChunks | None:
-        return super()._chunks(together, step) if together[0].form.separate else None
+    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
+        return super().parts(together) if together[0].form.separate else None
 
 
 class _Curves:
@@ -214,16 +207,22 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
                 curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
                 for variant in lacking:
                     variant.store.put_curve(layer.name, curve)
+            del statistics  # before the next step's are gathered
             bar.update(1)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
+
+
+def sampled_count(samples: int) -> int:
+    """How many of so many samples the curves are found by."""
+    return min(samples, max(SAMPLES, samples // SHARE))
 
 
 def _sampled(prepared: Prepared) -> Prepared:
     """The same model, to be seen dense and with gradients, and some of the data."""
     selection, data = prepared.selection, prepared.data
     assert data is not None  # `prepare` refuses to allocate without
-    batches = spread_samples(data.batches, max(SAMPLES, data.num_samples // SHARE))
+    batches = spread_samples(data.batches, sampled_count(data.num_samples))
     count = sum(map(batch_size, batches))
     return dataclasses.replace(
         prepared,

@@ -15,6 +15,8 @@ from ..calibration.passes import Step
 from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
+from ..objective.row_slices import split_range
+from ..runtime.freed import give_back
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
 from .row_chunks import RowChunks, chunk_rows
@@ -61,22 +63,24 @@ class StatisticsSchedule:
         Raises:
             MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
         """
-        rounds = self._rounds(layers)
+        rounds = self.rounds(layers)
         seen = False
         while rounds:
             together = rounds.pop(0)
             chunks = self._chunks(together, step)
             seen = chunks is None and not rounds
             if chunks is None:
-                yield from self._collected(together, step, {layer.name: self._plan(layer) for layer in together}, seen)
+                yield from self._collected(together, step, {layer.name: self.plan(layer) for layer in together}, seen)
             else:
                 yield together[0], chunks
+                del chunks  # it may hold a part's statistics
         if not seen:
             step.skip()
+        give_back()
 
-    def _rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
+    def rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers that one pass serves; the memory that they leave is for solving."""
-        return list(self.storage.rounds(layers, self._bytes))
+        return list(self.storage.rounds(layers, self.bytes_of))
 
     def _collected(
         self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
@@ -90,6 +94,7 @@ class StatisticsSchedule:
         known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
         if fused and last:
             step.skip()
+        give_back()
         while together:
             layer = together.pop(0)
             found = observer.take(layer) if observer.reached(layer) else None
@@ -97,54 +102,73 @@ class StatisticsSchedule:
                 found = self.experts.complete(layer, found, starved[layer.name], known)
             yield layer, found
 
-    def _plan(self, layer: PrunableLayer) -> Plan:
+    def plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
         d_in = layer.shape[1]
         sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
         return Plan(column_block=max(sizes) if compressed else None)
 
-    def _bytes(self, layer: PrunableLayer) -> int:
+    def bytes_of(self, layer: PrunableLayer) -> int:
         """What a layer's statistics take."""
+        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+
+    def gram_bytes(self, layer: PrunableLayer) -> int:
+        """What its Gram matrices take, or their diagonals."""
+        d_in = layer.shape[1]
+        return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+
+    def gradient_bytes(self, layer: PrunableLayer, plan: Plan | None = None) -> int:
+        """What its gradients take.
+
+        Args:
+            layer: the layer.
+            plan: by which they are gathered, with the rows of a chunk; None is that of the whole layer.
+        """
+        if self.lams[layer.name] == 1:
+            return 0
+        plan = self.plan(layer) if plan is None else plan
         d_out, d_in = layer.shape
-        total = 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
-        if self.lams[layer.name] < 1:
-            samples = 1 if self.diagonal else self.samples
-            total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
-        return total
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
+
+    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
+        """The rows, or the experts, that a layer is gathered in, one pass for each; None where it is gathered whole."""
+        layer, room = together[0], self.storage.available() // 2
+        size = self.bytes_of(layer)
+        if len(together) > 1 or size <= room:
+            return None
+        if layer.form.separate:
+            return None if layer.groups == 1 else split_range(0, layer.groups, max(1, room * layer.groups // size))
+        if self.lams[layer.name] == 1 or not self.solver.ranks:
+            return None
+        rows = chunk_rows(layer, self.plan(layer), self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
+        return None if len(rows) == 1 else rows
 
     def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | ExpertChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
-        layer, room = together[0], self.storage.available() // 2
-        lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(together) > 1 or self._bytes(layer) <= room:
+        layer, plan = together[0], self.plan(together[0])
+        parts = self.parts(together)
+        if parts is None:
             return None
         if layer.form.separate:
-            return self._some_experts(layer, step, room)
-        if lam == 1 or not self.solver.ranks:
-            return None
-        rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
-        if len(rows) == 1:
-            return None
-        self.notes.append(f"{layer.name}: solved in {len(rows)} chunks of rows, for the sake of memory")
+            return self._some_experts(layer, step, parts)
+        self.notes.append(f"{layer.name}: solved in {len(parts)} chunks of rows, for the sake of memory")
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
             require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
-        return RowChunks(layer, rows, collect, plan)
+        return RowChunks(layer, parts, collect, plan)
 
-    def _some_experts(self, layer: PrunableLayer, step: Step, room: int) -> ExpertChunks | None:
+    def _some_experts(self, layer: PrunableLayer, step: Step, parts: list[slice]) -> ExpertChunks:
         """Experts that are too many for the memory, as many at a time as there is room for."""
-        count = max(1, room * layer.groups // self._bytes(layer))
-        if layer.groups == 1:
-            return None
-        spans = [(first, min(first + count, layer.groups)) for first in range(0, layer.groups, count)]
+        spans = [(part.start, part.stop) for part in parts]
         self.notes.append(f"{layer.name}: its experts solved in {len(spans)} parts, for the sake of memory")
 
         def collect(part: PrunableLayer) -> LayerStatistics | None:
-            ((_, statistics),) = self._collected([part], step, {part.name: self._plan(part)}, False)
+            ((_, statistics),) = self._collected([part], step, {part.name: self.plan(part)}, False)
             return statistics
 
         return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)

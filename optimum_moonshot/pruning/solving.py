@@ -44,6 +44,7 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     for layer, statistics in source.layers():
         bar.set_postfix_str(layer.name)
         prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
+        del statistics  # before the next step's are gathered
         bar.update(1)
     for variant in variants:
         variant.notes += source.notes

@@ -87,6 +87,7 @@ class StatisticsSource:
                     self._skip(layer)
                 else:
                     yield layer, statistics
+                del statistics  # before the next step's are gathered
         self.notes += schedule.notes
 
     def unfinished(self) -> bool:
