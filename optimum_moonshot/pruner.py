@@ -25,6 +25,7 @@ from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
 from .objective.patterns import Experts
+from .processes import Ranks, by_the_first, processes
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
 from .pruning.rotating import run_rotation
@@ -109,10 +110,10 @@ class MoonshotPruner:
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
-    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
+    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool, ranks: Ranks) -> Subject:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         require(not is_packed(self.model), _PACKED)
-        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.first, ranks)
 
     def prune(
         self,
@@ -148,8 +149,8 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
-        with called_by(self.model, forward):
-            self.report, store = run(self._subject(loss, progress), self._config(), data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward):
+            self.report, store = run(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
         return self.report
@@ -184,8 +185,8 @@ class MoonshotPruner:
         data = self.config.calibration if calibration is None else calibration
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         self._sweep = None
-        with called_by(self.model, forward):
-            self.rotation, store = run_rotation(self._subject(loss, progress), config, data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward):
+            self.rotation, store = run_rotation(self._subject(loss, progress, ranks), config, data, resume_dir)
         self._unsaved = [store]
         return self.rotation
 
@@ -239,8 +240,8 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        subject = self._subject(loss, progress)
-        with called_by(self.model, forward):
+        with processes() as ranks, called_by(self.model, forward):
+            subject = self._subject(loss, progress, ranks)
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
         self._sweep = found
         return report
@@ -284,13 +285,13 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self._config(), [self.config.lam], sparsities, None)
         self._sweep = None
-        subject = self._subject(loss, progress)
 
         def applied(report: PruneReport) -> None:
             self.report = report
             self._note_rotation()
 
-        with called_by(self.model, forward):
+        with processes() as ranks, called_by(self.model, forward):
+            subject = self._subject(loss, progress, ranks)
             return prune_path(subject, configs, calibration, work_dir, applied)
 
     def choose(self, entry: SweepEntry) -> PruneReport:
@@ -352,6 +353,7 @@ class MoonshotPruner:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
+        Of several processes the first one writes, and the others wait for it.
 
         Args:
             directory: a folder, made if need be.
@@ -366,12 +368,16 @@ class MoonshotPruner:
                 not n:m any more.
         """
         processors = (self.tokenizer, self.processor)
-        if self.report is None and self.rotation is not None:
-            mend = "a rotated model has no zeros to pack; prune it first"
-            require(format in (None, "dense"), f"format={format!r}: {mend}")
-            save_rotated(self.model, processors, self.rotation, directory, **options)
-        else:
-            save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        def save() -> None:
+            if self.report is None and self.rotation is not None:
+                mend = "a rotated model has no zeros to pack; prune it first"
+                require(format in (None, "dense"), f"format={format!r}: {mend}")
+                save_rotated(self.model, processors, self.rotation, directory, **options)
+            else:
+                save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        by_the_first(save)
         self._discard_results()
 
     def push_to_hub(
@@ -407,11 +413,15 @@ class MoonshotPruner:
         """
         report = self._pruned()
         check_saving(self.model, format, options)
-        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
-        with tempfile.TemporaryDirectory() as folder:
-            processors = (self.tokenizer, self.processor)
-            save_model(self.model, processors, report, folder, format, name=full, **options)
-            address = upload(folder, full, token=token, commit_message=commit_message)
+
+        def publish() -> str:
+            full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
+            with tempfile.TemporaryDirectory() as folder:
+                processors = (self.tokenizer, self.processor)
+                save_model(self.model, processors, report, folder, format, name=full, **options)
+                return upload(folder, full, token=token, commit_message=commit_message)
+
+        address = by_the_first(publish)
         self._discard_results()
         return address
 

@@ -17,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
+from ..processes import Ranks
 from .memory import Storage
+
+_NOT_MERGED = "it has no `merge`, so that several processes cannot share the data: write one, or use one process"
 
 
 class InputStatistic(ABC):
@@ -41,6 +45,17 @@ class InputStatistic(ABC):
             inputs: x, [groups, tokens, in] in float32; not to be changed.
             groups: which of the layer's they are of: all, or one expert alone.
         """
+
+    def merge(self, ranks: Ranks) -> None:
+        """Take in what all processes have seen, once the data have passed.
+
+        Args:
+            ranks: several, each of which has seen samples of its own.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
 
     @abstractmethod
     def result(self) -> Any:
@@ -80,6 +95,18 @@ class GradientStatistic(ABC):
 
     def end(self) -> None:  # noqa: B027
         """The batch is over."""
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        """As `InputStatistic.merge`.
+
+        Args:
+            ranks: several processes.
+            owner: the only one who needs the result; None is all.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
 
     @abstractmethod
     def result(self) -> Any:

@@ -40,6 +40,7 @@ from .expert_chunks import ExpertChunks
 from .preparation import Prepared
 from .row_chunks import RowChunks
 from .schedule import StatisticsSchedule
+from .sharing import share_curves
 from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
 from .variant import Variant
@@ -208,13 +209,17 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     layers = prepared.selection.layers
     missing = sum(map(curves.lacks, layers))
     with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
-        for layer, statistics in source.layers():
-            assert isinstance(statistics, LayerStatistics | ExpertChunks)
-            for patterns, lacking in curves.of(layer).items():
-                curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
-                for variant in lacking:
-                    variant.store.put_curve(layer.name, curve)
-            bar.update(1)
+        for together in source.rounds():
+            found = []
+            for layer, statistics in together:
+                assert isinstance(statistics, LayerStatistics | ExpertChunks)
+                for patterns, lacking in curves.of(layer).items():
+                    curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
+                    for variant in lacking:
+                        variant.store.put_curve(layer.name, curve)
+                        found.append((variants.index(variant), layer.name, curve))
+                bar.update(1)
+            share_curves(prepared, variants, found)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
 

@@ -79,7 +79,7 @@ class Recovery:
         if config.recover is None:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
-        batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
+        batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
         probe = prepared.probe
         with frozen(model), all_present(structure.blocks):
             found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve
+from ..processes import Ranks
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
@@ -101,6 +102,32 @@ class ResultStore:
             )
         self.reports[report.name] = report
 
+    @classmethod
+    def of_all(
+        cls, ranks: Ranks, folder: str | os.PathLike[str] | None, fingerprint: str, field: str = "resume_dir"
+    ) -> "ResultStore":
+        """The store of each of several processes: that of the first is in the folder, the others' are in memory.
+
+        All hold what the first has found there.
+
+        Args:
+            ranks: the processes.
+            folder, fingerprint, field: as for `ResultStore`.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        store = cls(folder if ranks.first else None, fingerprint, field)
+        if ranks.size == 1 or folder is None:
+            return store
+        found = ranks.given((store.reports, store.blocks, store.curves, store.notes))
+        store.reports, store.blocks, store.curves, store.notes = found
+        for name in store.reports:
+            weight = ranks.given(store._saved(name) if ranks.first else None)
+            if not ranks.first:
+                store.weights[name] = weight
+        return store
+
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Keep what a layer loses at some sparsities.
 
@@ -159,10 +186,13 @@ class ResultStore:
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's weight as it will be in the model, [d_out, d_in] in host memory."""
-        if layer.name in self.weights:
-            return self.weights[layer.name]
-        with safe_open(self.files[layer.name], "pt") as file:
-            return file.get_tensor(layer.name)
+        return self._saved(layer.name)
+
+    def _saved(self, name: str) -> Tensor:
+        if name in self.weights:
+            return self.weights[name]
+        with safe_open(self.files[name], "pt") as file:
+            return file.get_tensor(name)
 
     def pop(self, layer: PrunableLayer) -> Tensor:
         """As `weight`, and the last time that it is asked for: memory forgets it."""

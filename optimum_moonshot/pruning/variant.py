@@ -53,11 +53,7 @@ class Variant:
             MoonshotError: the folder holds other files, or cannot be written.
         """
         notes = prepared.data.notes if prepared.data else ()
-        if folder is None:
-            return cls(selection, ResultStore(None, "", field), notes)
-        digest = prepared.data.digest if prepared.data else ""
-        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
-        return cls(selection, ResultStore(folder, known, field), notes)
+        return cls(selection, open_store(prepared, selection, folder, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
@@ -175,6 +171,25 @@ class Variant:
         """Layer → the sparsity that a method gave it."""
         divided = self.selection.config.allocation in METHODS[1:]
         return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
+
+
+def open_store(
+    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+) -> ResultStore:
+    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
+
+    Args:
+        prepared, selection, folder, field: as for `Variant.open`.
+
+    Raises:
+        MoonshotError: the folder holds other files, or cannot be written.
+    """
+    ranks, known = prepared.ranks, ""
+    folder = ranks.given(folder)
+    if folder is not None and ranks.first:
+        digest = prepared.data.digest if prepared.data else ""
+        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
+    return ResultStore.of_all(ranks, folder, known, field)
 
 
 def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,225 @@
+"""What `test_ranks.py` starts: the same prunings by 1, 2 and 4 processes, and failures in the middle of one.
+
+One process imports everything and forks the others; each writes what it has found to a file of its own.
+"""
+
+import contextlib
+import copy
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from models import image_batches, make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.pruning import solving
+
+SIZES = (1, 2, 4)
+
+
+def llama(name="llama"):
+    return copy.deepcopy(MODELS.setdefault(name, make(name)) if name not in MODELS else MODELS[name])
+
+
+MODELS = {}
+
+
+def prune(name="llama", data=None, **settings):
+    """A pruner that has pruned, and all that a run leaves."""
+    settings = {"sparsity": 0.5, "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings}
+    if ":" in settings.get("pattern", "unstructured"):
+        del settings["sparsity"]
+    data = token_batches(settings["num_samples"]) if data is None else data or None
+    pruner = MoonshotPruner(llama(name), MoonshotConfig(**settings))
+    report = pruner.prune(data, progress=False)
+    return found(pruner.model, report)
+
+
+def found(model, report):
+    layers = {
+        layer.name: [
+            layer.sparsity,
+            layer.damping,
+            layer.lam,
+            layer.loss,
+            layer.reconstruction,
+            layer.fisher,
+            list(layer.notes),
+        ]
+        for layer in report.layers
+    }
+    rotation = None if report.rotation is None else report.rotation.objective_after
+    recovery = [(block.loss_before, block.loss_after) for block in report.recovery]
+    said = {"layers": layers, "notes": report.notes, "skipped": report.skipped, "recovery": recovery}
+    said |= {"calibration": report.calibration, "rotation": rotation}
+    return {"weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "said": said}
+
+
+def sweep(**settings):
+    config = MoonshotConfig(sparsity=0.5, num_samples=6, **settings)
+    pruner = MoonshotPruner(llama(), config)
+    report = pruner.sweep(token_batches(), lambdas=[0.5, 1.0], patterns=["unstructured", "2:4"], progress=False)
+    told = [[entry.metric, entry.loss] for entry in report.entries] + [[report.dense, 0.0]]
+    done = pruner.choose(report.best(pattern="2:4"))
+    result = found(pruner.model, done)
+    result["said"]["entries"] = told
+    return result
+
+
+def path():
+    pruner = MoonshotPruner(llama(), MoonshotConfig(solver="cap", sparsity=0.5, lam=0.5, num_samples=6))
+    return found(pruner.model, pruner.prune_path(token_batches(), [0.5, 0.75], progress=False).apply(0.75))
+
+
+def again():
+    return prune(num_samples=5)
+
+
+CASES = {
+    "sparsegpt": lambda: prune(),
+    "sparsegpt, at λ = 1, padded": lambda: prune(lam=1, pattern="2:4", data=token_batches(7, padded=True)),
+    "wanda": lambda: prune(solver="wanda"),
+    "alps": lambda: prune(solver="alps", num_samples=4),
+    "osscar": lambda: prune("opt", solver="osscar", pattern="structured", sparsity=0.25),
+    "obc, n:m, fewer samples than processes": lambda: prune(solver="obc", pattern="2:4", num_samples=3),
+    "cap, more samples than inputs": lambda: prune(solver="cap", num_samples=31, batch_size=4),
+    "magnitude, without data": lambda: prune(solver="magnitude", data=[], lam=None),
+    "convolutions": lambda: prune("convnet", image_batches(7), solver="cap"),
+    "one layer": lambda: prune(targets=["layers.1.mlp.up_proj"], solver="cap"),
+    "experts": lambda: prune("mixtral", token_batches(7, size=1)),
+    "experts by magnitude": lambda: prune(
+        "mixtral", token_batches(7, size=1), pattern="2:4", starved_experts="magnitude"
+    ),
+    "whole experts": lambda: prune("mixtral", token_batches(7, size=1), solver="osscar", pattern="experts"),
+    "rounds": lambda: prune(max_memory=45_000),
+    "chunks of rows": lambda: prune(solver="cap", max_memory=32_000, num_samples=6),
+    "recompute": lambda: prune(recompute=True),
+    "owl": lambda: prune(allocation="owl"),
+    "fisher": lambda: prune(allocation="fisher", num_samples=20),
+    "rotation": lambda: prune(rotation="learned", rotation_steps=3),
+    "recovery": lambda: prune(recover="blockwise", recover_steps=4),
+    "gradual": lambda: prune(recover="gradual", recover_steps=10),
+    "sweep": sweep,
+    "path": path,
+}
+
+
+class Deadly(Exception):
+    """What a test raises."""
+
+
+def stopping(at):
+    """`solve`, which fails at a layer in the last process."""
+    solve = solving.solve
+
+    def failing(solver, layer, *rest):
+        if dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1 and at in layer.name:
+            raise Deadly(f"no more of {layer.name}")
+        return solve(solver, layer, *rest)
+
+    return solve, failing
+
+
+@contextlib.contextmanager
+def fails(at):
+    before, solving.solve = stopping(at)
+    try:
+        yield
+    finally:
+        solving.solve = before
+
+
+def resumable(folder, **settings):
+    config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6, batch_size=2, **settings)
+    pruner = MoonshotPruner(llama(), config)
+    report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
+    return found(pruner.model, report)
+
+
+def failure(folder):
+    """A process raises; what each says, and how long it took."""
+    with fails("layers.0."):
+        try:
+            resumable(folder)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def killed(folder):
+    """A process dies; what the others say."""
+    if dist.get_rank() == 1:
+        solving.solve = lambda *_: os._exit(9)
+    try:
+        resumable(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def differing(folder):
+    try:
+        MoonshotPruner(llama(), MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())).prune(token_batches())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def work(folder, size):
+    """What a process of so many does."""
+    done = {}
+    for name, case in CASES.items():
+        started = time.perf_counter()
+        done[name] = case()
+        if size == 1:
+            print(f"{time.perf_counter() - started:5.2f} {name}", file=sys.stderr)
+    done["again"] = CASES["sparsegpt"]()
+    if size == 2:
+        done["differing"] = differing(folder)
+        done["failure"] = failure(folder / "resumed")
+        done["after the failure"] = CASES["sparsegpt"]()
+    if size == 4:
+        done["resumed"] = resumable(folder / "resumed")
+        done["files"] = sorted(path.name for path in (folder / "resumed" / "layers").iterdir())
+    return done
+
+
+def dying(folder, size):
+    return {"killed": killed(folder / "killed")}
+
+
+def start(work, folder, size, name):
+    """Fork so many processes, and wait for them; their exit codes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                if size > 1:
+                    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+                torch.save(work(folder, size), folder / f"{name}-{size}-{rank}.pt")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hf.utils.logging.disable_progress_bar()
+    folder = Path(sys.argv[1])
+    for size in map(int, sys.argv[2:]) if len(sys.argv) > 2 else SIZES:
+        started = time.perf_counter()
+        codes = start(work, folder, size, "done")
+        print(f"{size} processes: {time.perf_counter() - started:.1f} s {codes}", file=sys.stderr)
+    print(start(dying, folder, 2, "dying"), file=sys.stderr)
