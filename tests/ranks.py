@@ -21,6 +21,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.pruning import solving
 
 SIZES = (1, 2, 4)
+LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
+FOLDER = Path()  # for files, of the program alone
 
 
 def llama(name="llama"):
@@ -43,15 +45,7 @@ def prune(name="llama", data=None, **settings):
 
 def found(model, report):
     layers = {
-        layer.name: [
-            layer.sparsity,
-            layer.damping,
-            layer.lam,
-            layer.loss,
-            layer.reconstruction,
-            layer.fisher,
-            list(layer.notes),
-        ]
+        layer.name: [getattr(layer, name) for name in ("sparsity", "damping", "lam", *LOSSES, "notes")]
         for layer in report.layers
     }
     rotation = None if report.rotation is None else report.rotation.objective_after
@@ -77,10 +71,6 @@ def path():
     return found(pruner.model, pruner.prune_path(token_batches(), [0.5, 0.75], progress=False).apply(0.75))
 
 
-def again():
-    return prune(num_samples=5)
-
-
 CASES = {
     "sparsegpt": lambda: prune(),
     "sparsegpt, at λ = 1, padded": lambda: prune(lam=1, pattern="2:4", data=token_batches(7, padded=True)),
@@ -97,8 +87,10 @@ CASES = {
         "mixtral", token_batches(7, size=1), pattern="2:4", starved_experts="magnitude"
     ),
     "whole experts": lambda: prune("mixtral", token_batches(7, size=1), solver="osscar", pattern="experts"),
-    "rounds": lambda: prune(max_memory=45_000),
-    "chunks of rows": lambda: prune(solver="cap", max_memory=32_000, num_samples=6),
+    "rounds": lambda: prune(max_memory=45_000, offload_dir=str(FOLDER / "offload")),
+    "chunks of rows": lambda: prune(
+        solver="cap", max_memory=32_000, num_samples=6, offload_dir=str(FOLDER / "offload")
+    ),
     "recompute": lambda: prune(recompute=True),
     "owl": lambda: prune(allocation="owl"),
     "fisher": lambda: prune(allocation="fisher", num_samples=20),
@@ -108,6 +100,13 @@ CASES = {
     "sweep": sweep,
     "path": path,
 }
+
+
+# Those of four processes, which take longer on few cores.
+FEW = (
+    "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes", "magnitude, without data",
+    "convolutions", "one layer", "experts", "whole experts", "chunks of rows", "recompute", "sweep",
+)  # fmt: skip
 
 
 class Deadly(Exception):
@@ -170,20 +169,17 @@ def differing(folder):
 
 def work(folder, size):
     """What a process of so many does."""
-    done = {}
-    for name, case in CASES.items():
-        started = time.perf_counter()
-        done[name] = case()
-        if size == 1:
-            print(f"{time.perf_counter() - started:5.2f} {name}", file=sys.stderr)
+    done = {name: CASES[name]() for name in (FEW if size == 4 else CASES)}
     done["again"] = CASES["sparsegpt"]()
+    if size == 1:
+        done["six samples"] = resumable(None)
     if size == 2:
         done["differing"] = differing(folder)
         done["failure"] = failure(folder / "resumed")
         done["after the failure"] = CASES["sparsegpt"]()
+        done["files"] = sorted(path.stem for path in (folder / "resumed" / "layers").iterdir())
     if size == 4:
         done["resumed"] = resumable(folder / "resumed")
-        done["files"] = sorted(path.name for path in (folder / "resumed" / "layers").iterdir())
     return done
 
 
@@ -217,7 +213,7 @@ def start(work, folder, size, name):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hf.utils.logging.disable_progress_bar()
-    folder = Path(sys.argv[1])
+    FOLDER = folder = Path(sys.argv[1])
     for size in map(int, sys.argv[2:]) if len(sys.argv) > 2 else SIZES:
         started = time.perf_counter()
         codes = start(work, folder, size, "done")
