@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -246,7 +247,7 @@ class Line:
         """A tensor of one process, contiguous, into the same of all."""
         self.meet()
         with self._carried(tensor) as (carried, group):
-            dist.broadcast(carried, src=rank, group=group)
+            dist.broadcast(carried.view(torch.uint8), src=rank, group=group)
 
     def add(self, tensor: Tensor, owner: int | None) -> None:
         """As `Ranks.add`."""
@@ -281,9 +282,9 @@ class Line:
             return
         with self._carried(tensor, on_gpus) as (carried, group):
             if self.rank == rank:
-                dist.send(carried, dst=owner, group=group)
+                dist.send(carried.view(torch.uint8), dst=owner, group=group)
             else:
-                dist.recv(carried, src=rank, group=group)
+                dist.recv(carried.view(torch.uint8), src=rank, group=group)
 
     def _on_gpus(self, mine: bool) -> bool:
         """Whether a tensor is on a GPU in all processes that have one: budgets may end at different layers."""

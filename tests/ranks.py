@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers as hf
-from models import image_batches, make, token_batches
+from models import GROUPED, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.pruning import solving
@@ -25,11 +25,20 @@ LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_mas
 FOLDER = Path()  # for files, of the program alone
 
 
-def llama(name="llama"):
-    return copy.deepcopy(MODELS.setdefault(name, make(name)) if name not in MODELS else MODELS[name])
+def model(name="llama"):
+    """Of each of which one is made."""
+    if name not in MODELS:
+        MODELS[name] = two_experts() if name == "two experts" else make(name)
+    return copy.deepcopy(MODELS[name])
 
 
 MODELS = {}
+
+
+def two_experts():
+    torch.manual_seed(0)
+    config = hf.MixtralConfig(**{**GROUPED, "num_hidden_layers": 2}, num_local_experts=2, num_experts_per_tok=1)
+    return spread(hf.MixtralForCausalLM(config)).to(torch.bfloat16)
 
 
 def prune(name="llama", data=None, **settings):
@@ -38,12 +47,12 @@ def prune(name="llama", data=None, **settings):
     if ":" in settings.get("pattern", "unstructured"):
         del settings["sparsity"]
     data = token_batches(settings["num_samples"]) if data is None else data or None
-    pruner = MoonshotPruner(llama(name), MoonshotConfig(**settings))
+    pruner = MoonshotPruner(model(name), MoonshotConfig(**settings))
     report = pruner.prune(data, progress=False)
     return found(pruner.model, report)
 
 
-def found(model, report):
+def found(pruned, report):
     layers = {
         layer.name: [getattr(layer, name) for name in ("sparsity", "damping", "lam", *LOSSES, "notes")]
         for layer in report.layers
@@ -52,12 +61,12 @@ def found(model, report):
     recovery = [(block.loss_before, block.loss_after) for block in report.recovery]
     said = {"layers": layers, "notes": report.notes, "skipped": report.skipped, "recovery": recovery}
     said |= {"calibration": report.calibration, "rotation": rotation}
-    return {"weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "said": said}
+    return {"weights": {name: tensor.clone() for name, tensor in pruned.state_dict().items()}, "said": said}
 
 
 def sweep(**settings):
     config = MoonshotConfig(sparsity=0.5, num_samples=6, **settings)
-    pruner = MoonshotPruner(llama(), config)
+    pruner = MoonshotPruner(model(), config)
     report = pruner.sweep(token_batches(), lambdas=[0.5, 1.0], patterns=["unstructured", "2:4"], progress=False)
     told = [[entry.metric, entry.loss] for entry in report.entries] + [[report.dense, 0.0]]
     done = pruner.choose(report.best(pattern="2:4"))
@@ -67,7 +76,7 @@ def sweep(**settings):
 
 
 def path():
-    pruner = MoonshotPruner(llama(), MoonshotConfig(solver="cap", sparsity=0.5, lam=0.5, num_samples=6))
+    pruner = MoonshotPruner(model(), MoonshotConfig(solver="cap", sparsity=0.5, lam=0.5, num_samples=6))
     return found(pruner.model, pruner.prune_path(token_batches(), [0.5, 0.75], progress=False).apply(0.75))
 
 
@@ -85,6 +94,10 @@ CASES = {
     "experts": lambda: prune("mixtral", token_batches(7, size=1)),
     "experts by magnitude": lambda: prune(
         "mixtral", token_batches(7, size=1), pattern="2:4", starved_experts="magnitude"
+    ),
+    "more processes than experts": lambda: prune("two experts", token_batches(7, size=1), solver="cap", lam=0.9),
+    "experts, by what they lose": lambda: prune(
+        "mixtral", token_batches(16, size=1), solver="wanda", allocation="fisher", num_samples=16
     ),
     "whole experts": lambda: prune("mixtral", token_batches(7, size=1), solver="osscar", pattern="experts"),
     "rounds": lambda: prune(max_memory=45_000, offload_dir=str(FOLDER / "offload")),
@@ -104,8 +117,9 @@ CASES = {
 
 # Those of four processes, which take longer on few cores.
 FEW = (
-    "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes", "magnitude, without data",
-    "convolutions", "one layer", "experts", "whole experts", "chunks of rows", "recompute", "sweep",
+    "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes",
+    "magnitude, without data", "convolutions", "one layer", "experts", "more processes than experts",
+    "whole experts", "chunks of rows", "recompute", "sweep",
 )  # fmt: skip
 
 
@@ -136,7 +150,7 @@ def fails(at):
 
 def resumable(folder, **settings):
     config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6, batch_size=2, **settings)
-    pruner = MoonshotPruner(llama(), config)
+    pruner = MoonshotPruner(model(), config)
     report = pruner.prune(token_batches(), progress=False, resume_dir=folder)
     return found(pruner.model, report)
 
@@ -162,7 +176,7 @@ def killed(folder):
 
 def differing(folder):
     try:
-        MoonshotPruner(llama(), MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())).prune(token_batches())
+        MoonshotPruner(model(), MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())).prune(token_batches())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

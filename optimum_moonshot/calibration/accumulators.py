@@ -7,6 +7,7 @@ a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [sam
 the sum of its pieces as gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,14 @@ class Samples(GradientStatistic):
         ranks.join(self.value, whole, self.samples, owner)
         self.value = self.value if whole is None else whole
 
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        self.window, own, count = self.value[:0], rows[ranks.rank], self.value.shape[1]
+        shape = (self.samples, len(range(*own.indices(count))), self.value.shape[2])
+        mine = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
+        for owner, some in enumerate(rows):
+            ranks.join(self.value[:, some], mine if owner == ranks.rank else None, self.samples, owner)
+        self.value = mine
+
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
 
@@ -111,6 +120,11 @@ class Squares(GradientStatistic):
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
         ranks.add(self.value, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        for owner, some in enumerate(rows):
+            ranks.add(self.value[some], owner)
+        self.value = self.value[rows[ranks.rank]].clone()
 
     def result(self) -> Tensor:
         return self.value
@@ -162,6 +176,14 @@ class RowMatrices(GradientStatistic):
     def merge(self, ranks: Ranks, owner: int | None) -> None:
         self._flush()
         ranks.add(self.matrices, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        self._flush()
+        blocks = len(self.matrices) // self.part.count
+        of_rows = [slice(blocks * some.start, blocks * some.stop) for some in rows]
+        for owner, some in enumerate(of_rows):
+            ranks.add(self.matrices[some], owner)
+        self.matrices = self.matrices[of_rows[ranks.rank]].clone()
 
     def result(self) -> FisherMatrices:
         self._flush()

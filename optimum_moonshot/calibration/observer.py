@@ -124,22 +124,27 @@ class Observer(AbstractContextManager["Observer"]):
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
 
-    def merge(self, owners: Mapping[str, int] | None = None) -> None:
+    def merge(self, owners: Mapping[str, "int | list[slice]"] | None = None) -> None:
         """Take in what all processes have seen, once the data have passed; alone there is nothing to do.
 
         Args:
             owners: the only process that needs a layer's statistics, by the layer's name; for others it is no more than
-                reached here. Layers without one are for all.
+                reached here. Or which rows' gradients each process needs. Layers without one are for all.
         """
         if self.ranks.size == 1:
             return
         self.inputs.merge(self.layers, self.ranks)
         for layer in self.layers:
             owner = None if owners is None else owners.get(layer.name)
-            if layer.name in self.gradients:
-                self.gradients[layer.name].merge(self.ranks, owner)
-                if owner not in (None, self.ranks.rank):
-                    del self.gradients[layer.name]
+            sums = self.gradients.get(layer.name)
+            if sums is None:
+                continue
+            if isinstance(owner, list):
+                sums.divide(self.ranks, owner)
+            else:
+                sums.merge(self.ranks, owner)
+            if isinstance(owner, int) and owner != self.ranks.rank:
+                del self.gradients[layer.name]
 
     def reached(self, layer: PrunableLayer) -> bool:
         """Whether a call of the layer was seen."""

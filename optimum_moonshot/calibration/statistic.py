@@ -12,6 +12,7 @@ Its result is then in the layer's statistics, as ``observer.take(layer).extra[In
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,18 @@ class GradientStatistic(ABC):
         Args:
             ranks: several processes.
             owner: the only one who needs the result; None is all.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        """As `merge`, where each process needs the result of some of the layer's rows.
+
+        Args:
+            ranks: several processes.
+            rows: of each, by rank.
 
         Raises:
             MoonshotError: this statistic cannot.

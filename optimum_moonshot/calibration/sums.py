@@ -5,7 +5,7 @@ Calls arrive from the hooks of observer.py and are read in the normal form of mo
 (q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -332,3 +332,8 @@ class GradientSums:
         """As `GradientStatistic.merge`."""
         for statistic in self.statistics:
             statistic.merge(ranks, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        """As `GradientStatistic.divide`."""
+        for statistic in self.statistics:
+            statistic.divide(ranks, rows)

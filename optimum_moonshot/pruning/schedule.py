@@ -18,11 +18,12 @@ from ..objective.patterns import Pattern
 from ..processes import ALONE, Ranks
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare, is_shared, shares
 from .row_chunks import RowChunks, chunk_rows
 from .starved_experts import StarvedExperts
 
 # A layer and its statistics; None where no data reached it.
-Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | None"]
+Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | ExpertShare | None"]
 
 
 def solving_cost(layer: PrunableLayer) -> float:
@@ -105,9 +106,10 @@ class StatisticsSchedule:
         Such a process has its own samples of every layer, and all samples of its own layers, twice its share together.
         A layer that leaves no room for others counts whole.
         """
-        whole = self._bytes(layer)
-        plan, size = self._plan(layer), self.ranks.size
-        if whole > room or size <= 2 or self.diagonal or self.lams[layer.name] == 1 or plan.column_block is not None:
+        whole, size = self._bytes(layer), self.ranks.size
+        if size <= 2 or self.diagonal or self.lams[layer.name] == 1 or self._plan(layer).column_block is not None:
+            return whole
+        if whole > room and not is_shared(layer, self.ranks):
             return whole
         inputs = 4 * layer.groups * layer.shape[1] ** 2
         return inputs + 2 * (whole - inputs) // size
@@ -116,10 +118,12 @@ class StatisticsSchedule:
         """What is left of the memory, in all processes the same."""
         return self.ranks.least(self.storage.available())
 
-    def _owners(self, layers: Sequence[PrunableLayer]) -> dict[str, int]:
-        """Who solves each layer."""
-        owners = self.ranks.owners([solving_cost(layer) for layer in layers])
-        return {layer.name: owner for layer, owner in zip(layers, owners, strict=True)}
+    def _owners(self, layers: Sequence[PrunableLayer]) -> dict[str, int | list[slice]]:
+        """Who solves each layer, or which of its rows, where its experts are divided."""
+        whole = [layer for layer in layers if not is_shared(layer, self.ranks)]
+        owners = self.ranks.owners([solving_cost(layer) for layer in whole])
+        found: dict[str, int | list[slice]] = {layer.name: owner for layer, owner in zip(whole, owners, strict=True)}
+        return {layer.name: found[layer.name] if layer.name in found else shares(layer, self.ranks) for layer in layers}
 
     def _collected(
         self,
@@ -127,8 +131,8 @@ class StatisticsSchedule:
         step: Step,
         plans: dict[str, Plan],
         last: bool,
-        owners: Mapping[str, int] | None = None,
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
+        owners: Mapping[str, int | list[slice]] | None = None,
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | ExpertShare | None]]:
         """Pass the data once, and give each of some layers its statistics; without owners, to all processes."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
         fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
@@ -143,13 +147,17 @@ class StatisticsSchedule:
             layer = together.pop(0)
             if starved.get(layer.name):
                 self.experts.note(layer, starved[layer.name], known)
-            if observer.reached(layer) and owners is not None and owners[layer.name] != self.ranks.rank:
+            owner = self.ranks.rank if owners is None else owners[layer.name]
+            if observer.reached(layer) and isinstance(owner, int) and owner != self.ranks.rank:
                 observer.forget(layer)
                 continue
             found = observer.take(layer) if observer.reached(layer) else None
             if found is not None and starved.get(layer.name):
                 found = self.experts.complete(layer, found, starved[layer.name], known)
-            yield layer, found
+            if found is None or isinstance(owner, int):
+                yield layer, found
+            else:
+                yield layer, ExpertShare(found, self.ranks, layer.groups)
 
     def _plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
@@ -171,7 +179,7 @@ class StatisticsSchedule:
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
         layer, room = together[0], self._available() // 2
         lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(together) > 1 or self._bytes(layer) <= room:
+        if len(together) > 1 or self._held(layer, room) <= room:
             return None
         if layer.form.separate:
             return self._some_experts(layer, step, room)
@@ -184,6 +192,7 @@ class StatisticsSchedule:
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
+            assert not isinstance(statistics, ExpertShare)
             require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
@@ -199,6 +208,7 @@ class StatisticsSchedule:
 
         def collect(part: PrunableLayer) -> LayerStatistics | None:
             ((_, statistics),) = self._collected([part], step, {part.name: self._plan(part)}, False)
+            assert not isinstance(statistics, ExpertShare)
             return statistics
 
         return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)
