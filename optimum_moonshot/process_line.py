@@ -114,16 +114,18 @@ class Line:
             MoonshotError: one has failed or died.
         """
         self.meet()
-        key = f"{self.name}/parted"
         if self.rank:
             with self._store_alive():
-                if self.store.add(key, 1) == self.size - 1:
-                    self.store.set(f"{key}/all", "1")
+                self.store.add(f"{self.name}/told", 1)
         else:
-            self.wait(f"{key}/all", range(self.size), LINGER)
+            self._linger(self.size - 1)
 
     def read(self, what: str, rank: int) -> bytes:
         """What another process writes, once it is there.
+
+        Args:
+            what: its name.
+            rank: of the process.
 
         Raises:
             MoonshotError: it has failed or died.
@@ -135,10 +137,18 @@ class Line:
         return found
 
     def write(self, what: str, value: str) -> None:
-        """For others to read, of whom those that wait already have read it in the end."""
+        """For others to read, of whom those that wait already have read it in the end.
+
+        Args:
+            what: its name.
+            value: of any length.
+        """
         self.store.set(f"{self.name}/{what}", value)
-        waiting = [self.store.check([f"{self.name}/who/{rank}"]) for rank in range(self.size) if rank != self.rank]
-        self._linger(sum(waiting))
+        others = [f"{self.name}/who/{rank}" for rank in range(self.size) if rank != self.rank]
+        self._linger(sum(map(self._has, others)))
+
+    def _has(self, key: str) -> bool:
+        return self.store.check([key])
 
     def wait(self, key: str, ranks: Sequence[int], seconds: float) -> None:
         """Wait until a key is at the store.
@@ -154,7 +164,7 @@ class Line:
         started, pause, watched = time.monotonic(), FIRST, 0.0
         while True:
             with self._store_alive():
-                if self.store.check([key]):
+                if self._has(key):
                     return
                 waited = time.monotonic() - started
                 if waited - watched > WATCH:
@@ -177,19 +187,19 @@ class Line:
     def _watch(self, key: str, ranks: Sequence[int]) -> None:
         """Raise where another process has failed, or one of some has died before the key was there."""
         for name in filter(None, (self.above, self.name)):
-            if self.store.check([f"{name}/failed"]):
+            if self._has(f"{name}/failed"):
                 rank, message = json.loads(self.store.get(f"{name}/failed"))
                 if rank != self.rank:
                     self.store.add(f"{name}/told", 1)
                     raise MoonshotError(message)
         for rank in ranks:
-            if rank != self.rank and self._died(rank) and not self.store.check([key]):
+            if rank != self.rank and self._died(rank) and not self._has(key):
                 raise MoonshotError(f"rank {rank} failed: its process has died (killed, or out of memory)")
 
     def _died(self, rank: int) -> bool:
         """Whether a process on this machine is no more."""
         if rank not in self.others:
-            if not self.store.check([f"{self.name}/who/{rank}"]):
+            if not self._has(f"{self.name}/who/{rank}"):
                 return False
             place, pid, born = json.loads(self.store.get(f"{self.name}/who/{rank}"))
             try:
@@ -231,28 +241,31 @@ class Line:
 
     def gather(self, value: Value) -> list[Value]:
         """As `Ranks.gather`."""
-        self.meet()
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with self._transfer():
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def given(self, value: Value, rank: int) -> Value:
         """As `Ranks.given`."""
-        self.meet()
         found = [value if self.rank == rank else None]
-        dist.broadcast_object_list(found, src=rank, group=self.group)
+        with self._transfer():
+            dist.broadcast_object_list(found, src=rank, group=self.group)
         return found[0]  # type: ignore[return-value]
 
     def broadcast(self, tensor: Tensor, rank: int) -> None:
-        """A tensor of one process, contiguous, into the same of all."""
-        self.meet()
-        with self._carried(tensor) as (carried, group):
+        """A tensor of one process, contiguous, into the same of all.
+
+        Args:
+            tensor: of any shape.
+            rank: of the one.
+        """
+        with self._carried(tensor) as (carried, group), self._transfer():
             dist.broadcast(carried.view(torch.uint8), src=rank, group=group)
 
     def add(self, tensor: Tensor, owner: int | None) -> None:
         """As `Ranks.add`."""
-        self.meet()
-        with self._carried(tensor) as (carried, group):
+        with self._carried(tensor) as (carried, group), self._transfer():
             if owner is None:
                 dist.all_reduce(carried, group=group)
             else:
@@ -262,8 +275,8 @@ class Line:
         """A process's part to the owner, or to all.
 
         Args:
-            part: what this process has.
-            into: where what `rank` has goes; None where nobody needs it here.
+            part: what this process has, of any shape.
+            into: of any shape, where what `rank` has goes; None where nobody needs it here.
             rank: whose part it is.
             owner: who gets it; None is all.
         """
@@ -275,16 +288,32 @@ class Line:
             return
         if rank == owner:
             return
-        self.meet()
         tensor = part if self.rank == rank else into
         on_gpus = self._on_gpus(tensor is None or tensor.is_cuda)
         if tensor is None or self.rank not in (rank, owner):
+            self.meet()
             return
-        with self._carried(tensor, on_gpus) as (carried, group):
+        with self._carried(tensor, on_gpus) as (carried, group), self._transfer():
             if self.rank == rank:
                 dist.send(carried.view(torch.uint8), dst=owner, group=group)
             else:
                 dist.recv(carried.view(torch.uint8), src=rank, group=group)
+
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """Meet, and exchange something; where that breaks off, say who has."""
+        self.meet()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            started = time.monotonic()
+            while time.monotonic() - started < LINGER:
+                with self._store_alive():
+                    self._watch("", range(self.size))
+                time.sleep(WATCH)
+            raise MoonshotError(f"a transfer between the processes failed: {reason(error)}") from error
 
     def _on_gpus(self, mine: bool) -> bool:
         """Whether a tensor is on a GPU in all processes that have one: budgets may end at different layers."""

@@ -89,8 +89,8 @@ class Ranks:
         """The tensor of one process, in the host memory of all.
 
         Args:
-            tensor: of any dtype; of the others it does not matter.
-            like: of its shape and dtype, in all processes.
+            tensor: of any shape and dtype; of the others it does not matter.
+            like: of its `shape` and dtype, in all processes.
             rank: of the one.
         """
         if self.line is None:
@@ -105,7 +105,7 @@ class Ranks:
         """Sum a tensor over all processes, in place.
 
         Args:
-            tensor: of one shape and dtype everywhere.
+            tensor: of any shape and dtype, the same everywhere.
             owner: the only one who needs the sum: what the others have then is of no use. None is all.
         """
         if self.line is not None:

@@ -5,11 +5,14 @@ One process imports everything and forks the others; each writes what it has fou
 
 import contextlib
 import copy
+import io
 import os
+import shutil
 import socket
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +21,12 @@ import transformers as hf
 from models import GROUPED, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.__main__ import main
 from optimum_moonshot.pruning import solving
 
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
+DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 FOLDER = Path()  # for files, of the program alone
 
 
@@ -156,27 +161,28 @@ def resumable(folder, **settings):
 
 
 def failure(folder):
-    """A process raises; what each says, and how long it took."""
+    """A process raises; what each says."""
     with fails("layers.0."):
-        try:
-            resumable(folder)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        return told(lambda: resumable(folder))
 
 
 def killed(folder):
     """A process dies; what the others say."""
     if dist.get_rank() == 1:
         solving.solve = lambda *_: os._exit(9)
-    try:
-        resumable(folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return told(lambda: resumable(folder))
 
 
-def differing(folder):
+def differing():
+    """Each process has another configuration."""
+    config = MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())
+    return told(lambda: MoonshotPruner(model(), config).prune(token_batches()))
+
+
+def told(work):
+    """The error that some work ends with."""
     try:
-        MoonshotPruner(model(), MoonshotConfig(sparsity=0.5 + 0.1 * dist.get_rank())).prune(token_batches())
+        work()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -188,7 +194,7 @@ def work(folder, size):
     if size == 1:
         done["six samples"] = resumable(None)
     if size == 2:
-        done["differing"] = differing(folder)
+        done["differing"] = differing()
         done["failure"] = failure(folder / "resumed")
         done["after the failure"] = CASES["sparsegpt"]()
         done["files"] = sorted(path.stem for path in (folder / "resumed" / "layers").iterdir())
@@ -201,7 +207,51 @@ def dying(folder, size):
     return {"killed": killed(folder / "killed")}
 
 
-def start(work, folder, size, name):
+def breaking(folder, size):
+    """A process dies when all have met, before it takes part in a transfer."""
+    if dist.get_rank() == 1:
+        dist.all_reduce = lambda *_, **__: os._exit(9)
+    return {"broken": told(lambda: resumable(None))}
+
+
+DATA = ["--num-samples", "3", "--sequence-length", "32", "--batch-size", "2", "--device", "cpu"]
+COMMANDS = {
+    "sweep": ["sweep", "MODEL", "--patterns", "2:4", "--lambdas", "0.5", "1", "--save", "--calibration", "TEXT", *DATA],
+    "fails": ["prune", "MODEL", "--sparsity", "0.5", "--targets", "nothing", "--calibration", "TEXT", *DATA],
+    "convert": ["convert", "MODEL", "--format", "packed"],
+}
+
+
+def command(name, folder, size):
+    """What a command says in a process that a launcher has started, and its exit status."""
+    places = {"MODEL": str(folder / "model"), "TEXT": str(DEMO / "calibration.txt")}
+    argv = [places.get(part, part) for part in COMMANDS[name]]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([*argv, "--output", str(folder / name)])
+        except SystemExit as ended:
+            status = ended.code
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def save_model(folder):
+    """A tiny model with a tokenizer."""
+    config = hf.LlamaConfig(**{**GROUPED, "vocab_size": 2048})
+    hf.LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+
+
+def launched(rank, size, port):
+    """The environment of a process that torchrun starts."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def start(work, folder, size, name, by_launcher=False):
     """Fork so many processes, and wait for them; their exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -212,7 +262,9 @@ def start(work, folder, size, name):
         if not child:
             code = 1
             try:
-                if size > 1:
+                if by_launcher:
+                    os.environ.update(launched(rank, size, port))
+                elif size > 1:
                     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
                 torch.save(work(folder, size), folder / f"{name}-{size}-{rank}.pt")
                 code = 0
@@ -232,4 +284,8 @@ if __name__ == "__main__":
         started = time.perf_counter()
         codes = start(work, folder, size, "done")
         print(f"{size} processes: {time.perf_counter() - started:.1f} s {codes}", file=sys.stderr)
-    print(start(dying, folder, 2, "dying"), file=sys.stderr)
+    for end in (dying, breaking):
+        print(start(end, folder, 2, end.__name__), file=sys.stderr)
+    save_model(folder / "model")
+    for name in COMMANDS:
+        print(start(partial(command, name), folder, 2, name, by_launcher=True), file=sys.stderr)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import CASES, FEW
+from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.processes import Ranks
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-DEMO = ROOT / "examples" / "demo_model"
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
 FAILED = "rank 1 failed: no more of model.layers.0."
+DIED = "rank 1 failed: its process has died (killed, or out of memory)"
 # Several processes have smaller caches each, and so more memory for statistics.
 OF_MEMORY = ("rounds", "chunks of rows")
 
@@ -29,7 +29,7 @@ def environment():
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """(size, rank) → what a process found, and, as "dying", what it did when another died."""
+    """(size, rank) → what a process found; (name, rank) → what else it did."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(TESTS / "ranks.py"), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
@@ -37,10 +37,11 @@ def done(tmp_path_factory):
     found = {}
     for path in folder.glob("*.pt"):
         what, size, rank = path.stem.split("-")
-        key = (int(size), int(rank)) if what == "done" else what
-        found[key] = torch.load(path, weights_only=False)
-    assert {key for key in found if key != "dying"} == {(n, rank) for n in (1, 2, 4) for rank in range(n)}, ended.stderr
-    return found
+        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
+    expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {("dying", 0), ("breaking", 0)}
+    expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
+    assert found.keys() == expected, ended.stderr
+    return {**found, "folder": folder}
 
 
 def assert_same(found, expected):
@@ -65,7 +66,8 @@ def test_they_prune_what_one_prunes(done, size, name):
     for key, tensor in expected["weights"].items():
         assert torch.equal(found["weights"][key] == 0, tensor == 0), key
         torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
-    said, one = ({**each["said"]} for each in (found, expected))
+    said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
+    assert said["notes"].pop().startswith(f"{size} processes shared the samples and the layers")
     if name in OF_MEMORY:
         notes = [*said.pop("notes"), *one.pop("notes")]
         assert sum(name in note for note in notes) >= (2 if name == "chunks of rows" else 0)
@@ -96,7 +98,7 @@ def test_more_processes_go_on_where_fewer_failed(done):
     resumed, kept = done[4, 0]["resumed"], done[2, 0]["files"]
     assert 14 <= len(kept) < 21  # two blocks of three are done, and what the first process had of the last one
     notes = resumed["said"]["notes"]
-    assert notes == [f"{len(kept)} layers were taken over from an interrupted run"]
+    assert notes[0] == f"{len(kept)} layers were taken over from an interrupted run"
     for rank in range(1, 4):
         assert_same(done[4, rank]["resumed"], resumed)
     undisturbed = done[1, 0]["six samples"]
@@ -106,7 +108,11 @@ def test_more_processes_go_on_where_fewer_failed(done):
 
 
 def test_who_dies_is_named(done):
-    assert done["dying"] == {"killed": "MoonshotError: rank 1 failed: its process has died (killed, or out of memory)"}
+    assert done["dying", 0] == {"killed": f"MoonshotError: {DIED}"}
+
+
+def test_who_dies_in_a_transfer_is_named(done):
+    assert done["breaking", 0] == {"broken": f"MoonshotError: {DIED}"}
 
 
 def test_processes_that_do_not_belong_together_say_so(done):
@@ -135,24 +141,34 @@ def test_layers_are_divided_by_their_cost():
     assert Ranks(0, 4).owners([1.0]) == [0]
 
 
-def launch(tmp_path, *options):
+def test_a_command_writes_and_prints_once(done):
+    first, other = (done["sweep", rank] for rank in range(2))
+    assert first["status"] == other["status"] == 0, first["err"]
+    assert "written     " in first["out"] and "saved       " in first["out"] and other["out"] == ""
+    assert (done["folder"] / "sweep" / "model" / "model.safetensors").is_file()
+    assert not (done["folder"] / "sweep.partial").exists()
+
+
+def test_a_command_that_fails_says_so_once(done):
+    assert [done["fails", rank]["status"] for rank in range(2)] == [1, 1]
+    said = [line for rank in range(2) for line in done["fails", rank]["err"].splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and re.match(r"error: rank \d failed: --targets", said[0])
+
+
+def test_a_command_for_one_process_refuses_others(done):
+    for rank in range(2):
+        assert done["convert", rank]["status"] == 2
+        assert "2 processes: this command runs in one" in done["convert", rank]["err"]
+
+
+def test_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "optimum_moonshot", "prune", str(DEMO), "--output", str(tmp_path / "out"), "--device", "cpu"]
     command += ["--calibration", str(DEMO / "calibration.txt"), "--num-samples", "3", "--sequence-length", "32"]
-    return subprocess.run([*command, *options], capture_output=True, text=True, env=environment(), cwd=tmp_path)
-
-
-def test_the_command_line_under_torchrun(tmp_path):
-    ended = launch(tmp_path, "--pattern", "2:4", "--solver", "wanda")
+    command += ["--pattern", "2:4", "--solver", "wanda"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert ended.stdout.count("sparsity    0.5000 over 28 layers") == 1
     assert len(re.findall("^saved", ended.stdout, re.MULTILINE)) == 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_command_that_fails_says_so_once(tmp_path):
-    ended = launch(tmp_path, "--pattern", "2:4", "--targets", "nothing")
-    assert ended.returncode != 0
-    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and re.match(r"error: rank \d failed: --targets", said[0])

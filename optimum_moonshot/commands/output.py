@@ -169,7 +169,11 @@ class Elsewhere(Output):
         """The first process does."""
 
     def keep_report(self, seed: int, report: dict[str, Any]) -> None:
-        """The first process does."""
+        """The first process does.
+
+        Args:
+            seed, report: as for `Output.keep_report`.
+        """
 
 
 @contextlib.contextmanager

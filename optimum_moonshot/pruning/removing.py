@@ -36,7 +36,7 @@ from .result_store import ResultStore
 from .run_folder import RunFolder
 from .selection import Selection, resolved_lam
 from .statistics_source import StatisticsSource
-from .variant import open_store
+from .variant import divided, open_store
 
 
 def run_removal(
@@ -219,7 +219,8 @@ class _Choices:
             before: parameters of the model as it was.
             seconds: calibration, solver, total.
         """
-        model, config, spilled = self.prepared.model, self.selection.config, self.prepared.storage.spilled
+        model, config, bytes_on_disk = self.prepared.model, self.selection.config, self.prepared.storage.spilled
+        spilled = [f"{bytes_on_disk / 2**30:.2f} GiB of caches went to disk"] if bytes_on_disk else []
         layers = [self.store.reports[mixture.name] for mixture in self.removal.mixtures]
         after = sum(parameter.numel() for parameter in model.parameters())
         gone = {layer.name: len(layer.experts.removed) for layer in layers if layer.experts}
@@ -232,7 +233,7 @@ class _Choices:
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
-            notes=[*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])],
+            notes=[*self.notes, *spilled, *divided(self.prepared.ranks, config)],
             compaction=compaction,
             parameters=before,
         )

@@ -7,9 +7,11 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ..config import MoonshotConfig
 from ..model.layers import PrunableLayer
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
+from ..processes import Ranks
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
@@ -141,6 +143,7 @@ class Variant:
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
         layers = [store.reports[layer.name] for layer in self.layers]
         notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        notes += divided(prepared.ranks, self.selection.config)
         report = PruneReport(
             config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
             layers=layers,
@@ -190,6 +193,21 @@ def open_store(
         digest = prepared.data.digest if prepared.data else ""
         known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
     return ResultStore.of_all(ranks, folder, known, field)
+
+
+def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
+    """What several processes had of a run, as a note for its report; none of one process.
+
+    Args:
+        ranks: the processes.
+        config: of the run.
+    """
+    if ranks.size == 1:
+        return []
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover is not None else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
 
 
 def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:
