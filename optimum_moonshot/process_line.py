@@ -8,6 +8,7 @@ launchers such as torchrun end all processes where one dies on another. So no ti
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -30,8 +31,11 @@ TRANSFER, OPENING = 30, 120
 LONGEST = 24
 # Seconds between two looks at the store: at first, at most, and between looks for those who have failed or died.
 FIRST, LAST, WATCH = 0.0002, 0.02, 0.2
+# Seconds after which a process that waits for others to come says so.
+LATE = 60
 # Seconds that rank 0 stays for the others to read at its store.
 LINGER = 5
+_log = logging.getLogger(__name__)
 _FAILED = re.compile(r"rank \d+ failed: ")
 
 
@@ -79,7 +83,8 @@ class Line:
     def open(self) -> None:
         """Wait for all to come, and make their group."""
         self.introduce()
-        self.meet(60 * OPENING)
+        hint = f"rank {self.rank} waits for other processes of the group: all of them make this call together"
+        self.meet(60 * OPENING, hint)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TRANSFER))
 
     def introduce(self) -> None:
@@ -93,8 +98,12 @@ class Line:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def meet(self, seconds: float = 3600 * LONGEST) -> None:
+    def meet(self, seconds: float = 3600 * LONGEST, hint: str = "") -> None:
         """Wait for all, so long at most.
+
+        Args:
+            seconds: how long.
+            hint: is logged once the others are late.
 
         Raises:
             MoonshotError: one has failed or died, or does not come.
@@ -105,7 +114,7 @@ class Line:
             if come == self.size:
                 self.store.set(f"{key}/all", "1")
                 return
-        self.wait(f"{key}/all", range(self.size), seconds)
+        self.wait(f"{key}/all", range(self.size), seconds, hint)
 
     def part(self) -> None:
         """Leave together, rank 0 the last: the store may be its own.
@@ -150,18 +159,19 @@ class Line:
     def _has(self, key: str) -> bool:
         return self.store.check([key])
 
-    def wait(self, key: str, ranks: Sequence[int], seconds: float) -> None:
+    def wait(self, key: str, ranks: Sequence[int], seconds: float, hint: str = "") -> None:
         """Wait until a key is at the store.
 
         Args:
             key: which.
             ranks: of those who may set it.
             seconds: at most.
+            hint: is logged once the others are late.
 
         Raises:
             MoonshotError: another process has failed, one of those has died, or the time is over.
         """
-        started, pause, watched = time.monotonic(), FIRST, 0.0
+        started, watched = time.monotonic(), 0.0
         while True:
             with self._store_alive():
                 if self._has(key):
@@ -170,11 +180,13 @@ class Line:
                 if waited - watched > WATCH:
                     watched = waited
                     self._watch(key, ranks)
+            if hint and waited > LATE:
+                _log.warning(hint)
+                hint = ""
             if waited > seconds:
                 told = f"rank {self.rank} has waited {seconds / 3600:g} hours: call this in every process of the group"
                 raise MoonshotError(f"a process did not come: {told}, or end those that are left")
-            pause = min(LAST, max(FIRST, waited / 10))
-            time.sleep(pause)
+            time.sleep(min(LAST, max(FIRST, waited / 10)))
 
     @contextlib.contextmanager
     def _store_alive(self) -> Iterator[None]:

@@ -126,6 +126,9 @@ class MoonshotPruner:
     ) -> PruneReport:
         """Prune the model in place; with pattern="experts" it becomes a smaller one in place.
 
+        Where `torch.distributed` has a group of several processes, all of them call this together: each has some of the
+        samples and solves some of the layers, and all end with the same model, that of one process.
+
         Args:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
                 `datasets.Dataset`, or an iterable of model inputs: dictionaries, or pairs of inputs and labels. For an

@@ -70,14 +70,23 @@ def found(pruned, report):
 
 
 def sweep(**settings):
-    config = MoonshotConfig(sparsity=0.5, num_samples=6, **settings)
+    config = MoonshotConfig(sparsity=0.5, num_samples=6)
     pruner = MoonshotPruner(model(), config)
-    report = pruner.sweep(token_batches(), lambdas=[0.5, 1.0], patterns=["unstructured", "2:4"], progress=False)
+    swept = {"lambdas": [0.5, 1.0], "patterns": ["unstructured", "2:4"], "progress": False}
+    report = pruner.sweep(token_batches(), **swept, **settings)
     told = [[entry.metric, entry.loss] for entry in report.entries] + [[report.dense, 0.0]]
     done = pruner.choose(report.best(pattern="2:4"))
     result = found(pruner.model, done)
     result["said"]["entries"] = told
     return result
+
+
+def processes():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def of_weights(model):
+    return float(model.model.layers[0].mlp.up_proj.weight.abs().sum())
 
 
 def path():
@@ -116,7 +125,9 @@ CASES = {
     "recovery": lambda: prune(recover="blockwise", recover_steps=4),
     "gradual": lambda: prune(recover="gradual", recover_steps=10),
     "sweep": sweep,
+    "sweep by a metric": lambda: sweep(metric=of_weights, work_dir=FOLDER / f"metric-{processes()}"),
     "path": path,
+    "self": lambda: prune(data="self", sequence_length=12),
 }
 
 
