@@ -110,6 +110,9 @@ CASES = {
         "mixtral", token_batches(7, size=1), pattern="2:4", starved_experts="magnitude"
     ),
     "more processes than experts": lambda: prune("two experts", token_batches(7, size=1), solver="cap", lam=0.9),
+    "experts in parts": lambda: prune(
+        "mixtral", token_batches(7, size=1), max_memory=80_000, offload_dir=str(FOLDER / "offload")
+    ),
     "experts, by what they lose": lambda: prune(
         "mixtral", token_batches(16, size=1), solver="wanda", allocation="fisher", num_samples=16
     ),
@@ -134,8 +137,7 @@ CASES = {
 # Those of four processes, which take longer on few cores.
 FEW = (
     "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes",
-    "magnitude, without data", "convolutions", "one layer", "experts", "more processes than experts",
-    "whole experts", "chunks of rows", "recompute", "sweep",
+    "magnitude, without data", "one layer", "experts", "more processes than experts", "chunks of rows", "sweep",
 )  # fmt: skip
 
 
