@@ -110,6 +110,15 @@ def test_nothing_is_refitted_without_steps():
     assert second.total < first.total
 
 
+@pytest.mark.parametrize(("iterations", "inverses"), [(1, 1), (3, 1), (4, 2), (6, 2), (7, 3)])
+def test_no_inverse_is_made_that_no_iteration_uses(monkeypatch, iterations, inverses):
+    made, inverse = [], alps.System.inverse
+    monkeypatch.setattr(alps.System, "inverse", lambda system, rho: made.append(rho) or inverse(system, rho))
+    solve(layer(16, 48, 10), 0.5, Unstructured(0.7), iterations=iterations)
+    assert len(made) == inverses
+    assert made == sorted(set(made))  # ρ grows
+
+
 def test_conjugate_gradients_reach_the_solution_and_stop_there():
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(3, 12, 12, generator=generator, dtype=torch.float64)

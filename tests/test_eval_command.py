@@ -9,9 +9,10 @@ from models import image_batches, make
 from test_cli import DEMO, failure
 from test_zeroshot import TASK
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, perplexity
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, convert, perplexity
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.checkpoint.saving import record
+from optimum_moonshot.commands import evaluate
 from optimum_moonshot.evaluation.images import Accuracy
 from optimum_moonshot.evaluation.report import EvalReport
 from optimum_moonshot.evaluation.text import Perplexity
@@ -77,6 +78,41 @@ def test_json_on_the_screen(data, capsys):
     run(DEMO, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json")
     found = EvalReport.from_dict(json.loads(capsys.readouterr().out))
     assert found.of(data / "held.txt").windows == 3 and found.zero_shot is None
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """How the layers of the models that a command measures are held."""
+    found, make_meter = [], evaluate.make_meter
+
+    def watch(model, *options):
+        found.append(getattr(model, "moonshot_runtime", None))
+        return make_meter(model, *options)
+
+    monkeypatch.setattr(evaluate, "make_meter", watch)
+    return found
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_pruned_model_is_measured_as_it_is_held(data, tmp_path, capsys, held, format):
+    model = data / "pruned"
+    if format == "packed":
+        convert(model, model := tmp_path / "packed", "packed")
+    values = []
+    for runtime in ("dense", "packed", "auto"):
+        run(model, "--dataset", data / "held.txt", *SHORT, "--limit", 3, "--json", "--runtime", runtime)
+        values.append(EvalReport.from_dict(json.loads(capsys.readouterr().out)).of(data / "held.txt").value)
+    assert values[1:] == pytest.approx([values[0]] * 2, rel=1e-3)
+    dense, packed, auto = held
+    assert dense is None and packed.keys() == auto.keys()
+    assert sum(what.startswith("packed: asked for") for what in packed.values()) > len(packed) / 2
+    assert all(what.startswith("dense: ") for what in auto.values())  # they are too small to be faster
+
+
+@pytest.mark.parametrize("runtime", ["auto", "packed"])
+def test_only_a_pruned_model_has_a_runtime(data, capsys, runtime):
+    status, lines = failure(capsys, "eval", DEMO, "--dataset", data / "held.txt", *SHORT, "--runtime", runtime)
+    assert status == 2 and lines[-1].endswith(f"--runtime {runtime}: {DEMO} is not pruned; leave the option out")
 
 
 def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsys):

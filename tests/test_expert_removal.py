@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import reference
+import test_experts
 import torch
 import transformers as hf
 from models import make, token_batches
@@ -29,39 +30,13 @@ from optimum_moonshot.model.mixtures import RoutedCall, find_mixtures
 from optimum_moonshot.objective.patterns import Experts
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
-FAMILIES = (  # fmt: skip
-    "afmoe",
-    "aria_text",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "flex_olmo",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoehybrid",
-    "hunyuan_v1_moe",
-    "jamba",
-    "lfm2_moe",
-    "llama4_text",
-    "minimax_m2",
-    "mixtral",
-    "nemotron_h",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_5_moe_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
 REFUSED = {
     "deepseek_v4": "something else than the router's scores says which tokens they get",
     "inkling_text": "has no setting with 3 of 4 experts",
     "jetmoe": "JetMoeParallelExperts does not say which token it sends to which expert",
     "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
 }
+FAMILIES = tuple(name for name in test_experts.FAMILIES if name not in REFUSED)
 MINE = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # of one expert otherwise
 
 

@@ -407,6 +407,8 @@ def test_image_models_on_the_command_line(capsys, saved, folder, tmp_path):
     assert measured == f"accuracy    {after} on {folder}\n"
     found = json.loads(run(capsys, "eval", out, "--dataset", folder, "--device", "cpu", "--json"))
     assert found["model"] == str(out) and found["accuracy"] == {str(folder): evaluation["pruned"]}
+    packed = run(capsys, "eval", out, "--dataset", folder, "--device", "cpu", "--json", "--runtime", "packed")
+    assert json.loads(packed)["accuracy"] == found["accuracy"]
 
 
 def test_image_models_need_images_on_the_command_line(capsys, saved, tmp_path):

@@ -7,7 +7,7 @@ import reference
 import torch
 
 from optimum_moonshot.errors import MoonshotError
-from optimum_moonshot.objective.patterns import NM, Structured, Unstructured, parse_pattern, smallest
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured, kth_smallest, parse_pattern, smallest
 
 
 @pytest.mark.parametrize("sparsity", [0, 0.1, 0.25, 0.5, 0.6, 0.999, 1])
@@ -132,3 +132,9 @@ def test_a_pattern_is_parsed(pattern, sparsity, expected):
 def test_what_cannot_be_parsed_names_the_field_and_the_mend(pattern, sparsity, message):
     with pytest.raises(MoonshotError, match=message):
         parse_pattern(pattern, sparsity)
+
+
+def test_the_kth_smallest_is_that_of_each_row():
+    values = torch.tensor([[3.0, 1.0, 2.0, 1.0], [-1.0, 5.0, 5.0, 0.0]])
+    for count in range(1, 5):
+        assert torch.equal(kth_smallest(values, count), values.sort(1).values[:, count - 1 : count])

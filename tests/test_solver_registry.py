@@ -9,14 +9,16 @@ import pytest
 import torch
 from golden.make import grouped_layer, layer
 from models import image_batches, make, token_batches
+from objectives import full
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, prune_weight, prune_weight_path
+from optimum_moonshot.objective.linalg import check_factored
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.objective.row_slices import split_range
 from optimum_moonshot.pruning import schedule
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
-from optimum_moonshot.solvers.base import finish
+from optimum_moonshot.solvers.base import damped, finish
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.obc import OBC
 from optimum_moonshot.solvers.wanda import Wanda
@@ -171,6 +173,21 @@ def test_what_a_class_leaves_out_it_has_from_solver():
         assert cls().column_block(24, Unstructured(0.5)) is None
     with pytest.raises(MoonshotError, match="gram=None"):
         prune_weight(weight, config=settings("keep-all"))
+
+
+def test_a_damped_attempt_gets_what_is_added_to_the_diagonal_and_tells_what_it_took():
+    weight, gram, gradients = layer(6, 24, 5)
+    objective, tried = full(weight, gram, gradients, 0.5), []
+
+    def attempt(ridge):
+        tried.append(ridge / objective.damping_unit)
+        check_factored(torch.tensor(len(tried) == 2))
+        return weight, weight > 0
+
+    found = damped(objective, 0.02, attempt)
+    assert tried == pytest.approx([0.02, 0.2]) and found.damping == 0.2
+    assert found.notes == ("damping raised from 0.02 to 0.2",)
+    assert torch.equal(found.weight, weight.clamp(min=0)) and torch.equal(found.keep, weight > 0)
 
 
 def declared(**members):

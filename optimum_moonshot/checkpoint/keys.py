@@ -82,6 +82,23 @@ def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Merged]
     return found
 
 
+def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """The parameter or buffer in the model that every stored weight becomes, or becomes a part of.
+
+    Those that transformers splits or does not know are left out.
+
+    Args:
+        model: a `PreTrainedModel`, possibly on the meta device.
+        stored: names in the files of a dense checkpoint.
+
+    Returns:
+        The stored names that were found, each with the one in `model.state_dict()`.
+    """
+    stored = list(stored)
+    merged = {name: each.weight for name, each in merged_weights(model, stored).items()}
+    return parameter_names(model, stored) | merged
+
+
 def renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """What transformers calls stored tensors once it has renamed them, before it merges or splits any.
 

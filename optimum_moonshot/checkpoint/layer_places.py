@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import MoonshotError, reason
 from ..model.layers import find_structure, form_at, holders
 from .claims import Claims
-from .keys import merged_weights, parameter_names
+from .keys import loaded_into
 from .packed_files import model_skeleton, pruned_layers
 
 
@@ -51,8 +51,7 @@ def find_places(folder: Path, claims: Claims, weights: Iterable[str], **options:
     places = {name: (module, key) for name, module, key in holders(model) if name in set(layers)}
     forms = {name: form_at(*place) for name, place in places.items()}
     known = {id(form.parameter): name for name, form in forms.items() if form is not None}
-    merged = {stored: merged.weight for stored, merged in merged_weights(model, weights).items()}
-    stored = {**merged, **parameter_names(model, weights)}
+    stored = loaded_into(model, weights)
     owners = {weight: known.get(id(parameters.get(stored.get(weight)))) for weight in weights}
     # What is stored expert by expert is [d_out, d_in]: transformers turns it, if it must, when it merges them.
     turned = {name for name, form in forms.items() if form is not None and form.axes in ((1, 0), (2, 1))}

@@ -18,7 +18,7 @@ from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.choice import check_runtime
 from ..runtime.semi_structured import check_batch_shape
 from .in_memory import to_runtime
-from .keys import merged_weights, parameter_names
+from .keys import loaded_into
 from .packed_files import model_class, read_model_config
 from .request import Request, requested
 from .verified import check_alone, check_complete, verify
@@ -127,8 +127,7 @@ def _check_zeros(folder: Path, model: nn.Module) -> None:
     zeros, counted = _reported_zeros(folder), Counter[str]()
     for path in weight_files(folder, None) if zeros else ():
         with safe_open(path, "pt") as file:
-            merged = {stored: each.weight for stored, each in merged_weights(model, file.keys()).items()}
-            for stored, name in (parameter_names(model, file.keys()) | merged).items():
+            for stored, name in loaded_into(model, file.keys()).items():
                 if name in zeros:
                     counted[name] += int((file.get_tensor(stored) == 0).sum())
     for name, count in counted.items():

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from .measuring import make_meter
 from .messages import guard
 from .method_options import flag
 
+RUNTIMES = ("dense", "auto", "packed")
+
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot eval`."""
     add_model_options(parser)
+    parser.add_argument(
+        "--runtime",
+        choices=RUNTIMES,
+        default="dense",
+        help="of a pruned MODEL: auto leaves its layers packed in memory where this device multiplies them faster so, "
+        "packed wherever they can be, dense none (the default)",
+    )
     parser.add_argument(
         "--dataset",
         nargs="+",
@@ -75,7 +85,7 @@ def evaluate(args: argparse.Namespace) -> None:
     tasks = _tasks(args, list(references.values()))
     if args.record:
         _check_record(args)
-    model, tokenizer, processor = _load_for_evaluation(args)
+    model, tokenizer, processor = _load_for_evaluation(args, device)
     expect(not tasks or processor is None, "--tasks: zero-shot tasks are for language models; use --dataset")
     for option, reference in references.items():
         _check_windows(args, option, reference, model)
@@ -215,19 +225,27 @@ def _record(args: argparse.Namespace, report: Any, dense: Any) -> None:
         print(f"recorded    in {where}")
 
 
-def _load_for_evaluation(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """A model, and its tokenizer or its image processor."""
+def _load_for_evaluation(args: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
+    """A model, and its tokenizer or its image processor; packed layers are on the device already."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from ..checkpoint.loading import load_pruned
     from ..checkpoint.packed_files import model_class
     from ..model.facts import load_processor
+    from ..reports.record import PruningRecord
 
     config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)
     cls = model_class(config)
-    if getattr(cls, "main_input_name", None) == "pixel_values":
-        model = load(lambda **kwargs: cls.from_pretrained(args.model, **kwargs), args)
+    images = getattr(cls, "main_input_name", None) == "pixel_values"
+    if args.runtime == "dense":
+        loader = (cls if images else AutoModelForCausalLM).from_pretrained
+    else:
+        pruned = PruningRecord.read(config) is not None
+        expect(pruned, f"--runtime {args.runtime}: {args.model} is not pruned; leave the option out")
+        loader = partial(load_pruned, runtime=args.runtime, device_map=device)
+    model = load(lambda **kwargs: loader(args.model, **kwargs), args)
+    if images:
         return model, None, load_processor(model, args.model, **remote_code(args))
-    model = load(lambda **kwargs: AutoModelForCausalLM.from_pretrained(args.model, **kwargs), args)
     return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
 
 

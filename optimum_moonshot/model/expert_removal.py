@@ -250,23 +250,16 @@ def _explained(
     for name, tensor in _tensors(model).items():
         if name not in before or before[name].shape == after[name].shape or id(tensor) in seen:
             continue
-        axes = [i for i, (a, b) in enumerate(zip(before[name].shape, after[name].shape, strict=False)) if a != b]
+        sizes = enumerate(zip(tensor.shape, after[name].shape, strict=False))
+        axes = {axis: pair for axis, pair in sizes if pair[0] != pair[1]}
         mixture = _belongs(name, mixtures)
-        sizes = tensor.shape == before[name].shape and len(axes) == 1
-        if (
-            not sizes
-            or mixture is None
-            or (tensor.shape[axes[0]], after[name].shape[axes[0]])
-            != (
-                mixtures.count,
-                left,
-            )
-        ):
+        alone = tensor.shape == before[name].shape and [*axes.values()] == [(mixtures.count, left)]
+        if not alone or mixture is None:
             return None
         seen.add(id(tensor))
         own.discard(id(tensor))
-        owner, _, key = name.rpartition(".")
-        found[name] = Sliced(model.get_submodule(owner), key, axes[0], mixture)
+        (axis,), (owner, _, key) = axes, name.rpartition(".")
+        found[name] = Sliced(model.get_submodule(owner), key, axis, mixture)
     return None if own else found
 
 

@@ -269,6 +269,20 @@ def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tens
     return (index[0], weights[0]) if len(index) == 1 and len(weights) == 1 else None
 
 
+def with_others(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *changes: tuple[Tensor, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with other tensors in the places of some.
+
+    Args:
+        args, kwargs: of the call.
+        changes: a tensor of any shape among them, and what stands in its place.
+    """
+    others = {id(old): new for old, new in changes}
+    changed = {name: others.get(id(value), value) for name, value in kwargs.items()}
+    return tuple(others.get(id(value), value) for value in args), changed
+
+
 def _routed_to(
     module: nn.Module, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -284,14 +298,8 @@ def _routed_to(
             'starved_experts at "routed"'
         )
     index, _ = found
-
-    def forged(value: Any) -> Any:
-        if value is not index:
-            return value
-        first = torch.arange(value.shape[1], device=value.device).expand_as(value) == 0
-        return torch.where(first, expert, 0 if expert else 1)
-
-    return tuple(map(forged, args)), {name: forged(value) for name, value in kwargs.items()}
+    first = torch.arange(index.shape[1], device=index.device).expand_as(index) == 0
+    return with_others(args, kwargs, (index, torch.where(first, expert, 0 if expert else 1)))
 
 
 class _StandIn(Tensor):

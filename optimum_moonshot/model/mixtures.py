@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
-from .experts import expert_keys, routing
+from .experts import expert_keys, routing, with_others
 
 # Bytes of the contributions that are in memory at a time.
 ROOM = 64 * 2**20
@@ -197,16 +197,9 @@ class RoutedCall:
         """The contributions to some tokens, [t, k, H]: each choice is given as a token of its own."""
         index, weights = (each.detach()[some].reshape(-1, 1) for each in (self.index, self.weights))
         alone = self.tokens[some].repeat_interleave(self.chosen, 0)
-
-        def forged(value: Any) -> Any:
-            return alone if value is self.hidden else index if value is self.index else weights
-
-        def changed(value: Any) -> Any:
-            return forged(value) if any(value is each for each in (self.hidden, self.index, self.weights)) else value
-
-        output = self.mixture.module.forward(
-            *map(changed, self.args), **{name: changed(value) for name, value in self.kwargs.items()}
-        )
+        changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
+        args, kwargs = with_others(self.args, self.kwargs, *changes)
+        output = self.mixture.module.forward(*args, **kwargs)
         return output.unflatten(0, (-1, self.chosen))
 
 

@@ -300,15 +300,27 @@ def smallest(scores: Tensor, count: int) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
-    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
-    few = scores.is_cuda and len(scores) < 8
-    threshold = (
-        scores.sort(-1).values[:, count - 1, None] if few else scores.kthvalue(count, dim=-1, keepdim=True).values
-    )
+    threshold = kth_smallest(scores, count)
     below = scores < threshold
     tied = scores == threshold
     room = count - below.sum(-1, keepdim=True)
     return below | (tied & (tied.cumsum(-1) <= room))
+
+
+def kth_smallest(values: Tensor, count: int) -> Tensor:
+    """The largest of so many smallest values of every row.
+
+    Args:
+        values: [rows, size].
+        count: in [1, size].
+
+    Returns:
+        [rows, 1].
+    """
+    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
+    if values.is_cuda and len(values) < 8:
+        return values.sort(-1).values[:, count - 1, None]
+    return values.kthvalue(count, dim=-1, keepdim=True).values
 
 
 def own_sparsity(pattern: object) -> bool:

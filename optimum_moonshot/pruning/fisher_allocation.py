@@ -266,10 +266,11 @@ def fisher_patterns(variant: Variant) -> tuple[dict[str, Pattern], str]:
         alike = "; " + ONE_N if any(curve.experts for curve in curves.values()) else ""
         return found, f"Fisher allocation: {_counts(found)}; sparsity {total:.6f} of {asked.sparsity:g} asked{alike}"
     assert asked is not None  # an allocation by name is another
-    matrices = {part: own for name, curve in curves.items() for part, own in _matrices(name, curve).items()}
+    parts = {name: _matrices(name, curve) for name, curve in curves.items()}
+    matrices = {part: own for of_layer in parts.values() for part, own in of_layer.items()}
     sparsities = divide_sparsity(matrices, asked.sparsity)
     each = exact_patterns({part: own.size for part, own in matrices.items()}, sparsities, asked.sparsity)
-    found = {name: _of_layer(curve, [each[part] for part in _matrices(name, curve)]) for name, curve in curves.items()}
+    found = {name: _of_layer(curve, [each[part] for part in parts[name]]) for name, curve in curves.items()}
     low, high = min(sparsities.values(), default=0), max(sparsities.values(), default=0)
     experts = sum(len(curve.experts) for curve in curves.values())
     alone = f", {experts} experts each with its own" if experts else ""

@@ -31,6 +31,7 @@ from ..reports.environment import peak_memory, versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
 from ..reports.record import PruningRecord
 from ..solvers import Solver, make_solver, solver_names
+from .device_memory import enough_memory
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
 from .run_folder import RunFolder
@@ -68,11 +69,10 @@ def run_removal(
         removal = _plan(prepared)
     choices = _Choices.open(prepared, removal, resume_dir)
     try:
-        with frozen(subject.model):
-            choices.gather()
-        removal.apply({mixture.name: choices.kept(mixture) for mixture in removal.mixtures})
-    except torch.OutOfMemoryError as error:
-        raise MoonshotError(f"out of device memory: lower max_memory, batch_size or num_samples ({error})") from None
+        with enough_memory():
+            with frozen(subject.model):
+                choices.gather()
+            removal.apply({mixture.name: choices.kept(mixture) for mixture in removal.mixtures})
     finally:
         choices.store.release()
     total = time.perf_counter() - started

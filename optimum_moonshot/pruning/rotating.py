@@ -36,6 +36,7 @@ from ..rotation.scaling import OutputMoments, scale
 from ..rotation.search import check_same, find, outputs, verify
 from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
+from .device_memory import MEND, enough_memory
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
 from .run_folder import RunFolder
@@ -141,23 +142,21 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         expected = outputs(model, batch)
     basis = Basis(model, structure.blocks, spaces)
     untied = basis.untied_bytes
-    try:
-        basis.keep()
-        state = _learned(prepared, store, patterns, basis, batch, expected)
-        changed = state.after < state.before
-        found = rotations(spaces, state) if changed else {}
-        if changed:
-            basis.write(found)
-            with all_present(structure.blocks):
-                check_same(model, batch, expected, "the learned rotation")
-        else:
+    with enough_memory(f"{MEND}, or set rotation_rows"):
+        try:
+            basis.keep()
+            state = _learned(prepared, store, patterns, basis, batch, expected)
+            changed = state.after < state.before
+            found = rotations(spaces, state) if changed else {}
+            if changed:
+                basis.write(found)
+                with all_present(structure.blocks):
+                    check_same(model, batch, expected, "the learned rotation")
+            else:
+                basis.restore()
+        except BaseException:
             basis.restore()
-    except BaseException as error:
-        basis.restore()
-        if isinstance(error, torch.OutOfMemoryError):
-            mend = "lower max_memory, batch_size or num_samples, or set rotation_rows"
-            raise MoonshotError(f"out of device memory: {mend} ({error})") from None
-        raise
+            raise
     report = RotationReport(
         spaces={space.name: (space.count, space.width) for space in spaces if changed and _is_rotated(space)},
         refused=refused,

@@ -4,14 +4,12 @@ import os
 import time
 from typing import Any
 
-import torch
-
 from ..config import MoonshotConfig
-from ..errors import MoonshotError
 from ..model.calls import frozen
 from ..objective.patterns import Experts
 from ..progress import progress_bar
 from ..reports.prune_report import PruneReport
+from .device_memory import enough_memory
 from .preparation import Prepared, Subject, prepare
 from .recovery import Recovery
 from .removing import run_removal
@@ -77,14 +75,11 @@ def solve_and_write(prepared: Prepared, variant: Variant) -> float:
     subject, recovering = prepared.subject, 0.0
     recovery = Recovery.plan(prepared, variant)
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
-    try:
-        with frozen(subject.model), bar:
-            prune_layers(prepared, [variant], bar)
-            if recovery is not None:
-                recovering = recover(prepared, recovery) if subject.ranks.first else 0.0
-                share_recovered(prepared, variant)
-    except torch.OutOfMemoryError as error:
-        raise MoonshotError(f"out of device memory: lower max_memory, batch_size or num_samples ({error})") from None
+    with enough_memory(), frozen(subject.model), bar:
+        prune_layers(prepared, [variant], bar)
+        if recovery is not None:
+            recovering = recover(prepared, recovery) if subject.ranks.first else 0.0
+            share_recovered(prepared, variant)
     variant.commit()
     return recovering
 

@@ -29,6 +29,7 @@ from ..reports.environment import versions
 from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
+from .device_memory import enough_memory
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
 from .rotating import rotated
@@ -184,11 +185,8 @@ def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSou
     """
     total = len(prepared.selection.layers)
     bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
-    try:
-        with frozen(prepared.model), bar:
-            return prune_layers(prepared, variants, bar)
-    except torch.OutOfMemoryError as error:
-        raise MoonshotError(f"out of device memory: lower max_memory or num_samples ({error})") from None
+    with enough_memory("lower max_memory or num_samples"), frozen(prepared.model), bar:
+        return prune_layers(prepared, variants, bar)
 
 
 class Sweep:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..model.layers import Block, PrunableLayer
-from ..objective.patterns import NM, Pattern
+from ..objective.patterns import NM, Pattern, kth_smallest
 from .basis import rotated
 from .spaces import Space
 
@@ -163,8 +163,7 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
     # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, reached where t is the largest of them.
     some = _evenly(values.detach())
     place = min(len(some), max(1, round(count * len(some) / values.numel())))
-    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
-    threshold = some.sort().values[place - 1] if some.is_cuda else some.kthvalue(place).values
+    threshold = kth_smallest(some[None], place)[0, 0]
     return values.clamp(max=threshold).sum() - (values.numel() - count) * threshold
 
 

@@ -4,6 +4,7 @@ from . import alps, cap, frequency, magnitude, obc, osscar, reap, sparsegpt, wan
 from .base import (
     PrunedWeight,
     Solver,
+    damped,
     finish,
     hyperparameter,
     make_solver,
@@ -19,6 +20,7 @@ __all__ = [
     "Solver",
     "alps",
     "cap",
+    "damped",
     "finish",
     "frequency",
     "hyperparameter",

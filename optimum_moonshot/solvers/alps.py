@@ -19,12 +19,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, escalate
+from ..objective.linalg import check_factored
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import split_range
-from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
+from ..objective.row_slices import row_slices, split_range
+from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
 from .hyperparameters import damping_option
 from .sparsegpt import SparseGPT
 
@@ -37,8 +37,6 @@ SETTLED = 1e-4
 REACHED = 1e-12
 # Factors of rows that pass a CPU together.
 CACHE_BYTES = 2**20
-# Rows' matrices, or factors, made at a time.
-HESSIAN_BYTES = 256 * 2**20
 Operator = Callable[[Tensor], Tensor]
 
 
@@ -66,14 +64,10 @@ class ALPS(Solver):
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        unit = objective.damping_unit
         if not (objective.scales.a or objective.scales.b):  # nothing couples the weights
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
-        (weight, keep), damping = escalate(
-            self.damping, lambda damping: self._split(System(objective, damping * unit), pattern)
-        )
-        return finish(objective, weight, keep, damping, self.damping)
+        return damped(objective, self.damping, lambda ridge: self._split(System(objective, ridge), pattern))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         """SparseGPT's weights, in a fraction of the time: their losses are in about the same proportions.
@@ -92,24 +86,21 @@ class ALPS(Solver):
         dense = system.dense
         target = system.times(dense)
         free, image, sparse, dual = dense, target, dense, torch.zeros_like(dense)  # image: H_k free_k
-        keep = before = torch.ones_like(dense, dtype=torch.bool)
-        rho = self.penalty
-        inverse = system.inverse(rho)
-        for number in range(1, self.iterations + 1):
-            right = target - dual + rho * sparse
-            free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
-            shifted = free + dual / rho
-            check_factored(shifted.isfinite().all())
-            keep = pattern.keep(shifted.square())
-            sparse = torch.where(keep, shifted, 0)
-            dual = dual + rho * (free - sparse)
-            if number % EVERY == 0:
-                changed = float((keep != before).sum()) / 2 / max(1, int(keep.sum()))
-                if changed < SETTLED:
-                    break
-                before = keep
-                rho *= next(growth for share, growth in GROWTH if changed >= share)
-                inverse = system.inverse(rho)
+        before, rho = torch.ones_like(dense, dtype=torch.bool), self.penalty
+        for first in range(0, self.iterations, EVERY):
+            inverse = system.inverse(rho)
+            for _ in range(min(EVERY, self.iterations - first)):
+                right = target - dual + rho * sparse
+                free, image = system.solve(right, rho, inverse, free, image, self.inner_steps)
+                shifted = free + dual / rho
+                check_factored(shifted.isfinite().all())
+                keep = pattern.keep(shifted.square())
+                sparse = torch.where(keep, shifted, 0)
+                dual = dual + rho * (free - sparse)
+            changed = float((keep != before).sum()) / 2 / max(1, int(keep.sum()))
+            if changed < SETTLED:
+                break
+            before, rho = keep, rho * next(growth for share, growth in GROWTH if changed >= share)
         return system.refit(sparse, keep, self.refit_steps), keep
 
 
@@ -289,11 +280,11 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     fisher, device, (d_out, d_in) = objective.known_fisher, objective.weight.device, objective.weight.shape
     if len(gram) == 1 and fisher.rank < d_in:
         factors = torch.empty(d_out, fisher.rank, d_in, device=device)
-        for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (4 * fisher.rank * d_in))):
+        for rows in row_slices(slice(0, d_out), 4 * fisher.rank * d_in, device):
             torch.mul(fisher.factors(rows, device, torch.float32), objective.scales.b**0.5, out=factors[rows])
         return LowRankRows(gram, factors)
     matrices = torch.empty(d_out, d_in, d_in, device=device)
-    for rows in split_range(0, d_out, max(1, HESSIAN_BYTES // (8 * d_in * d_in))):
+    for rows in row_slices(slice(0, d_out), 8 * d_in * d_in, device):
         matrices[rows] = objective.row_hessians(rows)
     matrices.diagonal(dim1=1, dim2=2).add_(ridge)
     return DenseRows(matrices)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError, reason, require
+from ..objective.linalg import escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.quadratic import Objective, Quadratic
 from .entry_points import entry_point_names, load_entry_point
@@ -36,6 +37,7 @@ from .hyperparameters import check_options, hyperparameter, options_of, parse_op
 __all__ = [
     "PrunedWeight",
     "Solver",
+    "damped",
     "finish",
     "hyperparameter",
     "make_solver",
@@ -242,3 +244,20 @@ def finish(
     """
     raised = () if damping == asked else (f"damping raised from {asked:g} to {damping:g}",)
     return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, objective.scales.notes + raised)
+
+
+def damped(objective: Quadratic, asked: float, attempt: Callable[[float], tuple[Tensor, Tensor]]) -> PrunedWeight:
+    """What `attempt` finds at the smallest damping, of the asked times a power of ten, at which all factors exist.
+
+    Args:
+        objective: that is solved.
+        asked: the hyperparameter, in (0, 1].
+        attempt: gets what is added to the diagonal of every F_k; it returns the pruned weight and `keep`, both
+            [d_out, d_in], or raises `FactorizationError`.
+
+    Raises:
+        FactorizationError: no damping up to 1 sufficed.
+    """
+    unit = objective.damping_unit
+    (weight, keep), damping = escalate(asked, lambda damping: attempt(damping * unit))
+    return finish(objective, weight, keep, damping, asked)

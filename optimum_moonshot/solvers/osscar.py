@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, escalate
+from ..objective.linalg import check_factored
 from ..objective.patterns import Experts, Structured
 from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
-from .base import PrunedWeight, Solver, finish, register_solver
+from .base import PrunedWeight, Solver, damped, register_solver
 from .hyperparameters import damping_option, hyperparameter
 from .subsets import best_subset, chosen
 
@@ -64,12 +64,12 @@ class OSSCAR(Solver):
             assert isinstance(objective, Removal)
             return chosen(objective, best_subset(objective, pattern, self.exact))
         assert isinstance(objective, Quadratic)
-        unit = objective.damping_unit
-        (weight, groups), damping = escalate(
-            self.damping, lambda damping: remove_columns(objective, pattern, damping * unit)
-        )
-        keep = pattern.columns(groups).expand_as(weight).clone()
-        return finish(objective, weight, keep, damping, self.damping)
+
+        def attempt(ridge: float) -> tuple[Tensor, Tensor]:
+            weight, groups = remove_columns(objective, pattern, ridge)
+            return weight, pattern.columns(groups).expand_as(weight).clone()
+
+        return damped(objective, self.damping, attempt)
 
 
 def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,12 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
+from ..objective.linalg import check_factored, damped_inverse_factor, inverse_factor
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured, stacked
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import split_range
-from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
+from .base import PrunedWeight, Solver, damped, hyperparameter, register_solver
 from .hyperparameters import damping_option
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
@@ -62,11 +62,7 @@ class SparseGPT(Solver):
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        unit = objective.damping_unit
-        (weight, keep), damping = escalate(
-            self.damping, lambda damping: self._sweep(objective, pattern, damping * unit)
-        )
-        return finish(objective, weight, keep, damping, self.damping)
+        return damped(objective, self.damping, lambda ridge: self._sweep(objective, pattern, ridge))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         """As `Solver.trials`: where all rows share a factor, a copy of them for each pattern passes the columns once.
