@@ -85,6 +85,10 @@ def processes():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def of_weights(model):
     return float(model.model.layers[0].mlp.up_proj.weight.abs().sum())
 
@@ -118,6 +122,7 @@ CASES = {
     ),
     "whole experts": lambda: prune("mixtral", token_batches(7, size=1), solver="osscar", pattern="experts"),
     "rounds": lambda: prune(max_memory=45_000, offload_dir=str(FOLDER / "offload")),
+    "memories that differ": lambda: prune(max_memory=45_000 if rank() else None, offload_dir=str(FOLDER / "offload")),
     "chunks of rows": lambda: prune(
         solver="cap", max_memory=32_000, num_samples=6, offload_dir=str(FOLDER / "offload")
     ),

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import make, token_batches
 from ranks import CASES, COMMANDS, DEMO, FEW
 
+from optimum_moonshot import MoonshotError
+from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.data.batches import batch_size, samples_between
+from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.processes import Ranks
 
 TESTS = Path(__file__).parent
@@ -21,6 +27,7 @@ DIED = "rank 1 failed: its process has died (killed, or out of memory)"
 # Several processes have smaller caches each, and so more memory for statistics.
 OF_MEMORY = {
     "rounds": None,
+    "memories that differ": None,
     "chunks of rows": "chunks of rows, for the sake of memory",
     "experts in parts": "its experts solved in",
 }
@@ -136,6 +143,28 @@ def test_samples_are_divided_in_order(size, count):
     assert [sum(map(batch_size, own)) for own in divided] == list(map(len, parts))
     samples = torch.cat([batch["input_ids"] for own in divided for batch in own])
     assert torch.equal(samples, torch.cat([batch["input_ids"] for batch in batches]))
+
+
+class Counted(InputStatistic):
+    """Of a user's, written for one process."""
+
+    def add(self, inputs, groups):
+        pass
+
+    def result(self):
+        return None
+
+
+def test_a_statistic_that_cannot_be_merged_is_refused():
+    model = make("llama")
+    (layer,) = find_structure(model, ["layers.1.mlp.up_proj"]).layers()
+    storage = Storage(torch.device("cpu"))
+    with Observer([layer], False, set(), 2, storage, extra=(Counted,), ranks=Ranks(0, 2)) as observer:
+        observer.begin(0, 1, None)
+        model(token_batches(1)[0]["input_ids"])
+        observer.end()
+    with pytest.raises(MoonshotError, match="Counted: it has no `merge`"):
+        observer.merge()
 
 
 def test_layers_are_divided_by_their_cost():

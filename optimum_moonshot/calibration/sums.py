@@ -229,7 +229,10 @@ class InputSums:
                 self.of_layer[layer.name] = merged[key]
 
     def _merged(self, layer: PrunableLayer, ranks: Ranks, others: Collection[_Shared]) -> _Shared:
-        own = self.of_layer.get(layer.name) or self._make(layer, layer.parameter.device)
+        own = self.of_layer.get(layer.name)
+        if own is None:  # no sample of this process has reached it
+            device = layer.parameter.device
+            own = self._make(layer, self.storage.device if device.type == "meta" else device)
         require(
             all(own is not other for other in others),
             f"{layer.name} reads the same tensor as another layer in some batches only",
