@@ -1,5 +1,6 @@
 """Several processes prune what one prunes, whatever their number; one that fails ends all, and nothing is lost."""
 
+import json
 import os
 import re
 import subprocess
@@ -190,9 +191,21 @@ def test_a_command_that_fails_says_so_once(done):
 
 
 def test_a_command_for_one_process_refuses_others(done):
-    for rank in range(2):
-        assert done["convert", rank]["status"] == 2
-        assert "2 processes: this command runs in one" in done["convert", rank]["err"]
+    assert [done["convert", rank]["status"] for rank in range(2)] == [2, 2]
+    assert done["convert", 0]["err"].startswith("error: 2 processes: this command runs in one; ")
+    assert done["convert", 1]["err"] == ""
+
+
+def test_the_guide_has_the_figures_of_the_benchmark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
+    guide = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    for row in found["rows"]:
+        one = next(each for each in found["rows"] if each["run"] == row["run"] and each["processes"] == 1)
+        more = row["processor_seconds"] / one["processor_seconds"] - 1
+        overhead = "" if row is one else f"{more:.0%}"
+        figures = f"{row['seconds']:.1f} | {row['processor_seconds']:.1f} | {overhead}"
+        assert f"| {row['run']} | {row['processes']} | {figures} |".replace("|  |", "| |") in guide
+        assert row["share_of_the_mask_that_is_the_first"] > 0.99999
 
 
 def test_torchrun(tmp_path):

@@ -1,6 +1,7 @@
 """A command that a launcher such as torchrun has started in several processes."""
 
 import os
+import sys
 
 from ..errors import MoonshotError, reason
 from .common import UsageError, expect
@@ -25,7 +26,11 @@ def join(device: str | None, shared: bool) -> None:
     if not several():
         return
     count = os.environ["WORLD_SIZE"]
+    if not shared and not is_first():
+        sys.exit(2)  # one says it
     expect(shared, f"{count} processes: this command runs in one; start it without torchrun or accelerate")
+    one = device is not None and ":" in device
+    expect(not one, f"--device {device}: {count} processes have a GPU each; leave it out, or give cpu")
     import torch
     import torch.distributed as dist
 
