@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4])
     arguments.add_argument("--samples", type=int, default=32)
-    arguments.add_argument("--length", type=int, default=128)
+    arguments.add_argument("--length", type=int, default=64)
     arguments.add_argument("--note", default="", help="on the machine, such as what else it did")
     arguments.add_argument("--case", nargs=5, help="one process, for internal use")
     options = arguments.parse_args()

@@ -109,13 +109,15 @@ CASES = {
     "magnitude, without data": lambda: prune(solver="magnitude", data=[], lam=None),
     "convolutions": lambda: prune("convnet", image_batches(7), solver="cap"),
     "one layer": lambda: prune(targets=["layers.1.mlp.up_proj"], solver="cap"),
-    "experts": lambda: prune("mixtral", token_batches(7, size=1)),
-    "experts by magnitude": lambda: prune(
-        "mixtral", token_batches(7, size=1), pattern="2:4", starved_experts="magnitude"
-    ),
+    "experts, some starved": lambda: prune("mixtral", token_batches(5, length=2, size=1), num_samples=5),
     "more processes than experts": lambda: prune("two experts", token_batches(7, size=1), solver="cap", lam=0.9),
     "experts in parts": lambda: prune(
-        "mixtral", token_batches(7, size=1), max_memory=80_000, offload_dir=str(FOLDER / "offload")
+        "mixtral",
+        token_batches(7, size=1),
+        pattern="2:4",
+        starved_experts="magnitude",
+        max_memory=80_000,
+        offload_dir=str(FOLDER / "offload"),
     ),
     "experts, by what they lose": lambda: prune(
         "mixtral", token_batches(16, size=1), solver="wanda", allocation="fisher", num_samples=16
@@ -128,7 +130,7 @@ CASES = {
     ),
     "recompute": lambda: prune(recompute=True),
     "owl": lambda: prune(allocation="owl"),
-    "fisher": lambda: prune(allocation="fisher", num_samples=20),
+    "fisher": lambda: prune(allocation="fisher", num_samples=16),
     "rotation": lambda: prune(rotation="learned", rotation_steps=3),
     "recovery": lambda: prune(recover="blockwise", recover_steps=4),
     "gradual": lambda: prune(recover="gradual", recover_steps=10),
@@ -142,7 +144,8 @@ CASES = {
 # Those of four processes, which take longer on few cores.
 FEW = (
     "sparsegpt", "sparsegpt, at λ = 1, padded", "wanda", "obc, n:m, fewer samples than processes",
-    "magnitude, without data", "one layer", "experts", "more processes than experts", "chunks of rows", "sweep",
+    "magnitude, without data", "one layer", "experts, some starved", "more processes than experts",
+    "chunks of rows", "sweep",
 )  # fmt: skip
 
 

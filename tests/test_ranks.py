@@ -24,6 +24,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
 FAILED = "rank 1 failed: no more of model.layers.0."
+STARVED = "experts, some starved"
 DIED = "rank 1 failed: its process has died (killed, or out of memory)"
 # Several processes have smaller caches each, and so more memory for statistics.
 OF_MEMORY = {
@@ -85,6 +86,10 @@ def test_they_prune_what_one_prunes(done, size, name):
         wanted = OF_MEMORY[name]
         assert wanted is None or all(any(wanted in note for note in each) for each in notes)
     assert close(said, one)
+
+
+def test_some_experts_are_starved(done):
+    assert any("experts" in note and "read fewer than" in note for note in done[1, 0][STARVED]["said"]["notes"])
 
 
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
