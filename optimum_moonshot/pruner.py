@@ -29,6 +29,7 @@ from .model.facts import load_processor, load_tokenizer
 from .model.layers import rest_present
 from .model.offload import write_to
 from .objective.patterns import Experts
+from .processes import ALONE, Ranks, by_the_first, processes
 from .pruning.planning import Room, make_plan
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
@@ -121,11 +122,11 @@ class MoonshotPruner:
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
-    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
+    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool, ranks: Ranks) -> Subject:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         require(not is_packed(self.model), _PACKED)
         write_to(self.model, self.config.offload_dir)
-        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.first, ranks)
 
     def prune(
         self,
@@ -137,6 +138,9 @@ class MoonshotPruner:
         resume_dir: str | os.PathLike[str] | None = None,
     ) -> PruneReport:
         """Prune the model in place; with pattern="experts" it becomes a smaller one in place.
+
+        Where `torch.distributed` has a group of several processes, all of them call this together: each has some of the
+        samples and solves some of the layers, and all end with the same model, that of one process.
 
         Args:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
@@ -161,8 +165,8 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
-        with called_by(self.model, forward), rest_present(self.model):
-            self.report, store = run(self._subject(loss, progress), self._config(), data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            self.report, store = run(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
         return self.report
@@ -199,7 +203,7 @@ class MoonshotPruner:
         given = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
         room = None if not any(given.values()) else Room(given["device_memory"], given["host_memory"])
         data = self.config.calibration if calibration is None else calibration
-        subject = self._subject(loss, progress=False)
+        subject = self._subject(loss, False, ALONE)
         return make_plan(subject, self._config(), data, forward, resume_dir is not None, room)
 
     @classmethod
@@ -259,8 +263,8 @@ class MoonshotPruner:
         data = self.config.calibration if calibration is None else calibration
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         self._sweep = None
-        with called_by(self.model, forward), rest_present(self.model):
-            self.rotation, store = run_rotation(self._subject(loss, progress), config, data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            self.rotation, store = run_rotation(self._subject(loss, progress, ranks), config, data, resume_dir)
         self._unsaved = [store]
         return self.rotation
 
@@ -314,8 +318,8 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        subject = self._subject(loss, progress)
-        with called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            subject = self._subject(loss, progress, ranks)
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
         self._sweep = found
         return report
@@ -359,13 +363,13 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self._config(), [self.config.lam], sparsities, None)
         self._sweep = None
-        subject = self._subject(loss, progress)
 
         def applied(report: PruneReport) -> None:
             self.report = report
             self._note_rotation()
 
-        with called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            subject = self._subject(loss, progress, ranks)
             return prune_path(subject, configs, calibration, work_dir, applied)
 
     def choose(self, entry: SweepEntry) -> PruneReport:
@@ -427,6 +431,7 @@ class MoonshotPruner:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
+        Of several processes the first one writes, and the others wait for it.
 
         Args:
             directory: a folder, made if need be.
@@ -441,12 +446,16 @@ class MoonshotPruner:
                 not n:m any more.
         """
         processors = (self.tokenizer, self.processor)
-        if self.report is None and self.rotation is not None:
-            mend = "a rotated model has no zeros to pack; prune it first"
-            require(format in (None, "dense"), f"format={format!r}: {mend}")
-            save_rotated(self.model, processors, self.rotation, directory, **options)
-        else:
-            save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        def save() -> None:
+            if self.report is None and self.rotation is not None:
+                mend = "a rotated model has no zeros to pack; prune it first"
+                require(format in (None, "dense"), f"format={format!r}: {mend}")
+                save_rotated(self.model, processors, self.rotation, directory, **options)
+            else:
+                save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        by_the_first(save)
         self._discard_results()
 
     def push_to_hub(
@@ -482,11 +491,15 @@ class MoonshotPruner:
         """
         report = self._pruned()
         check_saving(self.model, format, options)
-        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
-        with tempfile.TemporaryDirectory() as folder:
-            processors = (self.tokenizer, self.processor)
-            save_model(self.model, processors, report, folder, format, name=full, **options)
-            address = upload(folder, full, token=token, commit_message=commit_message)
+
+        def publish() -> str:
+            full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
+            with tempfile.TemporaryDirectory() as folder:
+                processors = (self.tokenizer, self.processor)
+                save_model(self.model, processors, report, folder, format, name=full, **options)
+                return upload(folder, full, token=token, commit_message=commit_message)
+
+        address = by_the_first(publish)
         self._discard_results()
         return address
 

@@ -49,13 +49,17 @@ class Storage:
         """Bytes left on the model's device."""
         return self.limits[self.device] - self.used[self.device]
 
-    def rounds(self, items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    def rounds(
+        self, items: Iterable[Item], size_of: Callable[[Item], int], available: Callable[[], int] | None = None
+    ) -> Iterator[list[Item]]:
         """Items that half of what is left serves together, at least one; what is left is asked when a round begins.
 
         Args:
             items: in their order.
             size_of: bytes of one.
+            available: says what is left; None is `Storage.available`.
         """
+        available = self.available if available is None else available
         together: list[Item] = []
         room = 0
         for item in items:
@@ -64,7 +68,7 @@ class Storage:
                 yield together
                 together = []
             if not together:
-                room = self.available() // 2
+                room = available() // 2
             together.append(item)
             room -= size
         if together:

@@ -27,6 +27,7 @@ from .common import (
     remote_code,
 )
 from .evaluate import EvalCommand
+from .launched import is_first
 from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
@@ -102,7 +103,8 @@ def prune(args: argparse.Namespace) -> None:
         return
     with open_output(args) as output:
         lines = _prune(args, config, device, calibration, output)
-    print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+    if is_first():
+        print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
 def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
@@ -118,7 +120,7 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     )
     if meter.metric == "accuracy" and calibration == "c4":
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
-    measured = BeforeAndAfter(meter, args.eval)
+    measured = BeforeAndAfter(meter, args.eval if is_first() else [])
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
@@ -173,7 +175,7 @@ class PruneCommand(BaseOptimumCLICommand):
     parse_args = staticmethod(add_prune_options)
 
     def run(self) -> None:
-        guard(prune, self.args)
+        guard(prune, self.args, shared=True)
 
 
 class ConvertCommand(BaseOptimumCLICommand):

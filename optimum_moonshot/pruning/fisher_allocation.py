@@ -36,8 +36,10 @@ from ..progress import progress_bar
 from ..solvers import Solver
 from .allocation import exact_patterns
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare
 from .preparation import Prepared
 from .schedule import StatisticsSchedule
+from .sharing import share_curves
 from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
 from .variant import Variant
@@ -72,7 +74,7 @@ def sampled_rows(layer: PrunableLayer) -> slice:
 def loss_curve(
     solver: Solver,
     layer: PrunableLayer,
-    statistics: LayerStatistics | ExpertChunks,
+    statistics: LayerStatistics | ExpertChunks | ExpertShare,
     patterns: Sequence[Pattern],
 ) -> LossCurve:
     """What a layer loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
@@ -100,19 +102,27 @@ def loss_curve(
 
 
 def _expert_curves(
-    solver: Solver, weights: Tensor, statistics: LayerStatistics | ExpertChunks, patterns: Sequence[Pattern]
+    solver: Solver,
+    weights: Tensor,
+    statistics: LayerStatistics | ExpertChunks | ExpertShare,
+    patterns: Sequence[Pattern],
 ) -> LossCurve:
     """The curve of a layer of experts [E, d_out, d_in], with those of each.
 
     What a starved expert loses is not known: it has the mean of the layer's others, and so no extreme share.
     """
     size, shares = weights[0].numel(), _shares(patterns)
-    measured: list[LossCurve | None] = []
-    starved: list[int] = []
+    found: list[tuple[LossCurve | None, bool]] = []
     for index, own in enumerate(statistics.groups(len(weights))):
-        measured.append(None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns))
-        if measured[-1] is None or (own.tokens is not None and is_starved(int(own.tokens), own.inputs.shape[-1])):
-            starved.append(index)
+        if own is None:
+            continue  # another process solves it
+        curve = None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns)
+        few = own.tokens is not None and is_starved(int(own.tokens), own.inputs.shape[-1])
+        found.append((curve, curve is None or few))
+    if isinstance(statistics, ExpertShare):
+        found = statistics.complete(found)
+    measured = [curve for curve, _ in found]
+    starved = [index for index, (_, few) in enumerate(found) if few]
     known = [curve for index, curve in enumerate(measured) if index not in starved] or list(filter(None, measured))
     sums = [sum(losses) for losses in zip(*(curve.losses for curve in known), strict=True)] or [0.0] * len(shares)
     mean = LossCurve(size, shares, tuple(loss / max(1, len(known)) for loss in sums))
@@ -201,14 +211,18 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     layers = prepared.selection.layers
     missing = sum(map(curves.lacks, layers))
     with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
-        for layer, statistics in source.layers():
-            assert isinstance(statistics, LayerStatistics | ExpertChunks)
-            for patterns, lacking in curves.of(layer).items():
-                curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
-                for variant in lacking:
-                    variant.store.put_curve(layer.name, curve)
-            del statistics  # before the next step's are gathered
-            bar.update(1)
+        for together in source.rounds():
+            found = []
+            for layer, statistics in together:
+                assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
+                for patterns, lacking in curves.of(layer).items():
+                    curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
+                    for variant in lacking:
+                        variant.store.put_curve(layer.name, curve)
+                        found.append((variants.index(variant), layer.name, curve))
+                del statistics  # before the next step's are gathered
+                bar.update(1)
+            share_curves(prepared, variants, found)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..calibration.memory import Storage
 from ..calibration.samples import unshown_samples
 from ..calibration.survey import Extras, survey
-from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
+from ..data.batches import Batch, batch_size, samples_between, shorten, split_batches, without_padding
 from ..data.image_text import ImageTextSource, load_image_text, open_image_text, reads_both
 from ..data.images import load_images, open_images
 from ..data.self_calibration import SelfCalibration
@@ -21,6 +23,7 @@ from ..model.layers import PrunableLayer
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
 from ..model.presence import RESIDENT, present_in_turn
 from ..objective.allocation_rules import NEEDING_DATA
+from ..processes import ALONE, Ranks
 from .result_store import weight_sums
 from .run_folder import RunFolder
 from .selection import Selection, check_attention, check_weight, check_weights
@@ -42,6 +45,7 @@ class Subject:
     processor: Any = None
     loss: Loss | None = None
     progress: bool = True  # show bars
+    ranks: Ranks = ALONE  # the processes of the run
 
 
 class Surveyed(NamedTuple):
@@ -71,18 +75,26 @@ class Prepared:
         return self.subject.model
 
     @property
+    def ranks(self) -> Ranks:
+        return self.subject.ranks
+
+    @cached_property
     def batches(self) -> list[Batch]:
-        """The calibration batches; none without data."""
-        return [] if self.data is None else self.data.batches
+        """The calibration batches, of several processes those with this one's samples; none without data."""
+        if self.data is None or self.ranks.size == 1:
+            return [] if self.data is None else self.data.batches
+        samples = self.ranks.part(self.data.num_samples)
+        return samples_between(self.data.batches, samples.start, samples.stop)
 
     @property
     def probe(self) -> Batch:
         """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
-        return to_device(shorten(self.batches[0]), model_device(self.model))
+        assert self.data is not None
+        return to_device(shorten(self.data.batches[0]), model_device(self.model))
 
 
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
-    """Check the model and read the data.
+    """Check the model and read the data; of several processes the first one reads them for all.
 
     Args:
         subject: the model, which stays as it is.
@@ -91,15 +103,22 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         kept: a folder for samples that the model writes; None keeps them in memory.
 
     Raises:
-        MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed.
+        MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
+            process has another model or configuration.
     """
     check_attention(selection)
     elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
-    if not elsewhere:
+    if elsewhere:
+        require(subject.ranks.size == 1, "several processes: a model that is offloaded is pruned by one")
+    else:
         check_weights(selection)
-    data = None if calibration is None else _read(subject, selection, calibration, kept)
-    if data is not None and not elsewhere:
-        data = _with_samples_shown(subject, selection, data)
+    if subject.ranks.size > 1:
+        _check_alike(subject.ranks, selection)
+    data = None
+    if calibration is not None and subject.ranks.first:
+        data = _read(subject, selection, calibration, kept)
+        data = data if elsewhere else _with_samples_shown(subject, selection, data)
+    data = subject.ranks.given(data)
     if data is None:
         _check_without_data(selection)
     config = selection.config
@@ -133,6 +152,16 @@ def _surveyed(prepared: Prepared) -> Prepared:
                 data = _one_by_one(data, unshown)
     surveyed = Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
     return dataclasses.replace(prepared, data=data, surveyed=surveyed)
+
+
+def _check_alike(ranks: Ranks, selection: Selection) -> None:
+    """Several processes prune one model in one way, or would wait for each other in vain."""
+    ranks.agree("the configuration", f"{selection.config.fingerprint()} {selection.lam}")
+    sums = []
+    for layer in selection.structure.layers_present():
+        bits = layer.parameter.detach().contiguous().view(torch.uint8)
+        sums.append(f"{layer.name} {layer.shape} {layer.parameter.dtype} {int(bits.sum(dtype=torch.int64))}")
+    ranks.agree("the model", "\n".join(sums))
 
 
 def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:

@@ -74,7 +74,7 @@ class Recovery:
         if config.recover is None:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
-        batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
+        batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
         probe = prepared.probe
         if prepared.surveyed is not None:  # which found one chain
             found = Chains([structure.blocks], (), ())

@@ -19,6 +19,7 @@ from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve
 from ..packing import weight_of
 from ..packing.squeezed import spilled, squeezed, unsqueezed
+from ..processes import Ranks
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
@@ -122,6 +123,38 @@ class ResultStore:
         """What gives a weight again, where there is no folder."""
         return (lambda: weight) if self.spill is None else spilled(self.spill, name, weight)
 
+    @classmethod
+    def of_all(
+        cls,
+        ranks: Ranks,
+        folder: str | os.PathLike[str] | None,
+        fingerprint: str,
+        field: str = "resume_dir",
+        spilling: bool = False,
+        spill_to: str | None = None,
+    ) -> "ResultStore":
+        """The store of each of several processes: that of the first is in the folder, the others' are in memory.
+
+        All hold what the first has found there.
+
+        Args:
+            ranks: the processes.
+            folder, fingerprint, field, spilling, spill_to: as for `ResultStore`.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        store = cls(folder if ranks.first else None, fingerprint, field, spilling, spill_to)
+        if ranks.size == 1 or folder is None:
+            return store
+        found = ranks.given((store.reports, store.blocks, store.curves, store.notes))
+        store.reports, store.blocks, store.curves, store.notes = found
+        for name in store.reports:
+            weight = ranks.given(store._saved(name)() if ranks.first else None)
+            if not ranks.first:
+                store.weights[name] = store._kept(name, weight)
+        return store
+
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Keep what a layer loses at some sparsities.
 
@@ -185,14 +218,20 @@ class ResultStore:
 
     def loader(self, layer: PrunableLayer) -> Callable[[], Tensor]:
         """What gives `weight`, also after the folder was discarded."""
-        name, shape = layer.name, layer.shape
+        return self._saved(layer.name)
+
+    def _saved(self, name: str) -> Callable[[], Tensor]:
         if name in self.weights:
             return self.weights[name]
         file = safe_open(self.files[name], "pt")  # which holds the file's contents when its name is gone
-        return lambda: unsqueezed(name, set(file.keys()), file.get_tensor, shape)
+        return lambda: self._unsqueezed(name, set(file.keys()), file.get_tensor)
 
     def _read(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        return unsqueezed(name, set(tensors), tensors.__getitem__, tuple(self.reports[name].shape))
+        return self._unsqueezed(name, set(tensors), tensors.__getitem__)
+
+    def _unsqueezed(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
+        rows, columns = self.reports[name].shape
+        return unsqueezed(name, parts, read, (rows, columns))
 
     def pop(self, layer: PrunableLayer) -> Tensor:
         """As `weight`, and the last time that it is asked for: memory forgets it."""

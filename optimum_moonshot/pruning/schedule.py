@@ -5,7 +5,7 @@ exact. A layer whose statistics exceed the memory all the same is solved in chun
 removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
@@ -16,11 +16,22 @@ from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
 from ..objective.row_slices import split_range
+from ..processes import ALONE, Ranks
 from ..runtime.freed import give_back
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare, is_shared, shares
 from .row_chunks import RowChunks, chunk_rows
 from .starved_experts import StarvedExperts
+
+# A layer and its statistics; None where no data reached it.
+Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | ExpertShare | None"]
+
+
+def solving_cost(layer: PrunableLayer) -> float:
+    """About how long a layer takes, in operations of one kind."""
+    d_out, d_in = layer.shape
+    return float(d_out * d_in * d_in)
 
 
 class StatisticsSchedule:
@@ -33,6 +44,7 @@ class StatisticsSchedule:
         samples: N.
         storage: where statistics live, within its budget.
         expert_tokens, starved_experts: as in `MoonshotConfig`.
+        ranks: the processes that share the samples, and the layers.
     """
 
     def __init__(
@@ -44,17 +56,25 @@ class StatisticsSchedule:
         storage: Storage,
         expert_tokens: str = "routed",
         starved_experts: str = "all",
+        ranks: Ranks = ALONE,
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
-        self.samples, self.storage = samples, storage
+        self.samples, self.storage, self.ranks = samples, storage, ranks
         self.diagonal = solver.objective.diagonal_only
         self.notes: list[str] = []
-        self.experts = StarvedExperts(expert_tokens, starved_experts, self.diagonal, samples, storage, self.notes)
+        experts = expert_tokens, starved_experts, self.diagonal
+        self.experts = StarvedExperts(*experts, samples, storage, self.notes, ranks)
 
-    def statistics(
-        self, step: Step, layers: list[PrunableLayer]
-    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | None"]]:
-        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
+    def statistics(self, step: Step, layers: list[PrunableLayer]) -> Iterator[Given]:
+        """As `in_rounds`, one after the other."""
+        for together in self.in_rounds(step, layers):
+            yield from together
+
+    def in_rounds(self, step: Step, layers: list[PrunableLayer]) -> Iterator[Iterator[Given]]:
+        """The statistics of some layers of a step, as many at a time as the memory takes.
+
+        Each is forgotten here once it is given; None where no data reached a layer. Of several processes each is given
+        those of its own layers, of what exceeds the memory all are. Every round has to come to its end.
 
         Args:
             step: as the passes give it; it is observed once or several times, or skipped.
@@ -70,9 +90,10 @@ class StatisticsSchedule:
             chunks = self._chunks(together, step)
             seen = chunks is None and not rounds
             if chunks is None:
-                yield from self._collected(together, step, {layer.name: self.plan(layer) for layer in together}, seen)
+                plans = {layer.name: self.plan(layer) for layer in together}
+                yield self._collected(together, step, plans, seen, self._owners(together))
             else:
-                yield together[0], chunks
+                yield iter([(together[0], chunks)])
                 del chunks  # it may hold a part's statistics
         if not seen:
             step.skip()
@@ -80,16 +101,48 @@ class StatisticsSchedule:
 
     def rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers that one pass serves; the memory that they leave is for solving."""
-        return list(self.storage.rounds(layers, self.bytes_of))
+        room = self._available() // 2
+        return list(self.storage.rounds(layers, lambda layer: self._held(layer, room), self._available))
+
+    def _held(self, layer: PrunableLayer, room: int) -> int:
+        """What a layer's statistics take in a process, on average where several have some of the samples each.
+
+        Such a process has its own samples of every layer, and all samples of its own layers, twice its share together.
+        A layer that leaves no room for others counts whole.
+        """
+        whole, size = self.bytes_of(layer), self.ranks.size
+        if size <= 2 or self.diagonal or self.lams[layer.name] == 1 or self.plan(layer).column_block is not None:
+            return whole
+        if whole > room and not is_shared(layer, self.ranks):
+            return whole
+        inputs = self.gram_bytes(layer)
+        return inputs + 2 * (whole - inputs) // size
+
+    def _available(self) -> int:
+        """What is left of the memory, in all processes the same."""
+        return self.ranks.least(self.storage.available())
+
+    def _owners(self, layers: Sequence[PrunableLayer]) -> dict[str, int | list[slice]]:
+        """Who solves each layer, or which of its rows, where its experts are divided."""
+        whole = [layer for layer in layers if not is_shared(layer, self.ranks)]
+        owners = self.ranks.owners([solving_cost(layer) for layer in whole])
+        found: dict[str, int | list[slice]] = {layer.name: owner for layer, owner in zip(whole, owners, strict=True)}
+        return {layer.name: found[layer.name] if layer.name in found else shares(layer, self.ranks) for layer in layers}
 
     def _collected(
-        self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
-        """Pass the data once, and give each of some layers its statistics."""
+        self,
+        together: list[PrunableLayer],
+        step: Step,
+        plans: dict[str, Plan],
+        last: bool,
+        owners: Mapping[str, int | list[slice]] | None = None,
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | ExpertShare | None]]:
+        """Pass the data once, and give each of some layers its statistics; without owners, to all processes."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
         fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
-        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans, ranks=self.ranks) as observer:
             step.observe(observer, last and not fused)
+        observer.merge(owners)
         starved = {layer.name: self.experts.starved(layer, observer) for layer in fused if observer.reached(layer)}
         known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
         if fused and last:
@@ -97,10 +150,19 @@ class StatisticsSchedule:
         give_back()
         while together:
             layer = together.pop(0)
+            if starved.get(layer.name):
+                self.experts.note(layer, starved[layer.name], known)
+            owner = self.ranks.rank if owners is None else owners[layer.name]
+            if observer.reached(layer) and isinstance(owner, int) and owner != self.ranks.rank:
+                observer.forget(layer)
+                continue
             found = observer.take(layer) if observer.reached(layer) else None
             if found is not None and starved.get(layer.name):
                 found = self.experts.complete(layer, found, starved[layer.name], known)
-            yield layer, found
+            if found is None or isinstance(owner, int):
+                yield layer, found
+            else:
+                yield layer, ExpertShare(found, self.ranks, layer.groups)
 
     def plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
@@ -134,8 +196,8 @@ class StatisticsSchedule:
 
     def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
         """The rows, or the experts, that a layer is gathered in, one pass for each; None where it is gathered whole."""
-        layer, room = together[0], self.storage.available() // 2
-        size = self.bytes_of(layer)
+        layer, room = together[0], self._available() // 2
+        size = self._held(layer, room)
         if len(together) > 1 or size <= room:
             return None
         if layer.form.separate:
@@ -157,6 +219,7 @@ class StatisticsSchedule:
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
+            assert not isinstance(statistics, ExpertShare)
             require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
@@ -169,6 +232,7 @@ class StatisticsSchedule:
 
         def collect(part: PrunableLayer) -> LayerStatistics | None:
             ((_, statistics),) = self._collected([part], step, {part.name: self.plan(part)}, False)
+            assert not isinstance(statistics, ExpertShare)
             return statistics
 
         return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)

@@ -19,6 +19,7 @@ from .allocation import allocate, block_scores
 from .fisher_allocation import fisher_patterns, gather_curves
 from .layer_solving import Statistics, solve_layer
 from .preparation import Prepared
+from .sharing import share_results
 from .statistics_source import StatisticsSource, input_squares
 from .variant import Variant
 
@@ -41,11 +42,15 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     source = StatisticsSource(prepared, variants)
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     _allocate(prepared, variants, source)
-    for layer, statistics in source.layers():
-        bar.set_postfix_str(layer.name)
-        prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
-        del statistics  # before the next step's are gathered
-        bar.update(1)
+    for together in source.rounds():
+        solved = []
+        for layer, statistics in together:
+            bar.set_postfix_str(layer.name)
+            prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
+            del statistics  # before the next step's are gathered
+            solved.append(layer)
+            bar.update(1)
+        bar.update(share_results(prepared, variants, solved))
     for variant in variants:
         variant.notes += source.notes
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")

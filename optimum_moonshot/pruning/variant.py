@@ -7,10 +7,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ..config import MoonshotConfig
 from ..model.layers import PrunableLayer
 from ..model.offload import Changes, Offloaded, is_on_disk
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
+from ..processes import Ranks
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
@@ -54,14 +56,7 @@ class Variant:
             MoonshotError: the folder holds other files, or cannot be written.
         """
         notes = prepared.data.notes if prepared.data else ()
-        if folder is None:
-            spilling = is_on_disk(selection.structure.blocks)
-            return cls(selection, ResultStore(None, "", field, spilling, selection.config.offload_dir), notes)
-        digest = prepared.data.digest if prepared.data else ""
-        surveyed = prepared.surveyed
-        layers = selection.structure.layers_present() if surveyed is None else surveyed.sums
-        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
-        return cls(selection, ResultStore(folder, known, field), notes)
+        return cls(selection, open_store(prepared, selection, folder, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
@@ -148,6 +143,7 @@ class Variant:
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
         layers = [store.reports[layer.name] for layer in self.layers]
         notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        notes += divided(prepared.ranks, self.selection.config)
         report = PruneReport(
             config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
             layers=layers,
@@ -178,6 +174,43 @@ class Variant:
         """Layer → the sparsity that a method gave it."""
         divided = self.selection.config.allocation in METHODS[1:]
         return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
+
+
+def open_store(
+    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+) -> ResultStore:
+    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
+
+    Args:
+        prepared, selection, folder, field: as for `Variant.open`.
+
+    Raises:
+        MoonshotError: the folder holds other files, or cannot be written.
+    """
+    ranks, known = prepared.ranks, ""
+    folder = ranks.given(folder)
+    if folder is not None and ranks.first:
+        digest = prepared.data.digest if prepared.data else ""
+        surveyed = prepared.surveyed
+        layers = selection.structure.layers_present() if surveyed is None else surveyed.sums
+        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
+    spilling = is_on_disk(selection.structure.blocks)
+    return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
+
+
+def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
+    """What several processes had of a run, as a note for its report; none of one process.
+
+    Args:
+        ranks: the processes.
+        config: of the run.
+    """
+    if ranks.size == 1:
+        return []
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover is not None else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
 
 
 class Dense:
