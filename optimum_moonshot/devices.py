@@ -19,7 +19,7 @@ def default_device() -> torch.device:
 
 def is_gpu(device: torch.device) -> bool:
     """Whether a device has memory of its own, and does much at once."""
-    return device.type != "cpu"
+    return device.type not in ("cpu", "meta")
 
 
 def free_bytes(device: torch.device) -> int:

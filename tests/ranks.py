@@ -126,7 +126,7 @@ CASES = {
     "rounds": lambda: prune(max_memory=45_000, offload_dir=str(FOLDER / "offload")),
     "memories that differ": lambda: prune(max_memory=45_000 if rank() else None, offload_dir=str(FOLDER / "offload")),
     "chunks of rows": lambda: prune(
-        solver="cap", max_memory=32_000, num_samples=6, offload_dir=str(FOLDER / "offload")
+        solver="cap", max_memory=24_000, num_samples=6, offload_dir=str(FOLDER / "offload")
     ),
     "recompute": lambda: prune(recompute=True),
     "owl": lambda: prune(allocation="owl"),
