@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
-from .checkpoint.offloaded_loading import bind_folder, offload_options
+from .checkpoint.offloaded_loading import folder_of_its_model, offload_options
 from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
@@ -544,9 +544,9 @@ def _load(
         loader: Any = model_class(config)
         if offload is not None:
             options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
-        loaded = loader.from_pretrained(name_or_path, output_loading_info=True, **options)
-        if offload is not None:
-            bind_folder(loaded[0], options["offload_folder"])
+        with folder_of_its_model(options.get("offload_folder") if offload else None) as bind:
+            loaded = loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+            bind(loaded[0])
         return loaded
     except (MoonshotError, OSError):
         raise

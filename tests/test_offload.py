@@ -1,5 +1,7 @@
 """Models whose decoder layers are on disk: what they become is what they would have become in memory, bit for bit."""
 
+import copy
+import gc
 import json
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.processes import ALONE
 from optimum_moonshot.pruning import run as run_module
 
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
@@ -260,3 +263,44 @@ def test_without_data(llama, tmp_path):
         pruner.prune(progress=False)
         pruner.save_pretrained(tmp_path / name)
     assert_equal(tmp_path / "disk", tmp_path / "memory")
+
+
+def test_what_fails_while_weights_are_brought_or_kept_leaves_the_model_as_it_was(llama, monkeypatch, tmp_path):
+    ids = torch.arange(10)[None]
+    pruner = offloaded(llama, offload_dir=str(tmp_path / "cache"))
+    before, block = pruner.model(ids).logits, visited(pruner.model)[1]
+    read, brought = type(block.weights.slots[0].hook.weights_map).__getitem__, []
+
+    def broken(table, key):
+        if len(brought) == 4:
+            raise OSError("the disk is gone")
+        brought.append(key)
+        return read(table, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(block.weights.slots[0].hook.weights_map), "__getitem__", broken)
+        with pytest.raises(OSError, match="the disk is gone"), block.present():
+            pass
+    assert torch.equal(pruner.model(ids).logits, before)
+    (tmp_path / "cache").rename(tmp_path / "away")
+    (tmp_path / "cache").write_text("no folder")
+    pruner._subject(None, False, ALONE)
+    with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.present(), torch.no_grad():
+        block.module.mlp.up_proj.weight.zero_()
+    assert torch.equal(pruner.model(ids).logits, before)
+
+
+def test_a_model_in_memory_can_be_pickled_and_copied_after_a_run(tmp_path):
+    model = make("llama")
+    MoonshotPruner(model, settings()).prune(token_batches(), progress=False)
+    torch.save(model, tmp_path / "model.pt")
+    assert not is_offloaded(copy.deepcopy(model))
+
+
+def test_a_folder_of_fused_experts_goes_with_its_model(tmp_path):
+    make("mixtral").save_pretrained(tmp_path / "dense")
+    pruner = offloaded(tmp_path / "dense", offload_dir=str(tmp_path / "cache"))
+    assert any((tmp_path / "cache").rglob("*.safetensors"))
+    del pruner
+    gc.collect()
+    assert not list((tmp_path / "cache").iterdir())

@@ -3,6 +3,8 @@
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,25 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
     }
 
 
-def bind_folder(model: nn.Module, folder: str) -> None:
-    """Remove a folder with offloaded weights when its model goes."""
+@contextmanager
+def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], None]]:
+    """Remove a folder with offloaded weights when its model goes, or if there will be none.
+
+    Args:
+        folder: None does nothing.
+
+    Yields:
+        What is told the model.
+    """
+    try:
+        yield lambda model: None if folder is None else _remove_with(model, folder)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _remove_with(model: nn.Module, folder: str) -> None:
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 

@@ -95,7 +95,12 @@ class Offloaded:
     def present(self) -> Iterator[None]:
         """A context in which the weights are in the model; what was written to them is kept on exit."""
         if self._depth == 0:
-            self._bring()
+            self._away = [slot.table[slot.key] for slot in self.slots]
+            try:
+                self._bring()
+            except BaseException:
+                self._put_away()
+                raise
         self._depth += 1
         try:
             yield
@@ -105,7 +110,7 @@ class Offloaded:
                 self._take_away()
 
     def _bring(self) -> None:
-        self._away, self._versions = [slot.table[slot.key] for slot in self.slots], []
+        self._versions = []
         for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
             stored = slot.hook.weights_map[slot.name]
             if slot.name not in slot.hook.weights_map.changed:
@@ -127,14 +132,19 @@ class Offloaded:
             slot.hook.offload = False
 
     def _take_away(self) -> None:
-        for index, (slot, away, version) in enumerate(zip(self.slots, self._away, self._versions, strict=True)):
-            here = slot.table[slot.key]
-            if here._version != version:
-                slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
+        try:
+            for slot, version in zip(self.slots, self._versions, strict=True):
+                here = slot.table[slot.key]
+                if here._version != version:
+                    slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
+        finally:
+            self._put_away()
+
+    def _put_away(self) -> None:
+        for slot, away, here in zip(self.slots, self._away, self._here, strict=True):
             slot.table[slot.key] = away
-            if self._here[index] is not None:
-                self._here[index].data = here.detach().new_empty(0)
-        for slot in self.slots:
+            if here is not None:
+                here.data = here.detach().new_empty(0)
             slot.hook.offload = True
 
     def _keep(self, slot: _Slot, tensor: Tensor) -> Load:
@@ -231,10 +241,12 @@ def write_to(model: nn.Module, folder: str | None) -> None:
 
 def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weights:
     slots = [slot for module in modules for slot in _slots(module)]
+    if not slots:
+        return RESIDENT
     known: Offloaded | None = vars(key).get(_OWN)
     if known is None or [slot[:2] for slot in known.slots] != [slot[:2] for slot in slots]:
         known = vars(key)[_OWN] = Offloaded(slots, lambda: _FOLDERS.get(model))
-    return known if slots else RESIDENT
+    return known
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
