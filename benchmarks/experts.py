@@ -45,6 +45,7 @@ STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
     "SparseGPT, all tokens": ({"expert_tokens": "all"}, ("0.5", "0.7"), LAMBDAS[:1]),
     "SparseGPT, shares": ({"allocation": "fisher"}, ("0.7",), LAMBDAS),
     "ALPS": ({"solver": "alps"}, ("0.7", "2:4"), LAMBDAS[:1]),
+    "ALPS, shares": ({"solver": "alps", "allocation": "fisher"}, ("0.7",), LAMBDAS[:1]),
     "Wanda": ({"solver": "wanda"}, INSIDE, LAMBDAS),
 }
 SETTINGS = {**INSIDE, **WHOLE}
@@ -112,26 +113,33 @@ def table(found: dict, settings: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def least(found: dict, setting: str, step: str) -> float | None:
+    """The mean perplexity of the best λ; None where nothing was run."""
+    values = [gather(found, setting, step, lam) for lam in LAMBDAS]
+    return min((statistics.fmean(each) for each in values if each), default=None)
+
+
 def picture(found: dict, path: Path) -> None:
-    """Excess loss over the dense model by the share of the model's weights that is left; λ = 1, and the best λ."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
-    for axes, title, lambdas in zip(panels, ("λ = 1", "the best λ"), (LAMBDAS[:1], LAMBDAS), strict=True):
-        for step, (_, settings, _) in STEPS.items():
-            points = []
-            for setting in settings:
-                means = [statistics.fmean(all) for all in (gather(found, setting, step, lam) for lam in lambdas) if all]
-                if means:
-                    left = statistics.fmean(gather(found, setting, step, 1.0, "weights")) / found["dense"]["weights"]
-                    points.append((left, math.log(min(means) / found["dense"]["perplexity"]), setting))
-            style = "--" if set(settings) <= set(WHOLE) else "-"
-            line = [point for point in points if point[2] != "2:4"]
-            (drawn,) = axes.plot(*zip(*[p[:2] for p in line], strict=True), style, marker="o", ms=4, label=step)
-            for point in [point for point in points if point[2] == "2:4"]:
-                axes.plot(*point[:2], "s", color=drawn.get_color(), ms=5)
-        axes.set(title=title, xlabel="share of the model's weights that is left (■ 2:4)")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set(ylabel="loss above the dense model's, nats", yscale="log")
-    panels[1].legend(frameon=False, fontsize=8)
+    """Excess loss over the dense model by the share of the model's weights that is left, of the best λ."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for step, (_, settings, _) in STEPS.items():
+        lines: dict[str, list[tuple[float, float]]] = {"o": [], "s": []}
+        for setting in settings:
+            best = least(found, setting, step)
+            if best is not None:
+                left = gather(found, setting, step, LAMBDAS[0], "weights")[0] / found["dense"]["weights"]
+                marker = "s" if "2:4" in (setting, step[-3:]) else "o"
+                lines[marker].append((left, math.log(best / found["dense"]["perplexity"])))
+        colour = f"C{list(STEPS).index(step)}"
+        style = "--" if set(settings) <= set(WHOLE) else "-"
+        for marker, points in lines.items():
+            if points:
+                label = "_" * (marker == "s" and bool(lines["o"])) + step
+                axes.plot(*zip(*points, strict=True), style, marker=marker, ms=5, color=colour, label=label)
+    axes.set(xlabel="share of the model's weights that is left (squares: 2:4)", yscale="log")
+    axes.set(ylabel="loss above the dense model's, nats")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
@@ -161,8 +169,8 @@ def main() -> None:
         print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
     for settings in (INSIDE, WHOLE):
         print(table(found, settings), end="\n\n")
-    if options.show:
-        picture(found, PICTURE)
+    for place in (path.with_suffix(".png"), PICTURE):
+        picture(found, place)
 
 
 if __name__ == "__main__":
