@@ -321,7 +321,7 @@ class MoonshotConfig:
     @property
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
-        return None if self.max_memory is None else _bytes(self.max_memory)
+        return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
 
     def make_solver(self) -> Solver:
         """The solver with the hyperparameters that were given, and its own defaults."""
@@ -420,13 +420,22 @@ def _whole_numbers(values: Any) -> Any:
     return int(values) if isinstance(values, float) and values.is_integer() else values
 
 
-def _bytes(value: Any) -> int:
+def memory_size(field: str, value: Any) -> int:
+    """Bytes of a size.
+
+    Args:
+        field: the argument that it came with.
+        value: bytes, or text such as "8GiB".
+
+    Raises:
+        MoonshotError: anything else, or less than one byte.
+    """
     given = value if isinstance(value, str) else shown(value, most=400)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", given.lower())
     if match is None or isinstance(value, bool):
-        raise MoonshotError(f'max_memory={shown(value)}: give bytes or a size such as "8GiB"')
+        raise MoonshotError(f'{field}={shown(value)}: give bytes or a size such as "8GiB"')
     unit = match[2]
     power = 0 if not unit else "kmgt".index(unit[0]) + 1
     size = float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power
-    require(1 <= size <= MOST, f"max_memory={shown(value)}: give between 1 and {MOST} bytes")
+    require(1 <= size <= MOST, f"{field}={shown(value)}: give between 1 and {MOST} bytes")
     return int(size)

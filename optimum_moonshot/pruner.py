@@ -13,18 +13,24 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
+from .checkpoint.offloaded_loading import bind_folder, offload_options
 from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
+from .checkpoint.skeleton import skeleton
 from .checkpoint.verified import check_complete
-from .config import MoonshotConfig
+from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
 from .errors import MoonshotError, check_path, require, shown
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
 from .model.facts import load_processor, load_tokenizer
+from .model.layers import rest_present
+from .model.offload import write_to
 from .objective.patterns import Experts
+from .processes import ALONE, Ranks, by_the_first, processes
+from .pruning.planning import Room, make_plan
 from .pruning.preparation import Subject
 from .pruning.result_store import ResultStore
 from .pruning.rotating import run_rotation
@@ -32,6 +38,7 @@ from .pruning.run import run
 from .pruning.run_folder import RunFolder
 from .pruning.sparsity_path import SparsityPath, prune_path
 from .pruning.sweep import Sweep, sweep, variants
+from .reports.plan import Plan
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord
 from .reports.rotation_report import RotationReport
@@ -85,13 +92,19 @@ class MoonshotPruner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | os.PathLike[str], config: MoonshotConfig, **model_kwargs: Any
+        cls,
+        name_or_path: str | os.PathLike[str],
+        config: MoonshotConfig,
+        offload: str | None = None,
+        **model_kwargs: Any,
     ) -> "MoonshotPruner":
         """Load a model, as the class that its configuration names, with its tokenizer and image processor if any.
 
         Args:
             name_or_path: a Hub repository or a local folder.
             config: what to do.
+            offload: "disk" leaves the weights of the decoder layers in the checkpoint's files, "cpu" puts them in host
+                memory; one layer at a time is on the device, which `device_map` may name. None loads the whole model.
             model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
         Raises:
@@ -105,14 +118,15 @@ class MoonshotPruner:
         check_path("name_or_path", name_or_path)
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
         require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
-        model, info = _load(name_or_path, shared, model_kwargs)
+        model, info = _load(name_or_path, shared, model_kwargs, offload, config.offload_dir)
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
-    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool) -> Subject:
+    def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool, ranks: Ranks) -> Subject:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         require(not is_packed(self.model), _PACKED)
-        return Subject(self.model, self.tokenizer, self.processor, loss, progress)
+        write_to(self.model, self.config.offload_dir)
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.first, ranks)
 
     def prune(
         self,
@@ -124,6 +138,9 @@ class MoonshotPruner:
         resume_dir: str | os.PathLike[str] | None = None,
     ) -> PruneReport:
         """Prune the model in place; with pattern="experts" it becomes a smaller one in place.
+
+        Where `torch.distributed` has a group of several processes, all of them call this together: each has some of the
+        samples and solves some of the layers, and all end with the same model, that of one process.
 
         Args:
             calibration: "c4", "wikitext2", "ptb", a path to text, JSON (lines) or Parquet, a list of strings, a
@@ -148,11 +165,73 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
-        with called_by(self.model, forward):
-            self.report, store = run(self._subject(loss, progress), self._config(), data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            self.report, store = run(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
         return self.report
+
+    def plan(
+        self,
+        calibration: Any = None,
+        *,
+        loss: Callable[[Any, Batch], Tensor] | None = None,
+        forward: Forward | None = None,
+        resume_dir: str | os.PathLike[str] | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+    ) -> Plan:
+        """What `prune` would take: bytes on the device, the host and the disk, passes over the data, seconds.
+
+        Nothing is pruned, downloaded or written, and the model stays as it is. Seconds are measured, on one batch and
+        on a matrix of every shape, unless the weights are not there (a model on the meta device) or the memory is that
+        of another machine.
+
+        Args:
+            calibration: batches of model inputs are looked at; anything else counts as `num_samples` samples of
+                `sequence_length` tokens, or as images of the model's size.
+            loss, forward, resume_dir: as for `prune`; the folder is not touched.
+            device_memory: bytes ("80GB" works) of the device in all, the model included; of a model on the meta device
+                that of a GPU. None asks this machine.
+            host_memory: bytes of host memory that are free; None asks this machine.
+
+        Raises:
+            MoonshotError: what `prune` would refuse before its first layer, or a model whose inputs cannot be made up.
+        """
+        require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
+        sizes = {"device_memory": device_memory, "host_memory": host_memory}
+        given = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
+        room = None if not any(given.values()) else Room(given["device_memory"], given["host_memory"])
+        data = self.config.calibration if calibration is None else calibration
+        subject = self._subject(loss, False, ALONE)
+        return make_plan(subject, self._config(), data, forward, resume_dir is not None, room)
+
+    @classmethod
+    def plan_for(
+        cls,
+        name_or_config: Any,
+        config: MoonshotConfig,
+        *,
+        resume_dir: str | os.PathLike[str] | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The bytes and passes of `prune` for a model whose weights need not be here: its config.json is enough.
+
+        Args:
+            name_or_config: a Hub repository or a local folder, or a configuration of transformers.
+            config: what would be done.
+            resume_dir, device_memory, host_memory: as for `plan`.
+            options: for `AutoConfig.from_pretrained`, such as `revision`, `token`, `trust_remote_code`; and `dtype`.
+
+        Raises:
+            MoonshotError: as `plan`; or a configuration that names no model.
+            OSError: there is no such model.
+        """
+        model = skeleton(name_or_config, **options)
+        pruner = cls(model, config)
+        return pruner.plan(resume_dir=resume_dir, device_memory=device_memory, host_memory=host_memory)
 
     def rotate(
         self,
@@ -184,8 +263,8 @@ class MoonshotPruner:
         data = self.config.calibration if calibration is None else calibration
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         self._sweep = None
-        with called_by(self.model, forward):
-            self.rotation, store = run_rotation(self._subject(loss, progress), config, data, resume_dir)
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            self.rotation, store = run_rotation(self._subject(loss, progress, ranks), config, data, resume_dir)
         self._unsaved = [store]
         return self.rotation
 
@@ -239,8 +318,8 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        subject = self._subject(loss, progress)
-        with called_by(self.model, forward):
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            subject = self._subject(loss, progress, ranks)
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
         self._sweep = found
         return report
@@ -284,13 +363,13 @@ class MoonshotPruner:
         check_ranked(self.config, sparsities)
         configs = variants(self._config(), [self.config.lam], sparsities, None)
         self._sweep = None
-        subject = self._subject(loss, progress)
 
         def applied(report: PruneReport) -> None:
             self.report = report
             self._note_rotation()
 
-        with called_by(self.model, forward):
+        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+            subject = self._subject(loss, progress, ranks)
             return prune_path(subject, configs, calibration, work_dir, applied)
 
     def choose(self, entry: SweepEntry) -> PruneReport:
@@ -352,6 +431,7 @@ class MoonshotPruner:
         """Write the pruned (or rotated) model, its tokenizer or image processor, the report, and a model card.
 
         The files appear in `directory` only when all are written; weights of another model there are removed.
+        Of several processes the first one writes, and the others wait for it.
 
         Args:
             directory: a folder, made if need be.
@@ -366,12 +446,16 @@ class MoonshotPruner:
                 not n:m any more.
         """
         processors = (self.tokenizer, self.processor)
-        if self.report is None and self.rotation is not None:
-            mend = "a rotated model has no zeros to pack; prune it first"
-            require(format in (None, "dense"), f"format={format!r}: {mend}")
-            save_rotated(self.model, processors, self.rotation, directory, **options)
-        else:
-            save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        def save() -> None:
+            if self.report is None and self.rotation is not None:
+                mend = "a rotated model has no zeros to pack; prune it first"
+                require(format in (None, "dense"), f"format={format!r}: {mend}")
+                save_rotated(self.model, processors, self.rotation, directory, **options)
+            else:
+                save_model(self.model, processors, self._pruned(), directory, format, **options)
+
+        by_the_first(save)
         self._discard_results()
 
     def push_to_hub(
@@ -407,11 +491,15 @@ class MoonshotPruner:
         """
         report = self._pruned()
         check_saving(self.model, format, options)
-        full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
-        with tempfile.TemporaryDirectory() as folder:
-            processors = (self.tokenizer, self.processor)
-            save_model(self.model, processors, report, folder, format, name=full, **options)
-            address = upload(folder, full, token=token, commit_message=commit_message)
+
+        def publish() -> str:
+            full = open_repository(repo_id, private=private, token=token, exist_ok=exist_ok)
+            with tempfile.TemporaryDirectory() as folder:
+                processors = (self.tokenizer, self.processor)
+                save_model(self.model, processors, report, folder, format, name=full, **options)
+                return upload(folder, full, token=token, commit_message=commit_message)
+
+        address = by_the_first(publish)
         self._discard_results()
         return address
 
@@ -434,20 +522,32 @@ class MoonshotPruner:
         self._unsaved = []
 
 
-def _load(name_or_path: str | os.PathLike[str], shared: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+def _load(
+    name_or_path: str | os.PathLike[str],
+    shared: dict[str, Any],
+    options: dict[str, Any],
+    offload: str | None,
+    folder: str | None,
+) -> tuple[Any, Any]:
     """A model, and what transformers says of its weights; OSError where there is none.
 
     Args:
         name_or_path: a Hub repository or a local folder.
         shared: for its configuration.
         options: for its weights.
+        offload, folder: where the weights of its blocks are, as for `offload_options`.
     """
     quantized = None
     try:
         config = AutoConfig.from_pretrained(name_or_path, **shared)
         quantized = getattr(config, "quantization_config", None)
         loader: Any = model_class(config)
-        return loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+        if offload is not None:
+            options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
+        loaded = loader.from_pretrained(name_or_path, output_loading_info=True, **options)
+        if offload is not None:
+            bind_folder(loaded[0], options["offload_folder"])
+        return loaded
     except (MoonshotError, OSError):
         raise
     except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers

@@ -122,6 +122,14 @@ def _moonshot(words: list[str]) -> None:
         raise Broken(f"optimum-cli moonshot {shlex.join(words)}: exit status {error.code}") from error
 
 
+def _torchrun(words: list[str]) -> None:
+    """This package's command, in one process; its own tests start several."""
+    module = words.index("-m") + 1 if "-m" in words else len(words)
+    if words[module : module + 1] != ["optimum_moonshot"]:
+        raise Broken(f"torchrun {shlex.join(words)}: not this package")
+    _moonshot(words[module + 1 :])
+
+
 def _script(words: list[str]) -> None:
     """The script is there and takes these options; its own tests run it."""
     if not (ROOT / words[0]).is_file():
@@ -177,6 +185,7 @@ RUNNERS: dict[str, Callable[[list[str]], None]] = {
     "python": _script,
     "make": _make,
     "pip install": _pip,
+    "torchrun": _torchrun,
     "pre-commit": _pre_commit,
 }
 

@@ -241,8 +241,8 @@ def meta(whole):
 
 
 OBJECTS = [
-    (partial(meta, True), "model.layers.0.self_attn.q_proj: its weight is offloaded; load the model without"),
-    (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is offloaded"),
+    (partial(meta, True), "model.layers.0.self_attn.q_proj: its weight is on the meta device; load the model"),
+    (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
     (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
     (lambda: "gpt2", "model is a str: give a PreTrainedModel"),

@@ -10,8 +10,8 @@ PACKAGE = Path(optimum_moonshot.__file__).parent
 # What stands on a floor imports what stands below it, or in the same folder.
 FLOORS = (
     ("version", "errors"),
-    ("files", "progress"),
-    ("objective",),
+    ("files", "progress", "mapped", "devices", "process_line"),
+    ("objective", "processes"),
     ("solvers", "recipes"),
     ("config",),
     ("kernels",),

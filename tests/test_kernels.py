@@ -116,16 +116,35 @@ def test_every_bit_of_a_value_survives_unpacking(kernels):
 @needs_library
 def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
     for dtype in DTYPES:
-        dense = matrix(9, 100, 0.5, dtype)
-        parts = packed(dense, 0.5)
-        for value in (torch.inf, -torch.inf, torch.nan):
-            inputs = torch.ones(1, 100, dtype=dtype)
-            inputs[0, 50] = value
-            for rows in (1, 4):  # zero times infinity is no number
-                ours = kernels.product(inputs.expand(rows, -1).contiguous(), *parts, None).float()
-                theirs = functional.linear(inputs.float(), dense.float()).expand(rows, -1)
-                assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
-                assert (ours.isnan() | ours.isinf()).all()
+        dense = matrix(9, 300, 0.5, dtype)
+        special = dense.clone()
+        special[0, 2], special[1, 299], special[5, 270] = torch.inf, -torch.inf, torch.nan
+        for value in (torch.inf, -torch.inf, torch.nan, 1.0):
+            for rows in (1, 4, 40):
+                inputs = torch.ones(rows, 300, dtype=dtype)
+                inputs[rows // 2, 150] = value
+                for weight in (dense, special):  # zero times infinity is no number
+                    ours = kernels.product(inputs, *packed(weight, 0.5), None).float()
+                    theirs = inputs.float() @ weight.float().T
+                    assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())
+                    assert torch.equal(ours[ours.isinf()], theirs[theirs.isinf()])
+                    assert (ours[rows // 2].isnan() | ours[rows // 2].isinf()).all() or value == 1
+
+
+@needs_library
+def test_the_smallest_and_the_largest_numbers(kernels):
+    """Products of float16 that are no float16, and their sums; bfloat16 has fewer bits."""
+    for dtype in (torch.float16, torch.bfloat16):
+        info = torch.finfo(dtype)
+        ends = torch.tensor([info.tiny, info.max / 2, 1 + info.eps, 2 - info.eps, -1.0])
+        numbers = torch.cat(
+            [ends, torch.tensor([2.0**-24, 2.0**-14 - 2.0**-24] if dtype == torch.float16 else [0.5, 3.0])]
+        )
+        numbers = numbers.to(dtype)
+        inputs = torch.diag(numbers.repeat(8)[:56]).to(dtype)
+        dense = numbers.repeat(8)[:56].repeat(33, 1)
+        exact = (inputs.double() @ dense.double().T).float().to(dtype)
+        assert torch.equal(kernels.product(inputs, *packed(dense, 0.5), None), exact)
 
 
 @needs_library
@@ -142,12 +161,25 @@ def test_more_rows_than_are_taken_at_once(kernels):
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_of_rows_strips_of_inputs_and_many_rows_together(kernels, dtype):
+    """Whole numbers, whose sums are exact: what is left out or added twice is seen."""
+    generator = torch.Generator().manual_seed(0)
+    for d_out, d_in, rows in ((300, 600, 70), (33, 777, 530), (600, 90, 81)):
+        dense = torch.randint(-1, 2, (d_out, d_in), generator=generator).to(dtype)
+        inputs = torch.randint(-1, 2, (rows, d_in), generator=generator).to(dtype)
+        bias = torch.randint(-9, 9, (d_out,), generator=generator).to(dtype)
+        exact = (inputs.double() @ dense.double().T + bias.double()).to(dtype)
+        assert torch.equal(kernels.product(inputs, *packed(dense, 0.5), bias), exact)
+
+
+@needs_library
 def test_threads_change_no_bit(kernels):
     threads = torch.get_num_threads()
     try:
-        for kind in (NM(2, 4), 0.7):
+        for kind, rows in ((NM(2, 4), 3), (0.7, 3), (0.7, 70)):
             dense = matrix(2000, 512, kind, torch.bfloat16)
-            parts, inputs = packed(dense, kind), torch.randn(3, 512).bfloat16()
+            parts, inputs = packed(dense, kind), torch.randn(rows, 512).bfloat16()
             found = []
             for count in (1, 2, 5):
                 torch.set_num_threads(count)

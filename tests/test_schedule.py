@@ -172,7 +172,7 @@ def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, row
     # A pass for every row of every layer takes its time: where they come one by one, one layer will do.
     some = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}
     expected = prune(name, solver, lam, pattern, **some)
-    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], rows))
     found = prune(name, solver, lam, pattern, **some)
     assert_same(found, expected)
@@ -197,7 +197,7 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
                 raise FactorizationError("a row's Hessian is not positive definite")
         return original(self, objective, pattern, damping)
 
-    monkeypatch.setattr(gathering.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 7))
     monkeypatch.setattr(made, "rank", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))

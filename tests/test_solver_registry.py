@@ -136,7 +136,7 @@ def test_a_sweep_gives_it_all_sparsities_together(solver, monkeypatch):
 @RANKING
 def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks_where_it_ranks(solver, monkeypatch):
     expected = prune(solver)
-    monkeypatch.setattr(schedule.StatisticsSchedule, "_bytes", lambda self, layer: 2**60)
+    monkeypatch.setattr(schedule.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(schedule, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 5))
     found = prune(f"like-{solver}")
     assert any("chunks of rows" in note for note in found[1].notes)

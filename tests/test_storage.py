@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from optimum_moonshot.calibration import memory as storage_module
+from optimum_moonshot import mapped as storage_module
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.errors import MoonshotError
 

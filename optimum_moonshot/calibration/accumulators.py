@@ -7,6 +7,7 @@ a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [sam
 the sum of its pieces as gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
 from ..objective.quadratic import Totals
 from ..objective.row_slices import row_slices
+from ..processes import Ranks
 from .memory import Storage
 from .statistic import GradientStatistic
 
@@ -53,11 +55,13 @@ class Samples(GradientStatistic):
         samples: N, calibration samples in all.
         storage: where they live.
         plan: which rows of the layer.
+        here: how many of the samples this process sees, where several share them; None is all.
     """
 
-    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan, here: int | None = None):
+        super().__init__(layer, samples, storage)
         self.part = Part(layer, plan.rows)
-        shape = (samples, self.part.count, layer.shape[1])
+        shape = (samples if here is None else here, self.part.count, layer.shape[1])
         self.value = storage.zeros(shape, torch.float32, f"{layer.name}: gradients")
         self.window = self.value
 
@@ -66,6 +70,22 @@ class Samples(GradientStatistic):
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         self.part.add(self.window, inputs, delta, groups)
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        self.window, whole = self.value[:0], None
+        if owner in (None, ranks.rank):
+            shape = (self.samples, *self.value.shape[1:])
+            whole = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
+        ranks.join(self.value, whole, self.samples, owner)
+        self.value = self.value if whole is None else whole
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        self.window, own, count = self.value[:0], rows[ranks.rank], self.value.shape[1]
+        shape = (self.samples, len(range(*own.indices(count))), self.value.shape[2])
+        mine = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
+        for owner, some in enumerate(rows):
+            ranks.join(self.value[:, some], mine if owner == ranks.rank else None, self.samples, owner)
+        self.value = mine
 
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
@@ -97,6 +117,14 @@ class Squares(GradientStatistic):
             squares = total.square_().unflatten(0, (self.count, -1)).sum(0)
             self.of_group[groups] += squares.to(self.value.device)
         self.sums.clear()
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        ranks.add(self.value, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        for owner, some in enumerate(rows):
+            ranks.add(self.value[some], owner)
+        self.value = self.value[rows[ranks.rank]].clone()
 
     def result(self) -> Tensor:
         return self.value
@@ -145,6 +173,18 @@ class RowMatrices(GradientStatistic):
         self.staged.zero_()
         self.used = 0
 
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        self._flush()
+        ranks.add(self.matrices, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        self._flush()
+        blocks = len(self.matrices) // self.part.count
+        of_rows = [slice(blocks * some.start, blocks * some.stop) for some in rows]
+        for owner, some in enumerate(of_rows):
+            ranks.add(self.matrices[some], owner)
+        self.matrices = self.matrices[of_rows[ranks.rank]].clone()
+
     def result(self) -> FisherMatrices:
         self._flush()
         return FisherMatrices(self.matrices, self.samples)
@@ -178,6 +218,10 @@ class LayerTotals(GradientStatistic):
             self.fisher += float(products.double().square().sum()) / self.samples
             self.squares += float(gradient.double().square().mean())
         self.window = self.weight[:0]
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        found = ranks.gather((self.fisher, self.squares))
+        self.fisher, self.squares = (sum(values) for values in zip(*found, strict=True))
 
     def result(self, reconstruction: float) -> Totals:
         """With the layer's L_R(0)."""

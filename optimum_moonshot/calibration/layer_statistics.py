@@ -61,7 +61,9 @@ class LayerStatistics:
         """
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
-            return DiagonalQuadratic.build(weight, self.inputs, gradients, self.samples, lam)
+            # They may have been gathered in host memory, and are no larger than the weight.
+            inputs, gradients = (None if x is None else x.to(weight.device) for x in (self.inputs, gradients))
+            return DiagonalQuadratic.build(weight, inputs, gradients, self.samples, lam)
         return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
 
     def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:

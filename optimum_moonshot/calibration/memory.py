@@ -1,11 +1,7 @@
 """Where statistics and caches live: on the device while the budget lasts, then in host memory, then on disk."""
 
-import errno
-import os
-import shutil
-import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +9,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..devices import free_bytes, is_gpu
 from ..errors import MoonshotError
+from ..mapped import mapped_tensor
 
 Item = TypeVar("Item")
 # The share of free memory that is used where no budget is given: solvers and activations need the rest.
@@ -28,16 +26,19 @@ class Storage:
         max_memory: bytes allowed there; None is 60% of what is free now.
         offload_dir: folder for memory-mapped files once host memory (60% of what is free now) is used up too. Files
             are unlinked as soon as they are mapped, so a killed process leaves none behind.
+        free: bytes that are free on the device and in host memory; None asks the machine.
     """
 
-    def __init__(self, device: torch.device, max_memory: int | None = None, offload_dir: str | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        max_memory: int | None = None,
+        offload_dir: str | None = None,
+        free: Mapping[torch.device, int] | None = None,
+    ):
         self.device = torch.device(device)
-        host = int(DEFAULT_SHARE * psutil.virtual_memory().available)
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            self.limits = {self.device: int(DEFAULT_SHARE * free), torch.device("cpu"): host}
-        else:
-            self.limits = {self.device: host}
+        self.free = dict(free_memory(self.device) if free is None else free)
+        self.limits = {place: int(DEFAULT_SHARE * size) for place, size in self.free.items()}
         if max_memory is not None:
             self.limits[self.device] = max_memory
         self.used = dict.fromkeys(self.limits, 0)
@@ -48,13 +49,17 @@ class Storage:
         """Bytes left on the model's device."""
         return self.limits[self.device] - self.used[self.device]
 
-    def rounds(self, items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    def rounds(
+        self, items: Iterable[Item], size_of: Callable[[Item], int], available: Callable[[], int] | None = None
+    ) -> Iterator[list[Item]]:
         """Items that half of what is left serves together, at least one; what is left is asked when a round begins.
 
         Args:
             items: in their order.
             size_of: bytes of one.
+            available: says what is left; None is `Storage.available`.
         """
+        available = self.available if available is None else available
         together: list[Item] = []
         room = 0
         for item in items:
@@ -63,11 +68,15 @@ class Storage:
                 yield together
                 together = []
             if not together:
-                room = self.available() // 2
+                room = available() // 2
             together.append(item)
             room -= size
         if together:
             yield together
+
+    def place(self, size: int) -> torch.device | None:
+        """The first place that has room for so many bytes; None where only the disk is left."""
+        return next((place for place, limit in self.limits.items() if self.used[place] + size <= limit), None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
         """An uninitialised tensor in the first place that has room.
@@ -81,12 +90,12 @@ class Storage:
             MoonshotError: no room anywhere, or the disk is full.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
-        for device, limit in self.limits.items():
-            if self.used[device] + size <= limit:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                self.used[device] += size
-                weakref.finalize(tensor, self._release, device, size)
-                return tensor
+        device = self.place(size)
+        if device is not None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            self.used[device] += size
+            weakref.finalize(tensor, self._release, device, size)
+            return tensor
         if self.offload_dir is None:
             raise MoonshotError(
                 f"max_memory: {what} needs {size / 2**30:.2f} GiB more than the budget of "
@@ -123,25 +132,16 @@ class Storage:
 
     def _on_disk(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, what: str) -> Tensor:
         try:
-            self.offload_dir.mkdir(parents=True, exist_ok=True)
-            handle, path = tempfile.mkstemp(prefix="moonshot-", suffix=".cache", dir=self.offload_dir)
-            try:
-                _reserve(handle, path, max(size, 1))
-                flat = torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype)
-            finally:
-                os.close(handle)
-                os.unlink(path)
+            tensor = mapped_tensor(shape, dtype, self.offload_dir)
         except OSError as error:
             raise MoonshotError(
                 f"offload_dir={str(self.offload_dir)!r}: no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
             ) from error
         self.spilled += size
-        return flat.view(shape)
+        return tensor
 
 
-def _reserve(handle: int, path: str, size: int) -> None:
-    """Take the room at once: writing to a mapped file on a full disk kills the process instead of raising."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        os.posix_fallocate(handle, 0, size)
-    elif shutil.disk_usage(path).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def free_memory(device: torch.device) -> dict[torch.device, int]:
+    """Bytes that are free now, of the device and then of the host, which for a CPU are one."""
+    host = psutil.virtual_memory().available
+    return {device: free_bytes(device), torch.device("cpu"): host} if is_gpu(device) else {device: host}

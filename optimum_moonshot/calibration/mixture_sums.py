@@ -19,6 +19,7 @@ from torch.nn.functional import one_hot
 from ..errors import require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
+from ..processes import ALONE, Ranks
 from .memory import Storage
 
 
@@ -40,16 +41,18 @@ class MixtureSums:
         gradients: whether B is gathered.
         samples: N, calibration samples in all.
         storage: where they live.
+        ranks: the processes that share the samples.
     """
 
-    def __init__(self, mixture: Mixture, gradients: bool, samples: int, storage: Storage):
+    def __init__(self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, ranks: Ranks = ALONE):
         self.mixture, count = mixture, mixture.count
+        self.samples, self.ranks = samples, ranks
 
         def zeros(*shape: int) -> Tensor:
             return storage.zeros(shape, torch.float64, f"{mixture.name}: statistics of its experts")
 
         self.gram, self.norms, self.tokens = zeros(count, count), zeros(count), zeros(count)
-        self.gradients = zeros(samples, count) if gradients else None
+        self.gradients = zeros(len(ranks.part(samples)), count) if gradients else None
         self.sample = 0
         self.waiting: list[MixtureCall] = []  # whose gradients are not known yet
 
@@ -82,6 +85,14 @@ class MixtureSums:
             self.add(call, None)
         self.waiting.clear()
 
+    def merge(self) -> None:
+        """Take in what all processes have seen."""
+        for total in (self.gram, self.norms, self.tokens):
+            self.ranks.add(total)
+        if self.gradients is not None:
+            own, self.gradients = self.gradients, self.gradients.new_empty(self.samples, self.mixture.count)
+            self.ranks.join(own, self.gradients, self.samples)
+
     def result(self) -> MixtureStatistics:
         """What the data gave.
 
@@ -105,10 +116,14 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         gradients: whether B is gathered; the caller runs backward passes then, one sample at a time.
         samples: N, calibration samples in all.
         storage: where statistics live.
+        ranks: the processes that share the samples; the data pass here are this one's.
     """
 
-    def __init__(self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage):
-        self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage) for mixture in mixtures}
+    def __init__(
+        self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage, ranks: Ranks = ALONE
+    ):
+        self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, ranks) for mixture in mixtures}
+        self.several = ranks.size > 1
         self.gradients = self.sums if gradients else {}
         self._hooks = ExitStack()
 
@@ -138,6 +153,12 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         """Close a batch."""
         for sums in self.sums.values():
             sums.end()
+
+    def merge(self) -> None:
+        """Take in what all processes have seen, once the data have passed; alone there is nothing to do."""
+        if self.several:
+            for sums in self.sums.values():
+                sums.merge()
 
     def _see(self, sums: MixtureSums, call: MixtureCall, output: Tensor) -> Tensor | None:
         """Add a call once its gradient is known, or at once where none is wanted."""

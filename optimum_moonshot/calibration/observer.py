@@ -4,7 +4,7 @@ What is made of the calls is elsewhere: sums.py adds up inputs and gradients, an
 statistic of another kind. Padding tokens count in none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from ..errors import naming, require
 from ..model.forms import Form
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
+from ..processes import ALONE, Ranks
 from .accumulators import Plan
 from .layer_statistics import LayerStatistics
 from .memory import Storage
@@ -38,6 +39,7 @@ class Observer(AbstractContextManager["Observer"]):
         plans: how to gather the gradients of layers by their name; those of the others are kept as they are.
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
         extra: further statistics, of all layers, or of those with gradients where they need them.
+        ranks: the processes that share the samples; the data pass here are this one's.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Observer(AbstractContextManager["Observer"]):
         plans: dict[str, Plan] | None = None,
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
+        ranks: Ranks = ALONE,
     ):
-        self.layers, self.diagonal, self.samples = layers, diagonal, samples
+        self.layers, self.diagonal, self.samples, self.ranks = layers, diagonal, samples, ranks
         of_inputs = [kind for kind in extra if issubclass(kind, InputStatistic)]
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         kinds = [InputSquares if diagonal else Gram, *of_inputs]
@@ -59,13 +62,14 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs = InputSums(kinds, storage, share)
         self.gradients = {
             layer.name: GradientSums(
-                layer, diagonal, samples, storage, (plans or {}).get(layer.name, Plan()), of_gradients
+                layer, diagonal, samples, storage, (plans or {}).get(layer.name, Plan()), of_gradients, ranks
             )
             for layer in layers
             if layer.name in with_gradients
         }
         self.mask: Tensor | None = None
         self.count = 0
+        self.watching = False  # between `begin` and `end`; other calls of the layers are none of its business
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Observer":
@@ -82,11 +86,11 @@ class Observer(AbstractContextManager["Observer"]):
         """Announce a batch.
 
         Args:
-            first: the number of its first sample among all.
+            first: the number of its first sample among all that this process sees.
             count: B, its samples.
             mask: bool [B, T], True where a token counts; None where all do.
         """
-        self.count, self.mask = count, mask
+        self.count, self.mask, self.watching = count, mask, True
         for sums in self.gradients.values():
             sums.begin(first, count)
 
@@ -96,6 +100,7 @@ class Observer(AbstractContextManager["Observer"]):
         Raises:
             MoonshotError: layers that share a Gram matrix did not read the same tensors.
         """
+        self.watching = False
         self.inputs.end()
         for sums in self.gradients.values():
             sums.end()
@@ -106,6 +111,8 @@ class Observer(AbstractContextManager["Observer"]):
         Returns:
             A new output where the graph begins here, else None.
         """
+        if not self.watching:
+            return None
         inputs = inputs.detach()
         with naming(layer.name):
             mask = form.token_mask(inputs, self.mask)
@@ -121,9 +128,36 @@ class Observer(AbstractContextManager["Observer"]):
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
 
+    def merge(self, owners: Mapping[str, "int | list[slice]"] | None = None) -> None:
+        """Take in what all processes have seen, once the data have passed; alone there is nothing to do.
+
+        Args:
+            owners: the only process that needs a layer's statistics, by the layer's name; for others it is no more than
+                reached here. Or which rows' gradients each process needs. Layers without one are for all.
+        """
+        if self.ranks.size == 1:
+            return
+        self.inputs.merge(self.layers, self.ranks)
+        for layer in self.layers:
+            owner = None if owners is None else owners.get(layer.name)
+            sums = self.gradients.get(layer.name)
+            if sums is None:
+                continue
+            if isinstance(owner, list):
+                sums.divide(self.ranks, owner)
+            else:
+                sums.merge(self.ranks, owner)
+            if isinstance(owner, int) and owner != self.ranks.rank:
+                del self.gradients[layer.name]
+
     def reached(self, layer: PrunableLayer) -> bool:
         """Whether a call of the layer was seen."""
         return layer.name in self.inputs.of_layer
+
+    def forget(self, layer: PrunableLayer) -> None:
+        """Let go of what was gathered for a layer."""
+        self.inputs.take(layer.name)
+        self.gradients.pop(layer.name, None)
 
     def tokens(self, layer: PrunableLayer) -> Tensor:
         """How many tokens each expert of a layer has read, int64 [groups]."""

@@ -34,6 +34,7 @@ from ..model.calls import (
 from ..model.layers import Block, PrunableLayer
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.presence import all_present, present_in_turn
+from ..runtime.freed import give_back
 from .memory import Storage
 from .observer import Observer
 
@@ -178,6 +179,7 @@ class BlockwisePasses:
         for index, batch in enumerate(self.batches):
             self._capture(index, batch)
             progress(1)
+        give_back()
 
     def steps(self, progress: Callable[[int], None] = lambda count: None) -> Iterator[Step]:
         """One per block that has layers to see (and those between), in the order described above.

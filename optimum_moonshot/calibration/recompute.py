@@ -6,8 +6,8 @@ pruned, as in SparseGPT. Nothing of this is in the model longer than a pass take
 while they are, the device holds them beside the dense ones (of one block, or of the whole prefix without a chain).
 
 Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be seen and pruned to give the
-next one's inputs. At λ < 1 every block needs the passes of all blocks behind it, L(L+1)/2 block passes backwards and
-about twice as many forwards (a block behind is run again for its backward pass, so that one block's graph is alive at
+next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block passes
+backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is alive at
 a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
 blocks before. `FullModelPasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of
 them: each of these comes after all blocks, in the model's order, as a block of its own.
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ..data.batches import Batch, batch_size
 from ..model.calls import (
     BlockCall,
+    calling,
     close,
     first_tensor,
     join_hidden,
@@ -36,13 +36,15 @@ from ..model.calls import (
     to_device,
 )
 from ..model.layers import Block, PrunableLayer, Structure
-from ..model.losses import Loss, loss_gradient, token_mask
+from ..model.losses import Loss, token_mask
 from ..model.presence import all_present, present_in_turn
 from ..progress import progress_bar
 from .chains import is_chain
 from .memory import Storage
 from .observer import Observer
 from .passes import FullModelPasses, Step
+from .streamed import StreamedPasses
+from .survey import Extras
 
 Layers = tuple[PrunableLayer, ...]
 
@@ -70,20 +72,6 @@ def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[
     finally:
         for parameter, data in own:
             parameter.data = data
-
-
-@contextmanager
-def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module's `forward` is another one; hooks around it still run."""
-    own = module.__dict__.get("forward")  # device placement puts one there
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 class Entrance:
@@ -220,6 +208,7 @@ class RecomputedPasses:
         loss: (output, batch) → [B] losses, or None for the model's own.
         storage: where the caches live.
         weight: a layer's pruned weight [d_out, d_in], asked for once its step is over.
+        extras: of `survey`, where the blocks are elsewhere.
         progress: show a bar for every step.
     """
 
@@ -231,11 +220,13 @@ class RecomputedPasses:
         loss: Loss | None,
         storage: Storage,
         weight: Callable[[PrunableLayer], Tensor],
+        extras: Extras | None = None,
         progress: bool = False,
     ):
         self.model, self.structure, self.blocks = model, structure, structure.blocks
         self.batches, self.loss, self.storage = batches, loss, storage
-        self.weight, self.progress = weight, progress
+        self.weight, self.extras, self.progress = weight, extras, progress
+        self.behind: StreamedPasses | None = None  # from a block on
         self.hidden: list[Tensor] = []  # what enters the block that is seen, batch by batch
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
 
@@ -256,9 +247,12 @@ class RecomputedPasses:
         inside = [block.layers for block in self.blocks if block.layers]
         shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
         entrance = None
-        with all_present(self.blocks):
-            if inside and not shared and is_chain(self.model, self.blocks, probe, gradients, self.loss):
-                entrance = find_entrance(self.model, self.blocks, probe)
+        if self.extras is not None:
+            entrance = Entrance(self.blocks, self.extras)
+        else:
+            with all_present(self.blocks):
+                if inside and not shared and is_chain(self.model, self.blocks, probe, gradients, self.loss):
+                    entrance = find_entrance(self.model, self.blocks, probe)
         done: Layers = ()
         if entrance is not None:
             yield from self._chain(entrance)
@@ -293,31 +287,29 @@ class RecomputedPasses:
     def _run(self, entrance: Entrance, i: int, observer: Observer) -> None:
         """Show block `i` its inputs, and the gradients of the dense blocks behind it where the observer wants any."""
         block, first, gradients = self.blocks[i].module, 0, bool(observer.gradients)
+        if gradients:
+            self._run_backwards(entrance, i, observer)
+            return
         device = next(block.parameters()).device
         for index, batch in self._batches(self.blocks[i].name):
             count, mask = batch_size(batch), token_mask(batch)
             observer.begin(first, count, None if mask is None else mask.to(device))
             with entrance.at(i, self.hidden[index].to(device)):
-                if gradients:
-                    self._backward(i, batch)
-                else:
-                    output_of(block, partial(run_model, self.model, batch))
+                output_of(block, partial(run_model, self.model, batch))
             observer.end()
             first += count
-        behind = len(self.blocks) - i - 1
-        self.forward += 1 + 2 * behind if gradients else 1
-        self.backward += 1 + behind if gradients else 0
+        self.forward += 1
 
-    def _backward(self, i: int, batch: Batch) -> None:
-        """The model's forward and backward pass from block `i` on; the graphs of the blocks behind it are rebuilt."""
-        behind = self.blocks[i + 1 :]
-        with all_present(behind), ExitStack() as stack, torch.enable_grad():
-            for block in behind:
-                kept = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
-                stack.enter_context(calling(block.module, kept))
-            output = run_model(self.model, batch)
-            logits, gradient, _ = loss_gradient(self.model, output, batch, self.loss)
-            torch.autograd.backward(logits, gradient)
+    def _run_backwards(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """As `_run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
+        if self.behind is None:
+            arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
+            self.behind = StreamedPasses(*arguments, entrance.extras)
+            self.behind.arguments()
+        self.behind.run_from(i, self.hidden, observer)
+        behind = len(self.blocks) - i - 1
+        self.forward += 2 * (1 + behind)
+        self.backward += 1 + behind
 
     def _advance(self, entrance: Entrance, i: int) -> None:
         """Replace block `i`'s inputs by what it makes of them now that it is pruned."""

@@ -6,9 +6,10 @@ samples share (tables of relative positions), the tokens that were sent to one e
 row. Shapes alone do not tell these apart: a batch of two samples and its second sample alone are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,38 @@ def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Ba
         layers: to ask; one that is not called shows all.
         batch: two samples on the model's device.
     """
-    both = _calls(model, layers, batch)
-    alone = _calls(model, layers, take(batch, 1, 2))
+    both, alone = (
+        calls_seen(layers, token_mask(each), batch_size(each), partial(run_model, model, each))
+        for each in (batch, take(batch, 1, 2))
+    )
+    return unlike(layers, both, alone)
+
+
+Calls = dict[str, list[Tensor | None]]
+
+
+def unlike(layers: Sequence[PrunableLayer], both: Calls, alone: Calls) -> list[str]:
+    """The names of the layers whose calls do not show the samples.
+
+    Args:
+        layers: that were asked.
+        both: their calls with two samples.
+        alone: with the second of them.
+    """
     return [layer.name for layer in layers if not _follow(both[layer.name], alone[layer.name])]
 
 
 @torch.no_grad()
-def _calls(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> dict[str, list[Tensor | None]]:
-    """One number for each element of the first axis of every call's inputs; None for a call that shows no samples."""
-    found: dict[str, list[Tensor | None]] = {layer.name: [] for layer in layers}
-    mask, samples = token_mask(batch), batch_size(batch)
+def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: int, run: Callable[[], Any]) -> Calls:
+    """One number for each element of the first axis of every call's inputs; None for a call that shows no samples.
+
+    Args:
+        layers: to watch.
+        mask: bool [B, T], True where a token counts; None where all do.
+        samples: B.
+        run: calls them.
+    """
+    found: Calls = {layer.name: [] for layer in layers}
 
     def see(name: str, form: Form, inputs: Tensor, output: Tensor) -> None:
         found[name].append(_print(inputs) if _accepts(form, inputs, output, mask, samples) else None)
@@ -47,7 +70,7 @@ def _calls(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> d
         for layer in layers:
             for module in layer.modules:
                 stack.callback(layer.form_of(module).watch(partial(see, layer.name)).remove)
-        run_model(model, batch)
+        run()
     return found
 
 

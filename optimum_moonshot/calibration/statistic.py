@@ -12,13 +12,18 @@ Its result is then in the layer's statistics, as ``observer.take(layer).extra[In
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
+from ..processes import Ranks
 from .memory import Storage
+
+_NOT_MERGED = "it has no `merge`, so that several processes cannot share the data: write one, or use one process"
 
 
 class InputStatistic(ABC):
@@ -41,6 +46,17 @@ class InputStatistic(ABC):
             inputs: x, [groups, tokens, in] in float32; not to be changed.
             groups: which of the layer's they are of: all, or one expert alone.
         """
+
+    def merge(self, ranks: Ranks) -> None:
+        """Take in what all processes have seen, once the data have passed.
+
+        Args:
+            ranks: several, each of which has seen samples of its own.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
 
     @abstractmethod
     def result(self) -> Any:
@@ -80,6 +96,30 @@ class GradientStatistic(ABC):
 
     def end(self) -> None:  # noqa: B027
         """The batch is over."""
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        """As `InputStatistic.merge`.
+
+        Args:
+            ranks: several processes.
+            owner: the only one who needs the result; None is all.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        """As `merge`, where each process needs the result of some of the layer's rows.
+
+        Args:
+            ranks: several processes.
+            rows: of each, by rank.
+
+        Raises:
+            MoonshotError: this statistic cannot.
+        """
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
 
     @abstractmethod
     def result(self) -> Any:

@@ -5,7 +5,7 @@ Calls arrive from the hooks of observer.py and are read in the normal form of mo
 (q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import NO_BACKWARD, naming, require
 from ..model.forms import Form, Pair
 from ..model.layers import PrunableLayer
+from ..processes import ALONE, Ranks
 from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
 from .memory import Storage
 from .statistic import GradientStatistic, InputStatistic
@@ -72,6 +73,9 @@ class Gram(InputStatistic):
     def result(self) -> Tensor:
         return self.value
 
+    def merge(self, ranks: Ranks) -> None:
+        ranks.add(self.value)
+
     def squares(self) -> Tensor:
         """Σ x², [d_in] or [groups, d_in]."""
         return self.value.diagonal(dim1=-2, dim2=-1)
@@ -95,6 +99,9 @@ class InputSquares(InputStatistic):
     def result(self) -> Tensor:
         return self.value
 
+    def merge(self, ranks: Ranks) -> None:
+        ranks.add(self.value)
+
     def squares(self) -> Tensor:
         """Σ x², as the result."""
         return self.value
@@ -108,6 +115,9 @@ class TokenCounts(InputStatistic):
 
     def add(self, inputs: Tensor, groups: slice) -> None:
         self.value[groups] += inputs.shape[1]
+
+    def merge(self, ranks: Ranks) -> None:
+        ranks.add(self.value)
 
     def result(self) -> Tensor:
         return self.value
@@ -150,7 +160,8 @@ class InputSums:
         name, key = call.layer.name, call.key
         if name not in self.of_layer:
             known = self.by_key.get(key)
-            self.of_layer[name] = known if known is not None and known.first else self._make(call)
+            shared = known is not None and known.first
+            self.of_layer[name] = known if shared else self._make(call.layer, call.inputs.device)
         mine = self.of_layer[name]
         if not self.share:
             mine.add(call)
@@ -162,8 +173,8 @@ class InputSums:
             self.added.add((id(mine), key))
             mine.add(call)
 
-    def _make(self, call: LayerCall) -> _Shared:
-        return _Shared({kind: kind(call.layer, self.storage, call.inputs.device) for kind in self.kinds})
+    def _make(self, layer: PrunableLayer, device: torch.device) -> _Shared:
+        return _Shared({kind: kind(layer, self.storage, device) for kind in self.kinds})
 
     def end(self) -> None:
         """Close a batch: layers that share their statistics must have read the same tensors.
@@ -190,11 +201,45 @@ class InputSums:
         found: dict[tuple[Hashable, ...], _Shared] = {}
         for name, reads in shared.readers.items():
             if tuple(reads) not in found:
-                found[tuple(reads)] = mine = self._make(self.held[reads[0]])
+                call = self.held[reads[0]]
+                found[tuple(reads)] = mine = self._make(call.layer, call.inputs.device)
                 for key in dict.fromkeys(reads):
                     mine.add(self.held[key])
             self.of_layer[name] = found[tuple(reads)]
             found[tuple(reads)].readers[name] = []
+
+    def merge(self, layers: Iterable[PrunableLayer], ranks: Ranks) -> None:
+        """Take in what all processes have seen; a layer that some have not reached is one of theirs, too.
+
+        Args:
+            layers: all that are observed, in one order in all processes.
+            ranks: several.
+
+        Raises:
+            MoonshotError: layers share their statistics in some processes only.
+        """
+        numbers: dict[int, int] = {}
+        known = ranks.gather({name: numbers.setdefault(id(own), len(numbers)) for name, own in self.of_layer.items()})
+        merged: dict[tuple[int | None, ...], _Shared] = {}
+        for layer in layers:
+            key = tuple(numbered.get(layer.name) for numbered in known)
+            if any(number is not None for number in key):
+                if key not in merged:
+                    merged[key] = self._merged(layer, ranks, merged.values())
+                self.of_layer[layer.name] = merged[key]
+
+    def _merged(self, layer: PrunableLayer, ranks: Ranks, others: Collection[_Shared]) -> _Shared:
+        own = self.of_layer.get(layer.name)
+        if own is None:  # no sample of this process has reached it
+            device = layer.parameter.device
+            own = self._make(layer, self.storage.device if device.type == "meta" else device)
+        require(
+            all(own is not other for other in others),
+            f"{layer.name} reads the same tensor as another layer in some batches only",
+        )
+        for statistic in own.statistics.values():
+            statistic.merge(ranks)
+        return own
 
     def forget(self) -> None:
         """Let the batch's inputs go."""
@@ -223,6 +268,7 @@ class GradientSums:
         storage: where the sums live.
         plan: how to gather the gradients where they are stored, and whether the layer's totals are wanted.
         kinds: further statistics.
+        ranks: the processes that share the samples.
     """
 
     def __init__(
@@ -233,6 +279,7 @@ class GradientSums:
         storage: Storage,
         plan: Plan,
         kinds: Iterable[type[GradientStatistic]],
+        ranks: Ranks = ALONE,
     ):
         self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
         self.gradients: GradientStatistic | None = None
@@ -240,8 +287,10 @@ class GradientSums:
             pass
         elif diagonal:
             self.gradients = Squares(layer, storage)
+        elif plan.column_block is None:
+            self.gradients = Samples(layer, samples, storage, plan, len(ranks.part(samples)))
         else:
-            self.gradients = (Samples if plan.column_block is None else RowMatrices)(layer, samples, storage, plan)
+            self.gradients = RowMatrices(layer, samples, storage, plan)
         self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
         own = [each for each in (self.gradients, self.totals) if each is not None]
         self.statistics = [*own, *self.extra.values()]
@@ -281,3 +330,13 @@ class GradientSums:
         """The batch is over."""
         for statistic in self.statistics:
             statistic.end()
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        """As `GradientStatistic.merge`."""
+        for statistic in self.statistics:
+            statistic.merge(ranks, owner)
+
+    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
+        """As `GradientStatistic.divide`."""
+        for statistic in self.statistics:
+            statistic.divide(ranks, rows)

@@ -120,29 +120,56 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     Raises:
         MoonshotError: a layer that is not n:m, with its name, or no layer that packing makes smaller.
     """
-    layers, packed = pruned_layers(model), []
-    stored = _stored_names(source)
-    places, merged = parameter_names(model, stored), merged_weights(model, stored)
+    packer = Packer(model)
+    _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
+    packer.check()
 
-    def change(tensors: Tensors, _: Layers) -> tuple[Tensors, Layers]:
+
+class Packer:
+    """Packs the tensors of a pruned model's files, wherever that is smaller.
+
+    Args:
+        model: the pruned model, possibly on the meta device.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.layers = model, pruned_layers(model)
+        self.packed = 0  # how many
+
+    def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
+        """The tensors of a file with packed ones among them, and what is known of those.
+
+        Args:
+            tensors: by the names that they have in the file; changed in place.
+
+        Raises:
+            MoonshotError: a layer that is not n:m, with its name.
+        """
+        stored = list(tensors)
+        places, merged = parameter_names(self.model, stored), merged_weights(self.model, stored)
         entries = {}
-        for name in list(tensors):
+        for name in stored:
             tensor = tensors[name]
             if name in merged:
-                layer = _of_expert(layers.get(merged[name].weight), merged[name], tensor)
+                layer = _of_expert(self.layers.get(merged[name].weight), merged[name], tensor)
             else:
-                layer = layers.get(places.get(name))
+                layer = self.layers.get(places.get(name))
             if layer is None or layer.shape != tuple(tensor.shape) or stored_bytes(tensor, layer) == tensor.nbytes:
                 continue
             del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
             with naming(places.get(name, name)):
                 tensors |= layer.pack(name, tensor)
-        packed.extend(entries)
+        self.packed += len(entries)
         return tensors, entries
 
-    _rewrite(source, target, change, packed=True)
-    require(bool(packed), 'format="packed" makes no layer smaller: use format="dense"')
+    def check(self) -> None:
+        """Whether anything was packed.
+
+        Raises:
+            MoonshotError: nothing was.
+        """
+        require(self.packed > 0, 'format="packed" makes no layer smaller: use format="dense"')
 
 
 def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> PackedLayer | None:
@@ -217,9 +244,21 @@ def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
         index_file.unlink(missing_ok=True)
     if packed or len(files) > 1:
         metadata = {**index.get("metadata", {}), "total_size": total}
-        new_index = {**index, "metadata": metadata, "weight_map": dict(sorted(places.items()))}
-        _write_json(index_path(target, VERSION if packed else None), new_index)
-    _write_config(source, target, packed)
+        write_index(target, {**index, "metadata": metadata}, places, packed)
+    write_config(source, target, packed)
+
+
+def write_index(folder: Path, index: dict[str, Any], places: dict[str, str], packed: bool) -> None:
+    """The index of a checkpoint's files.
+
+    Args:
+        folder: of the checkpoint.
+        index: what it says beside the places.
+        places: the file of every tensor.
+        packed: whether it is a packed one.
+    """
+    path = index_path(folder, VERSION if packed else None)
+    _write_json(path, {**index, "weight_map": dict(sorted(places.items()))})
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -232,8 +271,14 @@ def _read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _write_config(source: Path, target: Path, packed: bool) -> None:
-    """config.json, by which this package knows a packed checkpoint, and others that they do not."""
+def write_config(source: Path, target: Path, packed: bool) -> None:
+    """config.json, by which this package knows a packed checkpoint, and others that they do not.
+
+    Args:
+        source: where the one of the checkpoint lies.
+        target: where it goes, possibly the same.
+        packed: whether the checkpoint is a packed one.
+    """
     config = read_config(source)
     for name in ("quantization_config", EXPLICIT):
         config.pop(name, None)

@@ -12,12 +12,14 @@ from torch import nn
 
 from ..errors import check_path, reason, require
 from ..files import is_weights, staged, writing
+from ..model.offload import is_offloaded
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
 from .in_memory import as_dense, is_packed
 from .loading import HUB_OPTIONS, local_folder
 from .packed_files import check_format, model_skeleton, pack_files, unpack_files
+from .streamed_files import save_streamed
 from .verified import check_alone, verify
 from .weight_files import checkpoint_format, packed_version
 
@@ -53,9 +55,11 @@ def save_model(
     with staged("directory", directory) as staging, as_dense(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
+        elif is_offloaded(model):
+            save_streamed(model, staging, format == "packed", **options)
         else:
             model.save_pretrained(staging, **options)
-        if format == "packed":
+        if format == "packed" and not is_offloaded(model):
             pack_files(staging, staging, model)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):

@@ -67,8 +67,10 @@ def find_device(name: str | None) -> "torch.device":
     """
     import torch
 
+    from ..devices import default_device
+
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

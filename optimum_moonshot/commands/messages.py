@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from ..errors import MoonshotError
 from .common import UsageError, one_line
+from .launched import join, last_words, part
 from .method_options import CONFIG_OPTIONS, flag
 
 # What the package calls the folders in which a command writes.
@@ -47,7 +48,10 @@ def as_options(message: str, plurals: Mapping[str, str], output: str | None) -> 
 
 
 def guard(
-    work: Callable[[argparse.Namespace], None], args: argparse.Namespace, plurals: Mapping[str, str] | None = None
+    work: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    plurals: Mapping[str, str] | None = None,
+    shared: bool = False,
 ) -> None:
     """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1.
 
@@ -55,12 +59,15 @@ def guard(
         work: what a command does.
         args: for it.
         plurals: as for `as_options`.
+        shared: whether several processes do the work together, where a launcher has started them.
 
     Raises:
         SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
     """
     try:
+        join(getattr(args, "device", None), shared)
         work(args)
+        part()
         return
     except (MoonshotError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("MOONSHOT_DEBUG") == "1":
@@ -68,7 +75,10 @@ def guard(
         if isinstance(error, KeyboardInterrupt):
             status, message = 130, "interrupted"
         else:
-            status = 2 if isinstance(error, UsageError) else 1
-            message = as_options(one_line(error), plurals or {}, getattr(args, "output", None))
-    print(f"error: {message}", file=sys.stderr)
+            status, message = 2 if isinstance(error, UsageError) else 1, one_line(error)
+        told = last_words(error, message)
+    if told is not None:
+        who, message = told
+        shown = as_options(message, plurals or {}, getattr(args, "output", None)) if status != 130 else message
+        print(f"error: {who}{shown}", file=sys.stderr)
     sys.exit(status)

@@ -27,10 +27,12 @@ from .common import (
     remote_code,
 )
 from .evaluate import EvalCommand
+from .launched import is_first
 from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
+from .planning import add_plan_options, check_plan_options, make_plan
 from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
@@ -57,6 +59,12 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller; --pattern "
         "experts always makes it so",
     )
+    parser.add_argument(
+        "--offload",
+        choices=("cpu", "disk"),
+        help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
+    )
+    add_plan_options(parser)
     add_method_options(parser)
 
 
@@ -88,23 +96,31 @@ def prune(args: argparse.Namespace) -> None:
     device = find_device(args.device)
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
+    check_plan_options(args)
+    expect(not (args.dry_run and args.offload), "--dry-run: a plan is of the model in memory; leave --offload out")
+    if args.dry_run:
+        print(make_plan(args, config, device, calibration))
+        return
     with open_output(args) as output:
         lines = _prune(args, config, device, calibration, output)
-    print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+    if is_first():
+        print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
 def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
 
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
-    pruner.model.to(device)
+    place = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
+    if not place:
+        pruner.model.to(device)
     meter = make_meter(
         pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, min(config.batch_size, 4)
     )
     if meter.metric == "accuracy" and calibration == "c4":
         raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
-    measured = BeforeAndAfter(meter, args.eval)
+    measured = BeforeAndAfter(meter, args.eval if is_first() else [])
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
@@ -159,7 +175,7 @@ class PruneCommand(BaseOptimumCLICommand):
     parse_args = staticmethod(add_prune_options)
 
     def run(self) -> None:
-        guard(prune, self.args)
+        guard(prune, self.args, shared=True)
 
 
 class ConvertCommand(BaseOptimumCLICommand):

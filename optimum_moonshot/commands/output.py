@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, expect
+from .launched import is_first
 
 _MANIFEST = "command.json"
 _WRITTEN = ("seed-*.json*", "command.json*")  # also what a kill leaves of them
@@ -155,15 +156,38 @@ class Output:
             self.partial.rmdir()
 
 
+class Elsewhere(Output):
+    """The output folder of a command of several processes, for those that do not write."""
+
+    def begin(self) -> None:
+        """The first process does."""
+
+    def finish(self) -> None:
+        """The first process does."""
+
+    def discard(self, seed: int) -> None:
+        """The first process does."""
+
+    def keep_report(self, seed: int, report: dict[str, Any]) -> None:
+        """The first process does.
+
+        Args:
+            seed, report: as for `Output.keep_report`.
+        """
+
+
 @contextlib.contextmanager
 def open_output(args: argparse.Namespace) -> Iterator[Output]:
-    """The output folder of a command, for it alone.
+    """The output folder of a command, for it alone; of several processes the first one alone writes there.
 
     Raises:
         UsageError: it is a file or a link to nothing, lies in the model's folder, holds something without
             `--overwrite`, or another command writes there.
     """
-    output = Output(args)
+    output = Output(args) if is_first() else Elsewhere(args)
+    if not is_first():
+        yield output
+        return
     output.check()
     output.check_empty()
     with contextlib.ExitStack() as stack:

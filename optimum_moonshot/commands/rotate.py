@@ -8,6 +8,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from .calibration import add_calibration_options, calibration_source
 from .common import add_model_options, check_data, find_device, import_modules, load
+from .launched import is_first
 from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
@@ -50,7 +51,8 @@ def rotate(args: argparse.Namespace) -> None:
     check_data("--eval", args.eval)
     with open_output(args) as output:
         lines = _rotate(args, config, device, calibration, output)
-    print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
+    if is_first():
+        print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
 def _rotate(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
@@ -61,7 +63,7 @@ def _rotate(args: argparse.Namespace, config: Any, device: Any, calibration: Any
     pruner.model.to(device)
     size = min(config.batch_size, 4)
     meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
-    measured = BeforeAndAfter(meter, args.eval)
+    measured = BeforeAndAfter(meter, args.eval if is_first() else [])
     report = pruner.rotate(calibration, progress=True, resume_dir=output.work())
     lines = [report.line(), *measured.lines()]
     output.begin()
@@ -75,4 +77,4 @@ class RotateCommand(BaseOptimumCLICommand):
     parse_args = staticmethod(add_rotate_options)
 
     def run(self) -> None:
-        guard(rotate, self.args)
+        guard(rotate, self.args, shared=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
@@ -19,6 +20,7 @@ from .common import (
     import_modules,
     load,
 )
+from .launched import is_first
 from .measuring import make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
@@ -80,12 +82,14 @@ def sweep(args: argparse.Namespace) -> None:
         check_data("--metric", [args.metric])
     with open_output(args) as output:
         _sweep(args, configs, device, calibration, output)
-    print(f"written     {output.path}\nseconds     {time.perf_counter() - started:.1f}")
+    if is_first():
+        print(f"written     {output.path}\nseconds     {time.perf_counter() - started:.1f}")
 
 
 def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: Any, output: Output) -> None:
     """Sweep every seed that is not finished, write what all have in common, and save the best model."""
     from .. import MoonshotPruner
+    from ..processes import by_the_first
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
@@ -100,7 +104,7 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
     swept = None
     output.begin()
     for config in configs:
-        kept = output.report(config.seed)
+        kept = by_the_first(partial(output.report, config.seed))
         if kept is None:
             swept = config
             reports.append(run(config, **_what(args)))
@@ -109,17 +113,20 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
             reports.append(SweepReport.from_dict(kept))
         if config is not configs[-1] or not args.save:
             output.discard(config.seed)
-        reports[-1].save(output.path / f"seed-{config.seed}" if len(configs) > 1 else output.path)
-    if len(configs) > 1:
-        save_all(reports, output.path)
-    print(table(reports), "", sep="\n")
+        if is_first():
+            reports[-1].save(output.path / f"seed-{config.seed}" if len(configs) > 1 else output.path)
+    if is_first():
+        if len(configs) > 1:
+            save_all(reports, output.path)
+        print(table(reports), "", sep="\n")
     if args.save:
         lam = choice(reports, *reports[-1].settings()[0])
         require(lam is not None, "--save: the metric is NaN for every λ, so that there is none to save")
         last = reports[-1] if swept is configs[-1] else run(configs[-1], **{**_what(args), "lambdas": [lam]})
         pruner.choose(next(entry for entry in last.entries if entry.lam == lam))
         pruner.save_pretrained(output.path / "model", format=args.format)
-        print(f"saved       {output.path / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
+        if is_first():
+            print(f"saved       {output.path / 'model'} (λ = {lam:g}, seed {configs[-1].seed})")
     output.finish()
 
 
@@ -163,4 +170,4 @@ class SweepCommand(BaseOptimumCLICommand):
     parse_args = staticmethod(add_sweep_options)
 
     def run(self) -> None:
-        guard(sweep, self.args, SWEPT)
+        guard(sweep, self.args, SWEPT, shared=True)

@@ -160,6 +160,24 @@ def split_batches(batches: list[Batch], size: int) -> list[Batch]:
     return [take(batch, start, start + size) for batch in batches for start in range(0, batch_size(batch), size)]
 
 
+def samples_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
+    """Some samples of all batches, in their order; a batch with an end of them inside is cut there.
+
+    Args:
+        batches: any.
+        start: the number of the first sample among all.
+        stop: of the one after the last.
+    """
+    found, first = [], 0
+    for batch in batches:
+        size = batch_size(batch)
+        low, high = max(0, start - first), min(size, stop - first)
+        if low < high:
+            found.append(batch if high - low == size else take(batch, low, high))
+        first += size
+    return found
+
+
 def without_padding(batch: Batch) -> Batch:
     """A single sample without the tokens that its mask leaves out at either end."""
     mask = batch.get("attention_mask")

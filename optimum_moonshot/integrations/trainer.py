@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..config import MoonshotConfig
 from ..data.text import open_source
+from ..devices import own_random_numbers
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.facts import takes_images
@@ -336,7 +337,7 @@ def own_random_state(seed: int) -> Iterator[None]:
     """Random numbers of every kind start from `seed` inside, and go on outside as if nothing had happened."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with own_random_numbers():
             set_seed(seed)
             yield
     finally:

@@ -23,6 +23,7 @@ from ..checkpoint.request import current_request
 from ..checkpoint.verified import check_complete, checksums_wanted, verify
 from ..checkpoint.weight_files import PACKED_INDEX
 from ..config import MoonshotConfig
+from ..devices import default_device
 from ..errors import naming, require
 from ..model.forms import find_form
 from ..packing import PackedLayer
@@ -334,8 +335,7 @@ def _device_of(path: str, device_map: Any) -> torch.device | None:
         device_map: as the caller or transformers gave it; a strategy such as "auto" fills the accelerator first.
     """
     if not isinstance(device_map, Mapping):
-        filled = isinstance(device_map, str) and torch.cuda.is_available()
-        return torch.device("cuda" if filled else "cpu")
+        return default_device() if isinstance(device_map, str) else torch.device("cpu")
     fitting = [name for name in device_map if not name or path == name or path.startswith(f"{name}.")]
     place = device_map[max(fitting, key=len)] if fitting else "cpu"
     accelerated = any(str(other) not in ("cpu", "disk") for other in device_map.values())

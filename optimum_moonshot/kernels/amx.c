@@ -1,4 +1,7 @@
-/* x86-64 with AMX tiles of bfloat16, for two rows of inputs or more: rows of W are unpacked into tiles. */
+/* x86-64 with AMX tiles of bfloat16, for several rows of inputs: rows of W are unpacked into tiles.
+ *
+ * A float16 is the sum of two numbers of bfloat16, so a product of two is the exact sum of four: see the planes.
+ */
 #include <stdlib.h>
 
 #include "kernels.h"
@@ -13,11 +16,19 @@ enum {
     TILE = 1024,    /* its bytes */
     DEPTH = 32,     /* inputs of a tile */
     PANEL = 2 * SIDE, /* rows of W, and of x, that are multiplied together */
-    STRIP_OF_TILES = 512, /* inputs that are unpacked at once: 32 KiB of a panel */
+    STRIP_OF_TILES = 256, /* inputs that are unpacked at once: 16 KiB of a panel */
     BLOCKS = STRIP_OF_TILES / DEPTH,
-    MOST_ROWS = 512, /* of x whose sums are kept at once: 64 KiB for a panel */
-    GROUP = 8, /* panels that share a strip of x */
+    SUMS = 4 * 256, /* of a panel and two tiles of x */
+    GROUP = SHARED / PANEL, /* panels that share a strip of x */
+    HEAD = 64, /* bytes before the inputs: whether one is special */
+    LEAD = 64, /* bytes of a row beyond what is unpacked next that are fetched too: rows of a strip differ */
 };
+
+/* A float16 is HIGH + LOW. What is special, infinite or no number, is in HIGH alone and has to meet no zero of a LOW:
+ * where there is one, FINITE, which is HIGH with zeros in such places, is multiplied by LOW. bfloat16 is HIGH. */
+enum { HIGH, LOW, FINITE, PLANES };
+
+static const int own_planes[] = {[BF16] = 1, [F16] = PLANES}, terms[] = {[BF16] = 1, [F16] = 4};
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -31,33 +42,187 @@ static void configure(void) {
     _tile_loadconfig(&all);
 }
 
-static int64_t depth_blocks(int64_t d_in) { return (d_in + WORD - 1) / WORD * (WORD / DEPTH); }
+INLINE int64_t depth_blocks(int64_t d_in) { return (d_in + WORD - 1) / WORD * (WORD / DEPTH); }
 
-/* Tiles [rows/16, d_in/32] of 16 pairs of inputs by 16 rows: a pair of a row is what a sum takes at a time. */
-static int64_t amx_prepared_bytes(int64_t rows, int64_t d_in) {
-    return (rows + PANEL - 1) / PANEL * 2 * depth_blocks(d_in) * TILE;
-}
-
-static void amx_prepare(const void *x, int64_t rows, int64_t d_in, void *prepared) {
-    const int64_t blocks = depth_blocks(d_in);
-    const __m512i places = _mm512_mullo_epi32(_mm512_set1_epi32((int)d_in), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    for (int64_t row = 0; row < rows; row += SIDE) {
-        const int64_t here = rows - row < SIDE ? rows - row : SIDE;
-        const uint16_t *in = (const uint16_t *)x + row * d_in;
-        __m512i *out = (__m512i *)((char *)prepared + row / SIDE * blocks * TILE);
-        const __mmask16 lanes = (__mmask16)((1u << here) - 1);
-        for (int64_t pair = 0; pair < d_in / 2; pair++)
-            out[pair] = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, places, in + 2 * pair, 2);
-        memset(out + d_in / 2, 0, (size_t)(blocks * SIDE - d_in / 2) * 64);
-        if (d_in % 2)
-            for (int64_t i = 0; i < here; i++) ((uint16_t *)(out + d_in / 2))[2 * i] = in[i * d_in + d_in - 1];
+/* 16 rows of 16 lanes of 32 bits become columns. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[SIDE];
+    PRAGMA_UNROLL for (int i = 0; i < SIDE; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    PRAGMA_UNROLL for (int i = 0; i < SIDE; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    PRAGMA_UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    PRAGMA_UNROLL for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
     }
 }
 
-/* sums [2 tiles of W][2 tiles of x] += the products along `blocks` tiles; `sides` is how many tiles of x there are. */
-INLINE void multiply_tiles(const char *w, const char *x, int64_t x_step, int64_t blocks, float *sums, int fresh,
-                           const int sides) {
-    if (fresh) {
+INLINE __m256i halves_of_floats(__m512 floats, const int dtype) {
+    return dtype == F16 ? _mm512_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT) : (__m256i)_mm512_cvtneps_pbh(floats);
+}
+
+INLINE __m512 floats_of_halves(__m256i bits, const int dtype) {
+    if (dtype == F16) return _mm512_cvtph_ps(bits);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+/* Which of 32 float16 are. */
+INLINE __mmask32 special(__m512i raw) {
+    const __m512i exponent = _mm512_set1_epi16(0x7c00);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(raw, exponent), exponent);
+}
+
+/* 32 float16 as planes, `step` bytes apart; whether one is special. */
+INLINE int split(__m512i raw, char *out, int64_t step) {
+    const __m512 first = _mm512_cvtph_ps(_mm512_castsi512_si256(raw));
+    const __m512 last = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(raw, 1));
+    const __m256i first_high = halves_of_floats(first, BF16), last_high = halves_of_floats(last, BF16);
+    const __m512 first_low = _mm512_sub_ps(first, floats_of_halves(first_high, BF16));
+    const __m512 last_low = _mm512_sub_ps(last, floats_of_halves(last_high, BF16));
+    const __mmask32 which = special(raw);
+    const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(last_low, first_low);
+    _mm512_store_si512(out, _mm512_inserti64x4(_mm512_castsi256_si512(first_high), last_high, 1));
+    _mm512_store_si512(out + step, _mm512_maskz_mov_epi16(~which, low));
+    return which != 0;
+}
+
+/* Make FINITE of HIGH, some bytes of bfloat16. */
+static void keep_finite(const char *high, char *finite, int64_t bytes) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    for (int64_t i = 0; i < bytes; i += 64) {
+        const __m512i raw = _mm512_load_si512(high + i);
+        const __mmask32 here = _mm512_cmpneq_epi16_mask(_mm512_and_si512(raw, exponent), exponent);
+        _mm512_store_si512(finite + i, _mm512_maskz_mov_epi16(here, raw));
+    }
+}
+
+/* [strips][rows/16][planes][blocks] tiles of 16 pairs of inputs by 16 rows: a pair of a row is what a sum takes at a
+ * time. A strip is in one piece, so that it stays in the second-level cache. */
+INLINE int64_t prepared_bytes(int64_t rows, int64_t d_in, const int dtype) {
+    return HEAD + (rows + PANEL - 1) / PANEL * 2 * own_planes[dtype] * depth_blocks(d_in) * TILE;
+}
+
+INLINE void prepare(const uint16_t *x, int64_t rows, int64_t d_in, char *prepared, const int dtype) {
+    const int64_t sides = (rows + PANEL - 1) / PANEL * 2;
+    int any = 0;
+    char *out = prepared + HEAD;
+    for (int64_t start = 0; start < d_in; start += STRIP_OF_TILES) {
+        const int64_t blocks = depth_blocks(d_in - start < STRIP_OF_TILES ? d_in - start : STRIP_OF_TILES);
+        for (int64_t side = 0; side < sides; side++, out += own_planes[dtype] * blocks * TILE)
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t first = start + block * DEPTH, left = d_in - first;
+                const __mmask32 there = left >= DEPTH ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+                __m512i r[SIDE];
+                for (int i = 0; i < SIDE; i++) {
+                    const int64_t row = side * SIDE + i;
+                    r[i] = _mm512_maskz_loadu_epi16(row < rows ? there : 0, x + row * d_in + first);
+                }
+                transpose(r);
+                for (int i = 0; i < SIDE; i++) {
+                    char *to = out + block * TILE + i * 64;
+                    if (dtype == F16) any |= split(r[i], to, blocks * TILE);
+                    else _mm512_store_si512(to, r[i]);
+                }
+            }
+    }
+    *(int *)prepared = any;
+    if (!any) return;
+    out = prepared + HEAD;
+    for (int64_t start = 0; start < d_in; start += STRIP_OF_TILES) {
+        const int64_t size = depth_blocks(d_in - start < STRIP_OF_TILES ? d_in - start : STRIP_OF_TILES) * TILE;
+        for (int64_t side = 0; side < sides; side++, out += PLANES * size) keep_finite(out, out + FINITE * size, size);
+    }
+}
+
+/* Rows of W that share a strip of x. */
+typedef struct {
+    const packed_matrix *w;
+    int64_t first, last; /* rows of W */
+    int64_t start, columns;
+    const uint16_t *values[GROUP * PANEL]; /* of each of these rows, from `start` on */
+    int special; /* whether one of what was unpacked last is */
+    const char *lines[PANEL * (STRIP_OF_TILES * 2 / 64 + 3)]; /* of memory that is unpacked next */
+    int64_t line, last_line, at_once; /* how many are fetched while two tiles of x are multiplied */
+} strip;
+
+/* Unpack a panel, from row `from` of the strip on, into [planes][blocks][2] tiles. */
+INLINE void unpack_tiles(strip *s, int64_t from, char *tiles, const int dtype) {
+    const packed_matrix *w = s->w;
+    const uint16_t *end = (const uint16_t *)w->values + w->stored;
+    const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
+    int any = 0;
+    for (int64_t i = from; i < from + PANEL && i < rows; i++) {
+        const uint8_t *meta = w->meta + (s->first + i) * bytes + s->start / 8;
+        char *out = tiles + (i - from) * 64;
+        const uint16_t *values = s->values[i];
+#define KEEP(raw, column, step)                                                                                        \
+    if (dtype == F16) any |= split(raw, out + (column) / DEPTH * 2 * TILE, BLOCKS * 2 * TILE);                         \
+    else _mm512_store_si512(out + (column) / DEPTH * 2 * TILE, raw)
+        EACH_STEP(values, end, meta, s->columns, 0, 0, KEEP);
+#undef KEEP
+        s->values[i] = values;
+    }
+    s->special = any;
+    if (any) keep_finite(tiles, tiles + FINITE * BLOCKS * 2 * TILE, BLOCKS * 2 * TILE);
+}
+
+/* What is unpacked after row `from` of the strip: it comes from memory while the products are computed. */
+static void find_lines(strip *s, int64_t from) {
+    const packed_matrix *w = s->w;
+    const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
+    const int64_t all = 2 * s->columns, found = w->stored / w->d_out * all / w->d_in, usual = found < all ? found : all;
+    int64_t row = from + PANEL, start = s->start;
+    if (row >= rows) { /* the next inputs of the first panel, or the next rows */
+        start += s->columns;
+        row = start < w->d_in ? 0 : rows;
+        start = start < w->d_in ? start : 0;
+    }
+    s->line = s->last_line = 0;
+    for (int64_t i = row; i < row + PANEL && s->first + i < w->d_out; i++) {
+        const uint16_t *values = i < rows ? s->values[i] : (const uint16_t *)w->values + row_start(w, s->first + i);
+        s->lines[s->last_line++] = (const char *)w->meta + (s->first + i) * bytes + start / 8;
+        for (int64_t at = start ? LEAD : 0; at < usual + 2 * LEAD; at += 64)
+            s->lines[s->last_line++] = (const char *)values + at;
+    }
+}
+
+/* Sums in tiles 0 to 3 += the products along `blocks` tiles. */
+INLINE void multiply_blocks(const char *w, const char *x, int64_t x_step, int64_t blocks, strip *s, const int sides) {
+    for (int64_t block = 0; block < blocks; block++) {
+        for (int64_t i = s->at_once; i && s->line < s->last_line; i--) _mm_prefetch(s->lines[s->line++], _MM_HINT_T1);
+        _tile_loadd(4, w + block * 2 * TILE, 64);
+        _tile_loadd(6, x + block * TILE, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, w + block * 2 * TILE + TILE, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        if (sides == 2) {
+            _tile_loadd(7, x + x_step + block * TILE, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+/* sums [2 tiles of W][2 tiles of x] += the products of a panel; `sides` is how many tiles of x there are. */
+INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s, float *sums, const int sides,
+                           const int dtype) {
+    const int64_t blocks = depth_blocks(s->columns), plane = BLOCKS * 2 * TILE, x_plane = blocks * TILE;
+    const int64_t x_step = own_planes[dtype] * x_plane;
+    if (s->start == 0) {
         _tile_zero(0);
         _tile_zero(2);
         if (sides == 2) {
@@ -72,17 +237,13 @@ INLINE void multiply_tiles(const char *w, const char *x, int64_t x_step, int64_t
             _tile_loadd(3, sums + 3 * 256, 64);
         }
     }
-    for (int64_t block = 0; block < blocks; block++) {
-        _tile_loadd(4, w + block * 2 * TILE, 64);
-        _tile_loadd(6, x + block * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, w + block * 2 * TILE + TILE, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        if (sides == 2) {
-            _tile_loadd(7, x + x_step + block * TILE, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+    multiply_blocks(w, x, x_step, blocks, s, sides);
+    if (dtype == F16) {
+        const char *w_high = w + (s->special ? FINITE : HIGH) * plane;
+        const char *x_high = x + (special_x ? FINITE : HIGH) * x_plane;
+        multiply_blocks(w_high, x + LOW * x_plane, x_step, blocks, s, sides);
+        multiply_blocks(w + LOW * plane, x + LOW * x_plane, x_step, blocks, s, sides);
+        multiply_blocks(w + LOW * plane, x_high, x_step, blocks, s, sides);
     }
     _tile_stored(0, sums, 64);
     _tile_stored(2, sums + 2 * 256, 64);
@@ -92,109 +253,89 @@ INLINE void multiply_tiles(const char *w, const char *x, int64_t x_step, int64_t
     }
 }
 
-typedef struct {
-    const packed_matrix *w;
-    int64_t first, last; /* rows of W */
-    int64_t start, columns;
-    const uint16_t *values[GROUP * PANEL]; /* of each of these rows, from `start` on */
-} strip;
-
-/* Unpack a panel, from row `from` of the strip on; what is unpacked next is fetched. */
-static void unpack_tiles(strip *s, int64_t from, char *tiles) {
-    const packed_matrix *w = s->w;
-    const uint16_t *base = w->values, *end = base + w->stored;
-    const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
-    const int64_t usual = w->stored / w->d_out * s->columns / w->d_in;
-    for (int64_t i = from; i < from + PANEL && i < rows; i++) {
-        const uint8_t *meta = w->meta + (s->first + i) * bytes + s->start / 8;
-        char *out = tiles + (i - from) * 64;
-        const uint16_t *values = s->values[i], *next = values;
-        int64_t next_bits = 0;
-        if (i + PANEL < rows) { /* the same inputs of the next panel */
-            next = s->values[i + PANEL];
-            next_bits = PANEL * bytes;
-        } else if (s->start + s->columns < w->d_in) { /* the next inputs of the first panel */
-            next = rows > PANEL ? s->values[i - from] : values + usual;
-            next_bits = s->columns / 8 - from * bytes;
-        } else if (s->last + i - from < w->d_out) { /* the next rows */
-            next = base + row_start(w, s->last + i - from);
-            next_bits = (s->last - s->first - from) * bytes - s->start / 8;
-        }
-        const int64_t ahead = (const char *)next - (const char *)values;
-#define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * 2 * TILE, raw)
-        EACH_STEP(values, end, meta, s->columns, ahead, next_bits, KEEP);
-#undef KEEP
-        s->values[i] = values;
-    }
-}
-
 /* The sums of 16 rows of W by 16 of x lie transposed in a tile. */
-static void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_first,
-                          int64_t rows, const float *sums) {
+INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
+                          const float *sums, const int dtype) {
+    const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
+    const __mmask16 lanes = here < SIDE ? (__mmask16)((1u << here) - 1) : 0xffff;
     const uint16_t *bias = job->bias;
-    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    for (int64_t start = 0; start < here; start += SIDE) {
-        const __mmask16 lanes = here - start < SIDE ? (__mmask16)((1u << (here - start)) - 1) : 0xffff;
-        __m512 add = _mm512_setzero_ps();
-        if (bias) {
-            const __m256i bits = _mm256_maskz_loadu_epi16(lanes, bias + row + start);
-            add = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-        }
-        for (int64_t x_row = 0; x_row < rows; x_row++) {
-            const float *from = sums + (x_row / PANEL * 4 + start / SIDE * 2 + x_row / SIDE % 2) * 256 + x_row % SIDE;
-            const __m512 sum = _mm512_add_ps(_mm512_i32gather_ps(column, from, 4), add);
-            uint16_t *y = (uint16_t *)job->y + (x_first + x_row) * w->d_out + row + start;
-            _mm256_mask_storeu_epi16(y, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
-        }
-    }
+    __m512 add = _mm512_setzero_ps();
+    if (bias) add = floats_of_halves(_mm256_maskz_loadu_epi16(lanes, bias + row), dtype);
+    uint16_t *y = (uint16_t *)job->y + x_row * w->d_out + row;
+    __m512i r[SIDE];
+    for (int i = 0; i < SIDE; i++) r[i] = _mm512_load_si512(sums + i * SIDE);
+    transpose(r);
+    for (int i = 0; i < x_rows; i++, y += w->d_out)
+        _mm256_mask_storeu_epi16(y, lanes, halves_of_floats(_mm512_add_ps(_mm512_castsi512_ps(r[i]), add), dtype));
 }
 
-/* Rows of W of one group and up to MOST_ROWS rows of x, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
-static void multiply_group(strip *s, const product *job, int64_t x_first, char *tiles, float *sums) {
+/* Rows of W of one group, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
+INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sums, const int dtype) {
     const packed_matrix *w = s->w;
-    const int64_t x_step = depth_blocks(w->d_in) * TILE, w_rows = s->last - s->first;
-    const int64_t rows = job->rows - x_first < MOST_ROWS ? job->rows - x_first : MOST_ROWS;
-    const int64_t pairs = (rows + PANEL - 1) / PANEL;
+    const int64_t w_rows = s->last - s->first, pairs = (job->rows + PANEL - 1) / PANEL;
+    const int special_x = *(const int *)job->x;
+    const char *x = (const char *)job->x + HEAD;
     for (int64_t i = 0; i < w_rows; i++) s->values[i] = (const uint16_t *)w->values + row_start(w, s->first + i);
     for (s->start = 0; s->start < w->d_in; s->start += STRIP_OF_TILES) {
         s->columns = w->d_in - s->start < STRIP_OF_TILES ? w->d_in - s->start : STRIP_OF_TILES;
-        const char *x = (const char *)job->x + x_first / SIDE * x_step + s->start / DEPTH * TILE;
+        const int64_t x_step = 2 * own_planes[dtype] * depth_blocks(s->columns) * TILE;
         for (int64_t panel = 0; panel * PANEL < w_rows; panel++) {
-            float *to = sums + panel * pairs * 4 * 256;
-            unpack_tiles(s, panel * PANEL, tiles);
-            for (int64_t pair = 0; pair < pairs; pair++, to += 4 * 256) {
-                const int64_t blocks = depth_blocks(s->columns);
-                if (rows - pair * PANEL > SIDE)
-                    multiply_tiles(tiles, x + 2 * pair * x_step, x_step, blocks, to, s->start == 0, 2);
-                else multiply_tiles(tiles, x + 2 * pair * x_step, x_step, blocks, to, s->start == 0, 1);
+            float *to = sums + panel * pairs * SUMS;
+            unpack_tiles(s, panel * PANEL, tiles, dtype);
+            find_lines(s, panel * PANEL);
+            s->at_once = s->last_line / (pairs * depth_blocks(s->columns) * terms[dtype]) + 1;
+            for (int64_t pair = 0; pair < pairs; pair++, to += SUMS) {
+                const char *pair_of_x = x + pair * x_step;
+                if (job->rows - pair * PANEL > SIDE) multiply_tiles(tiles, pair_of_x, special_x, s, to, 2, dtype);
+                else multiply_tiles(tiles, pair_of_x, special_x, s, to, 1, dtype);
             }
         }
+        x += pairs * x_step;
     }
-    for (int64_t row = 0; row < w_rows; row += PANEL) {
-        const int64_t here = w_rows - row < PANEL ? w_rows - row : PANEL;
-        write_outputs(w, job, s->first + row, here, x_first, rows, sums + row / PANEL * pairs * 4 * 256);
-    }
+    for (int64_t x_row = 0; x_row < job->rows; x_row += SIDE)
+        for (int64_t row = 0; row < w_rows; row += SIDE) {
+            const int64_t tile = row / SIDE % 2 * 2 + x_row / SIDE % 2;
+            const float *from = sums + (row / PANEL * pairs + x_row / PANEL) * SUMS + tile * 256;
+            write_outputs(w, job, s->first + row, w_rows - row, x_row, from, dtype);
+        }
 }
 
-static void amx_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
-    char tiles[BLOCKS * 2 * TILE] __attribute__((aligned(64))) = {0};
-    float few[MOST_ROWS / PANEL * 4 * 256] __attribute__((aligned(64)));
+INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int dtype) {
+    char tiles[PLANES * BLOCKS * 2 * TILE] __attribute__((aligned(64)));
+    float few[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
     /* With many rows of x, a strip of them is read from the cache by several panels before the next. */
     void *many = NULL;
     if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof few)) many = NULL;
     const int64_t group = many ? GROUP * PANEL : PANEL;
     strip s = {.w = w};
+    memset(tiles, 0, sizeof tiles);
     configure();
-    for (int64_t x_first = 0; x_first < job->rows; x_first += MOST_ROWS)
-        for (s.first = first; s.first < last; s.first = s.last) {
-            s.last = last - s.first < group ? last : s.first + group;
-            multiply_group(&s, job, x_first, tiles, many ? many : few);
-        }
+    for (s.first = first; s.first < last; s.first = s.last) {
+        s.last = last - s.first < group ? last : s.first + group;
+        multiply_group(&s, job, tiles, many ? many : few, dtype);
+    }
     _tile_release();
     free(many);
 }
 
-const kernels moonshot_amx = {{NULL, amx_multiply, amx_prepared_bytes, amx_prepare}};
+#define FUNCTIONS(name, dtype)                                                                                         \
+    static int64_t name##_tiles_prepared_bytes(int64_t rows, int64_t d_in) {                                           \
+        return prepared_bytes(rows, d_in, dtype);                                                                      \
+    }                                                                                                                  \
+    static void name##_tiles_prepare(const void *x, int64_t rows, int64_t d_in, void *prepared) {                      \
+        prepare(x, rows, d_in, prepared, dtype);                                                                       \
+    }                                                                                                                  \
+    static void name##_tiles_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {       \
+        multiply(w, job, first, last, dtype);                                                                          \
+    }
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(f16, F16)
+
+/* Splitting float16 takes the time of some rows. */
+const kernels moonshot_amx = {
+    {NULL, bf16_tiles_multiply, bf16_tiles_prepared_bytes, bf16_tiles_prepare, 2, 0},
+    {NULL, f16_tiles_multiply, f16_tiles_prepared_bytes, f16_tiles_prepare, FEW + 1, 0},
+};
 #else
 const kernels moonshot_amx;
 #endif

@@ -42,6 +42,8 @@ typedef struct {
     /* Inputs [rows, d_in] as `multiply` reads them, in `prepared_bytes` of memory aligned to 64. */
     int64_t (*prepared_bytes)(int64_t rows, int64_t d_in);
     void (*prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared);
+    int64_t least; /* rows of inputs: for fewer the kernel of the set that this one is based on is faster */
+    int skips; /* zeros, for more than FEW rows: inputs that are infinite or no numbers are taken FEW at a time then */
 } kernel;
 
 /* One instruction set, by dtype; null where it has none, or the compiler had none for it. */
@@ -49,7 +51,7 @@ typedef kernel kernels[DTYPES];
 
 extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_amx, moonshot_neon;
 
-#define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare}
+#define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare, 1, 1}
 
 #define WORD 64 /* columns that are looked at together: one word of bits */
 #define WIDEST 4096 /* bytes of a row that are unpacked at once */
@@ -57,6 +59,9 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define FEW 24 /* rows of inputs for which W is unpacked: for more, only what is stored is multiplied */
 #endif
 #define ROWS_OF_W 4 /* which are unpacked together */
+#define AT_ONCE 512 /* rows of inputs of a product at most: more, and their outputs, leave no room for W in the caches */
+
+#define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
 
 #ifndef AHEAD
 #define AHEAD 2048

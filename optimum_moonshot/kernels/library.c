@@ -62,7 +62,7 @@ static const struct instruction_set {
     const char *name;
     const kernels *own;
     const struct instruction_set *base;
-    int needs, many; /* many: it is for two rows of inputs or more */
+    int needs, many; /* many: it is for several rows of inputs alone */
 } sets[] = {
     {"portable", &moonshot_portable, NULL, 0, 0},
 #if defined(__x86_64__)
@@ -193,6 +193,8 @@ static void run(task *t, int threads) {
         if (parallel) {
             t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
             if (t->parts > 16 * threads) t->parts = 16 * threads;
+            if (t->job && t->job->rows > FEW && t->parts > rows / SHARED)
+                t->parts = rows / SHARED < 2 * threads ? 2 * threads : rows / SHARED;
             parallel(work, t, (unsigned)threads, 0);
             return;
         }
@@ -200,7 +202,16 @@ static void run(task *t, int threads) {
     work(t);
 }
 
-#define AT_ONCE 512 /* rows of inputs: more, and their outputs, leave no room for W in the caches */
+static int all_finite(const void *x, int64_t count, int dtype) {
+    static const uint32_t exponents[] = {[BF16] = 0x7f80, [F16] = 0x7c00, [F32] = 0x7f800000};
+    const uint32_t exponent = exponents[dtype];
+    int found = 0;
+    if (dtype == F32)
+        for (int64_t i = 0; i < count; i++) found |= (((const uint32_t *)x)[i] & exponent) == exponent;
+    else
+        for (int64_t i = 0; i < count; i++) found |= (((const uint16_t *)x)[i] & exponent) == exponent;
+    return !found;
+}
 
 /* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype; 0, or -1 without memory for the inputs. */
 PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
@@ -211,9 +222,11 @@ PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *
     void *prepared = NULL;
     for (int64_t first = 0, count; first < rows && d_out > 0; first += count) {
         count = rows - first < AT_ONCE ? rows - first : AT_ONCE;
-        const kernel *with = count > 1 ? &many_rows[dtype] : &one_row[dtype];
+        const kernel *with = count < many_rows[dtype].least ? &one_row[dtype] : &many_rows[dtype];
+        const void *inputs = (const char *)x + first * d_in * bytes;
+        if (count > FEW && with->skips && !all_finite(inputs, count * d_in, dtype)) count = FEW;
         if (posix_memalign(&prepared, 64, (size_t)with->prepared_bytes(count, d_in))) return -1;
-        with->prepare((const char *)x + first * d_in * bytes, count, d_in, prepared);
+        with->prepare(inputs, count, d_in, prepared);
         const product job = {prepared, count, bias, (char *)y + first * d_out * bytes};
         task t = {&w, with, &job, NULL, 0, d_out, 1, 0, bytes};
         run(&t, threads);

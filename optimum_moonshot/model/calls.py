@@ -44,15 +44,34 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no parameter asks for a gradient; everything is as before on exit."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # By name: a parameter that is brought for a call is another one each time.
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
-        for parameter in wanted:
-            parameter.requires_grad_(False)
+        _require_gradients(model, wanted, False)
         with evaluation_mode(model), torch.enable_grad():
             yield
     finally:
-        for parameter in wanted:
-            parameter.requires_grad_(True)
+        _require_gradients(model, wanted, True)
+
+
+def _require_gradients(model: nn.Module, names: set[str], wanted: bool) -> None:
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(wanted)
+
+
+@contextmanager
+def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module's `forward` is another one; hooks around it still run."""
+    own = module.__dict__.get("forward")  # device placement puts one there
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def first_tensor(output: Any) -> Tensor:

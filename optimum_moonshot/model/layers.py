@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import require
 from .experts import ExpertsForm, expert_keys, stacks_experts
 from .forms import Form, find_form
+from .offload import rest_of, weights_of
 from .presence import RESIDENT, Weights
 
 WEIGHT = "weight"  # what a module with one matrix calls it
@@ -136,6 +137,16 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def visited(model: nn.Module) -> list[Block]:
+    """The model's blocks, to bring their weights one after the other."""
+    return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
+
+
+def rest_present(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which all weights outside of the blocks are in the model."""
+    return rest_of(model, [module for _, module in find_blocks(model)]).present()
+
+
 def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str, nn.Module]]:
     """The blocks of a list. Nobody calls a list: one in it holds blocks, and each of its elements is one."""
     for key, element in module.named_children():
@@ -183,7 +194,9 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
     for layer, block in wanted:
         (by_block[block] if block else outside).append(layer)
     structure = Structure(
-        tuple(Block(name, module, tuple(by_block[name])) for name, module in blocks), tuple(outside), skipped
+        tuple(Block(name, module, tuple(by_block[name]), weights_of(model, module)) for name, module in blocks),
+        tuple(outside),
+        skipped,
     )
     if next(structure.layers(), None) is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])

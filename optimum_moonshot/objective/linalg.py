@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no entry is NaN or infinite, without a temporary of the tensor's size."""
+    if not tensor.numel():
+        return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 

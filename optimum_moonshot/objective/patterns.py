@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..devices import is_gpu
 from ..errors import MoonshotError, require
 
 
@@ -318,7 +319,7 @@ def kth_smallest(values: Tensor, count: int) -> Tensor:
         [rows, 1].
     """
     # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
-    if values.is_cuda and len(values) < 8:
+    if is_gpu(values.device) and len(values) < 8:
         return values.sort(-1).values[:, count - 1, None]
     return values.kthvalue(count, dim=-1, keepdim=True).values
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.accumulators import Plan, numbers_per_row
+from ..calibration.accumulators import Plan
 from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.passes import Step
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
@@ -37,9 +36,10 @@ from ..progress import progress_bar
 from ..solvers import Solver
 from .allocation import exact_patterns
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare
 from .preparation import Prepared
-from .row_chunks import RowChunks
 from .schedule import StatisticsSchedule
+from .sharing import share_curves
 from .starved_experts import is_starved
 from .statistics_source import StatisticsSource
 from .variant import Variant
@@ -74,7 +74,7 @@ def sampled_rows(layer: PrunableLayer) -> slice:
 def loss_curve(
     solver: Solver,
     layer: PrunableLayer,
-    statistics: LayerStatistics | ExpertChunks,
+    statistics: LayerStatistics | ExpertChunks | ExpertShare,
     patterns: Sequence[Pattern],
 ) -> LossCurve:
     """What a layer loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
@@ -102,19 +102,27 @@ def loss_curve(
 
 
 def _expert_curves(
-    solver: Solver, weights: Tensor, statistics: LayerStatistics | ExpertChunks, patterns: Sequence[Pattern]
+    solver: Solver,
+    weights: Tensor,
+    statistics: LayerStatistics | ExpertChunks | ExpertShare,
+    patterns: Sequence[Pattern],
 ) -> LossCurve:
     """The curve of a layer of experts [E, d_out, d_in], with those of each.
 
     What a starved expert loses is not known: it has the mean of the layer's others, and so no extreme share.
     """
     size, shares = weights[0].numel(), _shares(patterns)
-    measured: list[LossCurve | None] = []
-    starved: list[int] = []
+    found: list[tuple[LossCurve | None, bool]] = []
     for index, own in enumerate(statistics.groups(len(weights))):
-        measured.append(None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns))
-        if measured[-1] is None or (own.tokens is not None and is_starved(int(own.tokens), own.inputs.shape[-1])):
-            starved.append(index)
+        if own is None:
+            continue  # another process solves it
+        curve = None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns)
+        few = own.tokens is not None and is_starved(int(own.tokens), own.inputs.shape[-1])
+        found.append((curve, curve is None or few))
+    if isinstance(statistics, ExpertShare):
+        found = statistics.complete(found)
+    measured = [curve for curve, _ in found]
+    starved = [index for index, (_, few) in enumerate(found) if few]
     known = [curve for index, curve in enumerate(measured) if index not in starved] or list(filter(None, measured))
     sums = [sum(losses) for losses in zip(*(curve.losses for curve in known), strict=True)] or [0.0] * len(shares)
     mean = LossCurve(size, shares, tuple(loss / max(1, len(known)) for loss in sums))
@@ -153,16 +161,11 @@ class SampledRows(StatisticsSchedule):
         super().__init__(*arguments)
         self.diagonal = False
 
-    def _plan(self, layer: PrunableLayer) -> Plan:
+    def plan(self, layer: PrunableLayer) -> Plan:
         return Plan(rows=sampled_rows(layer))
 
-    def _bytes(self, layer: PrunableLayer) -> int:
-        d_out, d_in = layer.shape
-        rows = len(range(*sampled_rows(layer).indices(d_out)))
-        return 4 * (layer.groups * d_in * d_in + rows * numbers_per_row(d_in, self.samples, None))
-
-    def _chunks(self, together: list[PrunableLayer], step: Step) -> RowChunks | ExpertChunks | None:
-        return super()._chunks(together, step) if together[0].form.separate else None
+    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
+        return super().parts(together) if together[0].form.separate else None
 
 
 class _Curves:
@@ -208,22 +211,32 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     layers = prepared.selection.layers
     missing = sum(map(curves.lacks, layers))
     with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
-        for layer, statistics in source.layers():
-            assert isinstance(statistics, LayerStatistics | ExpertChunks)
-            for patterns, lacking in curves.of(layer).items():
-                curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
-                for variant in lacking:
-                    variant.store.put_curve(layer.name, curve)
-            bar.update(1)
+        for together in source.rounds():
+            found = []
+            for layer, statistics in together:
+                assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
+                for patterns, lacking in curves.of(layer).items():
+                    curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
+                    for variant in lacking:
+                        variant.store.put_curve(layer.name, curve)
+                        found.append((variants.index(variant), layer.name, curve))
+                del statistics  # before the next step's are gathered
+                bar.update(1)
+            share_curves(prepared, variants, found)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
+
+
+def sampled_count(samples: int) -> int:
+    """How many of so many samples the curves are found by."""
+    return min(samples, max(SAMPLES, samples // SHARE))
 
 
 def _sampled(prepared: Prepared) -> Prepared:
     """The same model, to be seen dense and with gradients, and some of the data."""
     selection, data = prepared.selection, prepared.data
     assert data is not None  # `prepare` refuses to allocate without
-    batches = spread_samples(data.batches, max(SAMPLES, data.num_samples // SHARE))
+    batches = spread_samples(data.batches, sampled_count(data.num_samples))
     count = sum(map(batch_size, batches))
     return dataclasses.replace(
         prepared,

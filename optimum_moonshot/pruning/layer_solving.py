@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import PrunedWeight, Solver
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare
 
 
 class Solved(NamedTuple):
@@ -45,7 +47,7 @@ class ChunkedStatistics(Protocol):
         """
 
 
-Statistics = LayerStatistics | ChunkedStatistics | ExpertChunks
+Statistics = LayerStatistics | ChunkedStatistics | ExpertChunks | ExpertShare
 
 
 def solve_layer(
@@ -71,7 +73,7 @@ def solve_layer(
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
     if layer.form.separate:
-        assert isinstance(statistics, LayerStatistics | ExpertChunks)
+        assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
         return _solve_groups(solver, layer, patterns, statistics, lam)
     return _solve_matrix(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 
@@ -80,17 +82,41 @@ def _solve_groups(
     solver: Solver,
     layer: PrunableLayer,
     patterns: Sequence[Pattern],
-    statistics: "LayerStatistics | ExpertChunks",
+    statistics: "LayerStatistics | ExpertChunks | ExpertShare",
     lam: float,
 ) -> list[Solved]:
     """As `solve_layer`, where every group of rows is a matrix of its own: an expert."""
     matrices, dtype = layer.matrix.unflatten(0, (layer.groups, -1)), layer.parameter.dtype
     found: list[list[Solved]] = [[] for _ in patterns]
     for index, own in enumerate(statistics.groups(layer.groups)):
+        if own is None:
+            continue  # another process solves it
         some = [_share(pattern, index, matrices[index].numel()) for pattern in patterns]
         for each, solved in zip(found, _solve_matrix(solver, matrices[index], dtype, some, own, lam), strict=True):
             each.append(solved)
+    if isinstance(statistics, ExpertShare):
+        found = [_of_all(statistics, each, matrices) for each in found]
     return list(map(joined, found))
+
+
+def _of_all(share: ExpertShare, own: list[Solved], matrices: Tensor) -> list[Solved]:
+    """The results of all experts by one pattern, from those of this process."""
+    ranks, count = share.ranks, share.count
+    weights, keeps = (
+        matrices.new_empty(matrices.shape, dtype=torch.float32),
+        torch.empty_like(matrices, dtype=torch.bool),
+    )
+    for index, solved in zip(share.part, own, strict=True):
+        weights[index], keeps[index] = solved.result.weight, solved.result.keep
+    mine = slice(share.part.start, share.part.stop)
+    for values in (weights, keeps):
+        ranks.join(values[mine].clone(), values, count)
+    nothing = matrices.new_empty(0)
+    rest = share.complete([each._replace(result=replace(each.result, weight=nothing, keep=nothing)) for each in own])
+    return [
+        each._replace(result=replace(each.result, weight=weights[index], keep=keeps[index]))
+        for index, each in enumerate(rest)
+    ]
 
 
 def _share(pattern: Pattern, index: int, size: int) -> Pattern:
@@ -166,7 +192,7 @@ def _solve_family(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: Statistics, lam: float
 ) -> list[Solved]:
     column_block = solver.column_block(weight.shape[1], patterns[0])
-    assert not isinstance(statistics, ExpertChunks)
+    assert not isinstance(statistics, ExpertChunks | ExpertShare)
     if not isinstance(statistics, LayerStatistics):
         if lam < 1:
             return statistics.solve(solver, patterns, lam, column_block)

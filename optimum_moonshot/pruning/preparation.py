@@ -1,13 +1,17 @@
 """Model and data made ready: the value that a run, a sweep and a sparsity path work on."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..calibration.memory import Storage
 from ..calibration.samples import unshown_samples
-from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
+from ..calibration.survey import Extras, survey
+from ..data.batches import Batch, batch_size, samples_between, shorten, split_batches, without_padding
 from ..data.image_text import ImageTextSource, load_image_text, open_image_text, reads_both
 from ..data.images import load_images, open_images
 from ..data.self_calibration import SelfCalibration
@@ -15,11 +19,14 @@ from ..data.text import CalibrationData, load_calibration
 from ..errors import require
 from ..model.calls import frozen, model_device, to_device
 from ..model.facts import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..model.layers import PrunableLayer
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
-from ..model.presence import present_in_turn
+from ..model.presence import RESIDENT, present_in_turn
 from ..objective.allocation_rules import NEEDING_DATA
+from ..processes import ALONE, Ranks
+from .result_store import weight_sums
 from .run_folder import RunFolder
-from .selection import Selection, check_weights
+from .selection import Selection, check_attention, check_weight, check_weights
 from .self_samples import load_self
 
 # A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
@@ -38,6 +45,14 @@ class Subject:
     processor: Any = None
     loss: Loss | None = None
     progress: bool = True  # show bars
+    ranks: Ranks = ALONE  # the processes of the run
+
+
+class Surveyed(NamedTuple):
+    """What a first look at a model says whose blocks are elsewhere."""
+
+    extras: Extras | None  # of the blocks, by which passes go through them one by one; None without data
+    sums: list[str]  # of `weight_sums`, in the layers' order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +68,33 @@ class Prepared:
     data: CalibrationData | None
     storage: Storage
     kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
+    surveyed: "Surveyed | None" = None  # where blocks are elsewhere
 
     @property
     def model(self) -> nn.Module:
         return self.subject.model
 
     @property
+    def ranks(self) -> Ranks:
+        return self.subject.ranks
+
+    @cached_property
     def batches(self) -> list[Batch]:
-        """The calibration batches; none without data."""
-        return [] if self.data is None else self.data.batches
+        """The calibration batches, of several processes those with this one's samples; none without data."""
+        if self.data is None or self.ranks.size == 1:
+            return [] if self.data is None else self.data.batches
+        samples = self.ranks.part(self.data.num_samples)
+        return samples_between(self.data.batches, samples.start, samples.stop)
 
     @property
     def probe(self) -> Batch:
         """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
-        return to_device(shorten(self.batches[0]), model_device(self.model))
+        assert self.data is not None
+        return to_device(shorten(self.data.batches[0]), model_device(self.model))
 
 
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
-    """Check the model and read the data.
+    """Check the model and read the data; of several processes the first one reads them for all.
 
     Args:
         subject: the model, which stays as it is.
@@ -79,18 +103,65 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         kept: a folder for samples that the model writes; None keeps them in memory.
 
     Raises:
-        MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed.
+        MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
+            process has another model or configuration.
     """
-    check_weights(selection)
-    data = None if calibration is None else _read(subject, selection, calibration, kept)
-    if data is not None:
-        data = _with_samples_shown(subject, selection, data)
+    check_attention(selection)
+    elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
+    if elsewhere:
+        require(subject.ranks.size == 1, "several processes: a model that is offloaded is pruned by one")
+    else:
+        check_weights(selection)
+    if subject.ranks.size > 1:
+        _check_alike(subject.ranks, selection)
+    data = None
+    if calibration is not None and subject.ranks.first:
+        data = _read(subject, selection, calibration, kept)
+        data = data if elsewhere else _with_samples_shown(subject, selection, data)
+    data = subject.ranks.given(data)
     if data is None:
         _check_without_data(selection)
     config = selection.config
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     own = SelfCalibration.of(calibration) is not None
-    return Prepared(subject, selection, data, storage, kept if own else None)
+    prepared = Prepared(subject, selection, data, storage, kept if own else None)
+    return _surveyed(prepared) if elsewhere else prepared
+
+
+def _surveyed(prepared: Prepared) -> Prepared:
+    """Look at every block once: its weights, how the model calls it, and whether its layers show the samples."""
+    selection, subject, data = prepared.selection, prepared.subject, prepared.data
+    structure, sums, extras = selection.structure, dict[str, str](), None
+
+    def look(layers: Iterable[PrunableLayer]) -> None:
+        for layer in layers:
+            check_weight(layer)
+            sums[layer.name] = weight_sums(layer)
+
+    look(structure.outside)
+    with frozen(subject.model):
+        if data is None:
+            look(layer for layer in structure.layers_present() if layer not in structure.outside)
+        else:
+            own = lambda block: look(block.layers)  # noqa: E731
+            two = _two_samples(selection, data)
+            probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
+            extras, unshown = survey(subject.model, structure.blocks, probe, selection.needs_losses, subject.loss, own)
+            if two is not None:
+                unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
+                data = _one_by_one(data, unshown)
+    surveyed = Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
+    return dataclasses.replace(prepared, data=data, surveyed=surveyed)
+
+
+def _check_alike(ranks: Ranks, selection: Selection) -> None:
+    """Several processes prune one model in one way, or would wait for each other in vain."""
+    ranks.agree("the configuration", f"{selection.config.fingerprint()} {selection.lam}")
+    sums = []
+    for layer in selection.structure.layers_present():
+        bits = layer.parameter.detach().contiguous().view(torch.uint8)
+        sums.append(f"{layer.name} {layer.shape} {layer.parameter.dtype} {int(bits.sum(dtype=torch.int64))}")
+    ranks.agree("the model", "\n".join(sums))
 
 
 def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:
@@ -112,15 +183,25 @@ def _with_samples_shown(subject: Subject, selection: Selection, data: Calibratio
 
     A forward pass of two samples and one of a sample tell, where it matters: for gradients, or with padding.
     """
+    two, structure = _two_samples(selection, data), selection.structure
+    if two is None:
+        return data
+    with frozen(subject.model), present_in_turn(structure.blocks):
+        probe = to_device(two, model_device(subject.model))
+        return _one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))
+
+
+def _two_samples(selection: Selection, data: CalibrationData) -> Batch | None:
+    """Two samples to ask whether the layers show them; None where it does not matter."""
     batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
     padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
     if batch is None or (padded is None and not selection.needs_losses):
-        return data
-    batch = batch if padded is None else padded
-    structure = selection.structure
-    probe = to_device(shorten(batch, samples=2), model_device(subject.model))
-    with frozen(subject.model), present_in_turn(structure.blocks):
-        unshown = unshown_samples(subject.model, list(structure.layers()), probe)
+        return None
+    return shorten(batch if padded is None else padded, samples=2)
+
+
+def _one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
+    """The data in batches of one sample, where some layers do not show them, with a note."""
     if not unshown:
         return data
     more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""

@@ -13,10 +13,9 @@ optimizer state is alive at a time. Norms and biases stay as they are.
 import time
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..calibration.chains import find_chains
-from ..calibration.memory import Storage
+from ..calibration.chains import Chains, find_chains
 from ..calibration.passes import BlockwisePasses
 from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, split_batches
@@ -29,6 +28,7 @@ from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .preparation import Prepared
 from .result_store import ResultStore
+from .statistics_source import streamed
 from .student import Student, Task, Tensors, positions
 from .tuning import Tuner, part_size
 from .variant import Variant
@@ -38,30 +38,25 @@ class Recovery:
     """The recovery of one run's results.
 
     Args:
-        model: dense and frozen while it runs.
+        passes: over the chain of blocks that it is inside of, of the model as it is dense and frozen, with the
+            calibration data in parts of `part_size` samples at most.
         structure: what the run prunes.
-        blocks: the chain that it is inside of.
         config: how many steps, at which rate, and the seed of their order.
-        batches: the calibration data, in parts of `part_size` samples at most.
-        storage: where the two streams live.
         store: the pruned weights in, the recovered ones out.
         gradual: where blocks are pruned once more, in stages.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        passes: BlockwisePasses,
         structure: Structure,
-        blocks: tuple[Block, ...],
         config: MoonshotConfig,
-        batches: list[Batch],
-        storage: Storage,
         store: ResultStore,
         gradual: Gradual | None = None,
     ):
-        self.model, self.structure, self.blocks, self.config = model, structure, blocks, config
-        self.batches, self.storage, self.store, self.gradual = batches, storage, store, gradual
-        self.sizes = [batch_size(batch) for batch in batches]
+        self.passes, self.structure, self.config, self.store, self.gradual = passes, structure, config, store, gradual
+        self.blocks, self.batches, self.storage = passes.blocks, passes.batches, passes.storage
+        self.sizes = [batch_size(batch) for batch in self.batches]
 
     @classmethod
     def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
@@ -79,10 +74,13 @@ class Recovery:
         if config.recover is None:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
-        batches = split_batches(prepared.batches, part_size(prepared.data.num_samples))
+        batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
         probe = prepared.probe
-        with frozen(model), all_present(structure.blocks):
-            found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)
+        if prepared.surveyed is not None:  # which found one chain
+            found = Chains([structure.blocks], (), ())
+        else:
+            with frozen(model), all_present(structure.blocks):
+                found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)
         require(
             len(found.chains) == 1 and not found.loose,
             f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
@@ -95,13 +93,18 @@ class Recovery:
         if config.recover == "gradual":
             sizes = [batch_size(batch) for batch in batches]
             gradual = Gradual(selection.solver, variant.pattern_of, config.recover_steps, sizes, storage)
-        return cls(model, structure, found.chains[0], config, batches, storage, variant.store, gradual)
+        chain = found.chains[0]
+        around = [block for block in structure.blocks if block not in chain]
+        passes = (
+            BlockwisePasses(model, chain, batches, False, None, storage, around)
+            if prepared.surveyed is None
+            else streamed(prepared, batches, False)
+        )
+        return cls(passes, structure, config, variant.store, gradual)
 
     def run(self) -> Iterator[Block]:
         """Recover every block that is not yet; yields each one when it is done."""
-        blocks = self.blocks
-        around = [block for block in self.structure.blocks if block not in blocks]
-        passes = BlockwisePasses(self.model, blocks, self.batches, False, None, self.storage, around)
+        blocks, passes = self.blocks, self.passes
         passes.capture()
         dense = [call.hidden for call in passes.calls[passes.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]

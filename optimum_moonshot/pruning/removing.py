@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics
 from ..calibration.passes import Step
 from ..config import MoonshotConfig
+from ..devices import peak_bytes
 from ..errors import MoonshotError, require
 from ..model.calls import frozen
 from ..model.compaction import Compaction
@@ -27,16 +28,17 @@ from ..model.presence import all_present
 from ..objective.patterns import Experts, Pattern
 from ..objective.removal import Removal
 from ..progress import progress_bar
-from ..reports.environment import peak_memory, versions
+from ..reports.environment import versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
 from ..reports.record import PruningRecord
 from ..solvers import Solver, make_solver, solver_names
 from .device_memory import enough_memory
 from .preparation import Prepared, Subject, prepare
-from .result_store import ResultStore, fingerprint
+from .result_store import ResultStore
 from .run_folder import RunFolder
 from .selection import Selection, resolved_lam
 from .statistics_source import StatisticsSource
+from .variant import divided, open_store
 
 
 def run_removal(
@@ -59,7 +61,9 @@ def run_removal(
     """
     started = time.perf_counter()
     selection = _select(subject.model, config)
-    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    kept = None
+    if resume_dir is not None and subject.ranks.first:
+        kept = RunFolder(resume_dir, "resume_dir").for_samples()
     prepared = prepare(subject, selection, calibration, kept)
     before = sum(parameter.numel() for parameter in subject.model.parameters())
     with frozen(subject.model), all_present(selection.structure.blocks):
@@ -123,12 +127,7 @@ class _Choices:
     @classmethod
     def open(cls, prepared: Prepared, removal: ExpertRemoval, folder: str | os.PathLike[str] | None) -> "_Choices":
         """With results that are kept in `folder`, or in memory without one."""
-        if folder is None:
-            return cls(prepared, removal, ResultStore(None, ""))
-        selection = prepared.selection
-        digest = prepared.data.digest if prepared.data else ""
-        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
-        return cls(prepared, removal, ResultStore(folder, known))
+        return cls(prepared, removal, open_store(prepared, prepared.selection, folder, "resume_dir"))
 
     # What `StatisticsSource` asks of those who want layers: here the parameters of mixtures.
 
@@ -173,8 +172,10 @@ class _Choices:
             step.skip()
             return
         samples, gradients = self.prepared.data.num_samples, self.selection.needs_gradients
-        with MixtureObserver(mixtures, gradients, samples, self.prepared.storage) as observer:
+        storage, ranks = self.prepared.storage, self.prepared.ranks
+        with MixtureObserver(mixtures, gradients, samples, storage, ranks) as observer:
             step.observe(observer, True)
+        observer.merge()
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
             self._choose(mixture, observer.sums[mixture.name].result())
@@ -198,7 +199,7 @@ class _Choices:
             shape=(mixture.count, mixture.size),
             sparsity=len(gone) / mixture.count,
             seconds=seconds,
-            peak_memory=peak_memory(mixture.parameters[0].device),
+            peak_memory=peak_bytes(mixture.parameters[0].device),
             notes=problem.scales.notes,
             asked=pattern.sparsity,
             experts=ExpertChoice(tuple(gone), losses),
@@ -219,7 +220,8 @@ class _Choices:
             before: parameters of the model as it was.
             seconds: calibration, solver, total.
         """
-        model, config, spilled = self.prepared.model, self.selection.config, self.prepared.storage.spilled
+        model, config, bytes_on_disk = self.prepared.model, self.selection.config, self.prepared.storage.spilled
+        spilled = [f"{bytes_on_disk / 2**30:.2f} GiB of caches went to disk"] if bytes_on_disk else []
         layers = [self.store.reports[mixture.name] for mixture in self.removal.mixtures]
         after = sum(parameter.numel() for parameter in model.parameters())
         gone = {layer.name: len(layer.experts.removed) for layer in layers if layer.experts}
@@ -232,7 +234,7 @@ class _Choices:
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
-            notes=[*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])],
+            notes=[*self.notes, *spilled, *divided(self.prepared.ranks, config)],
             compaction=compaction,
             parameters=before,
         )

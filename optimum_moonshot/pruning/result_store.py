@@ -1,20 +1,25 @@
 """Pruned weights between solving and writing: the model stays dense until every layer has its result.
 
-With a folder, each result is a file at once, so that a killed run goes on where it was.
+With a folder, each result is a file at once, so that a killed run goes on where it was. On disk a result takes the
+bytes that its zeros leave.
 """
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..mapped import SpillFile
 from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve
+from ..packing import weight_of
+from ..packing.squeezed import spilled, squeezed, unsqueezed
+from ..processes import Ranks
 from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
@@ -30,11 +35,21 @@ class ResultStore:
         folder: where each result is written at once; None keeps them in memory.
         fingerprint: of everything that the results depend on. Files of another run are thrown away, with a note.
         field: the argument that the folder came with, for messages.
+        spilling: keep them on disk without a folder too, for as long as they are wanted.
+        spill_to: a folder for that, which nothing is seen in; None is the system's for temporary files.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, fingerprint: str, field: str = "resume_dir"):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        fingerprint: str,
+        field: str = "resume_dir",
+        spilling: bool = False,
+        spill_to: str | None = None,
+    ):
         self.folder = None if folder is None else RunFolder(folder, field)
-        self.weights: dict[str, Tensor] = {}
+        self.spill = SpillFile(spill_to) if spilling else None
+        self.weights: dict[str, Callable[[], Tensor]] = {}  # what gives those that are in no folder
         self.reports: dict[str, LayerReport] = {}
         self.blocks: dict[str, BlockReport] = {}  # recovered
         self.curves: dict[str, LossCurve] = {}  # by which an allocation divides the sparsity
@@ -63,10 +78,13 @@ class ResultStore:
                 report = LayerReport.from_dict(values)
                 self.reports[report.name], self.files[report.name] = report, path
         for path, values, tensors in folder.saved(RECOVERED):
-            complete = values is not None and all(name in self.reports for name in tensors)
+            names = dict.fromkeys(map(weight_of, tensors))
+            complete = values is not None and all(name in self.reports for name in names)
             damaged += not complete
             if complete:
-                self._recovered(BlockReport.from_dict(values), tensors, path)
+                self._recovered(
+                    BlockReport.from_dict(values), {name: self._read(name, tensors) for name in names}, path
+                )
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
@@ -94,12 +112,48 @@ class ResultStore:
         """
         weight = weight.cpu().contiguous()
         if self.folder is None:
-            self.weights[report.name] = weight
+            self.weights[report.name] = self._kept(report.name, weight)
         else:
             self.files[report.name] = self.folder.save(
-                LAYERS, report.name, {report.name: weight}, dataclasses.asdict(report)
+                LAYERS, report.name, squeezed(report.name, weight), dataclasses.asdict(report)
             )
         self.reports[report.name] = report
+
+    def _kept(self, name: str, weight: Tensor) -> Callable[[], Tensor]:
+        """What gives a weight again, where there is no folder."""
+        return (lambda: weight) if self.spill is None else spilled(self.spill, name, weight)
+
+    @classmethod
+    def of_all(
+        cls,
+        ranks: Ranks,
+        folder: str | os.PathLike[str] | None,
+        fingerprint: str,
+        field: str = "resume_dir",
+        spilling: bool = False,
+        spill_to: str | None = None,
+    ) -> "ResultStore":
+        """The store of each of several processes: that of the first is in the folder, the others' are in memory.
+
+        All hold what the first has found there.
+
+        Args:
+            ranks: the processes.
+            folder, fingerprint, field, spilling, spill_to: as for `ResultStore`.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        store = cls(folder if ranks.first else None, fingerprint, field, spilling, spill_to)
+        if ranks.size == 1 or folder is None:
+            return store
+        found = ranks.given((store.reports, store.blocks, store.curves, store.notes))
+        store.reports, store.blocks, store.curves, store.notes = found
+        for name in store.reports:
+            weight = ranks.given(store._saved(name)() if ranks.first else None)
+            if not ranks.first:
+                store.weights[name] = store._kept(name, weight)
+        return store
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Keep what a layer loses at some sparsities.
@@ -144,7 +198,8 @@ class ResultStore:
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
         path = None
         if self.folder is not None:
-            path = self.folder.save(RECOVERED, report.name, weights, dataclasses.asdict(report))
+            parts = {part: tensor for name in weights for part, tensor in squeezed(name, weights[name]).items()}
+            path = self.folder.save(RECOVERED, report.name, parts, dataclasses.asdict(report))
         self._recovered(report, weights, path)
 
     def _recovered(self, report: BlockReport, weights: dict[str, Tensor], path: Path | None) -> None:
@@ -153,16 +208,30 @@ class ResultStore:
             sparsity = int((weight == 0).sum()) / weight.numel()
             self.reports[name] = dataclasses.replace(self.reports[name], sparsity=sparsity)
         if path is None:
-            self.weights.update(weights)
+            self.weights |= {name: self._kept(name, weight) for name, weight in weights.items()}
         else:
             self.files.update(dict.fromkeys(weights, path))
 
     def weight(self, layer: PrunableLayer) -> Tensor:
         """A layer's weight as it will be in the model, [d_out, d_in] in host memory."""
-        if layer.name in self.weights:
-            return self.weights[layer.name]
-        with safe_open(self.files[layer.name], "pt") as file:
-            return file.get_tensor(layer.name)
+        return self.loader(layer)()
+
+    def loader(self, layer: PrunableLayer) -> Callable[[], Tensor]:
+        """What gives `weight`, also after the folder was discarded."""
+        return self._saved(layer.name)
+
+    def _saved(self, name: str) -> Callable[[], Tensor]:
+        if name in self.weights:
+            return self.weights[name]
+        file = safe_open(self.files[name], "pt")  # which holds the file's contents when its name is gone
+        return lambda: self._unsqueezed(name, set(file.keys()), file.get_tensor)
+
+    def _read(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        return self._unsqueezed(name, set(tensors), tensors.__getitem__)
+
+    def _unsqueezed(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
+        rows, columns = self.reports[name].shape
+        return unsqueezed(name, parts, read, (rows, columns))
 
     def pop(self, layer: PrunableLayer) -> Tensor:
         """As `weight`, and the last time that it is asked for: memory forgets it."""
@@ -181,18 +250,21 @@ class ResultStore:
             self.folder.discard()
 
 
-def fingerprint(*parts: str, layers: Iterable[PrunableLayer]) -> str:
+def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
     """SHA-256 of the settings and of the dense weights, by two float64 sums per layer.
 
     Args:
         parts: the settings, and whatever else the results depend on.
-        layers: at their dense weights.
+        layers: at their dense weights; or what `weight_sums` said of them.
     """
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:
-        weight = layer.matrix.double()
-        ramp = torch.linspace(1, 2, weight.shape[1], dtype=torch.float64, device=weight.device)
-        digest.update(
-            f"{layer.name} {layer.shape} {weight.sum().item()} {(weight @ ramp).square().sum().item()}".encode()
-        )
+        digest.update((layer if isinstance(layer, str) else weight_sums(layer)).encode())
     return digest.hexdigest()
+
+
+def weight_sums(layer: PrunableLayer) -> str:
+    """A layer's name and shape, and two sums by which its dense weight is known again."""
+    weight = layer.matrix.double()
+    ramp = torch.linspace(1, 2, weight.shape[1], dtype=torch.float64, device=weight.device)
+    return f"{layer.name} {layer.shape} {weight.sum().item()} {(weight @ ramp).square().sum().item()}"

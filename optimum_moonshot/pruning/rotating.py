@@ -41,6 +41,7 @@ from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
 from .run_folder import RunFolder
 from .selection import select
+from .sharing import of_the_first
 from .statistics_source import StatisticsSource
 from .variant import Variant
 
@@ -104,7 +105,9 @@ def run_rotation(
         MoonshotError: as `rotate`, and bad data.
     """
     selection = select(subject.model, config)
-    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    kept = None
+    if resume_dir is not None and subject.ranks.first:
+        kept = RunFolder(resume_dir, "resume_dir").for_samples()
     prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
@@ -174,14 +177,28 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
 def _learned(
     prepared: Prepared, store: ResultStore, patterns: PatternsOf, basis: Basis, batch: Batch, expected: list[Tensor]
 ) -> Learned:
-    """The state at the end of learning, from the store as far as it is there."""
-    config, device = prepared.selection.config, model_device(prepared.model)
-    state = store.rotation()
+    """The state at the end of learning, from the store as far as it is there.
+
+    Several processes gather the objective together; the first one learns.
+    """
+    state = of_the_first(prepared, store.rotation())
     if state is not None and state.finished:
         return state
     with all_present(basis.blocks):
         verify(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
+    if prepared.ranks.first:
+        state = _finished(prepared, store, basis, objective, state)
+    state = of_the_first(prepared, state)
+    assert state is not None
+    return state
+
+
+def _finished(
+    prepared: Prepared, store: ResultStore, basis: Basis, objective: Objective, state: Learned | None
+) -> Learned:
+    """Learn from a state on, to the end."""
+    config, device = prepared.selection.config, model_device(prepared.model)
     steps, shown = config.rotation_steps, prepared.subject.progress
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
@@ -276,8 +293,10 @@ class _Gathering:
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: Plan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
-        with Observer(layers, False, wanted, samples, storage, plans, extra=extra) as observer:
+        ranks = self.prepared.ranks
+        with Observer(layers, False, wanted, samples, storage, plans, extra=extra, ranks=ranks) as observer:
             step.observe(observer, True)
+        observer.merge()
         together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
         for layer in layers:
             if observer.reached(layer):

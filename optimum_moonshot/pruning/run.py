@@ -17,6 +17,7 @@ from .result_store import ResultStore
 from .rotating import rotated
 from .run_folder import RunFolder
 from .selection import select
+from .sharing import share_recovered
 from .solving import prune_layers
 from .variant import Variant
 
@@ -42,7 +43,9 @@ def run(
         return run_removal(subject, config, calibration, resume_dir)
     started = time.perf_counter()
     selection = select(subject.model, config)
-    kept = None if resume_dir is None else RunFolder(resume_dir, "resume_dir").for_samples()
+    kept = None
+    if resume_dir is not None and subject.ranks.first:
+        kept = RunFolder(resume_dir, "resume_dir").for_samples()
     prepared = prepare(subject, selection, calibration, kept)
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
@@ -75,7 +78,8 @@ def solve_and_write(prepared: Prepared, variant: Variant) -> float:
     with enough_memory(), frozen(subject.model), bar:
         prune_layers(prepared, [variant], bar)
         if recovery is not None:
-            recovering = recover(prepared, recovery)
+            recovering = recover(prepared, recovery) if subject.ranks.first else 0.0
+            share_recovered(prepared, variant)
     variant.commit()
     return recovering
 

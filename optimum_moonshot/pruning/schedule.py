@@ -5,7 +5,7 @@ exact. A layer whose statistics exceed the memory all the same is solved in chun
 removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
@@ -15,10 +15,23 @@ from ..calibration.passes import Step
 from ..errors import require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern
+from ..objective.row_slices import split_range
+from ..processes import ALONE, Ranks
+from ..runtime.freed import give_back
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
+from .expert_share import ExpertShare, is_shared, shares
 from .row_chunks import RowChunks, chunk_rows
 from .starved_experts import StarvedExperts
+
+# A layer and its statistics; None where no data reached it.
+Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | ExpertShare | None"]
+
+
+def solving_cost(layer: PrunableLayer) -> float:
+    """About how long a layer takes, in operations of one kind."""
+    d_out, d_in = layer.shape
+    return float(d_out * d_in * d_in)
 
 
 class StatisticsSchedule:
@@ -31,6 +44,7 @@ class StatisticsSchedule:
         samples: N.
         storage: where statistics live, within its budget.
         expert_tokens, starved_experts: as in `MoonshotConfig`.
+        ranks: the processes that share the samples, and the layers.
     """
 
     def __init__(
@@ -42,17 +56,25 @@ class StatisticsSchedule:
         storage: Storage,
         expert_tokens: str = "routed",
         starved_experts: str = "all",
+        ranks: Ranks = ALONE,
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
-        self.samples, self.storage = samples, storage
+        self.samples, self.storage, self.ranks = samples, storage, ranks
         self.diagonal = solver.objective.diagonal_only
         self.notes: list[str] = []
-        self.experts = StarvedExperts(expert_tokens, starved_experts, self.diagonal, samples, storage, self.notes)
+        experts = expert_tokens, starved_experts, self.diagonal
+        self.experts = StarvedExperts(*experts, samples, storage, self.notes, ranks)
 
-    def statistics(
-        self, step: Step, layers: list[PrunableLayer]
-    ) -> Iterator[tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | None"]]:
-        """Those of some layers of a step, each forgotten here once it is given; None where no data reached it.
+    def statistics(self, step: Step, layers: list[PrunableLayer]) -> Iterator[Given]:
+        """As `in_rounds`, one after the other."""
+        for together in self.in_rounds(step, layers):
+            yield from together
+
+    def in_rounds(self, step: Step, layers: list[PrunableLayer]) -> Iterator[Iterator[Given]]:
+        """The statistics of some layers of a step, as many at a time as the memory takes.
+
+        Each is forgotten here once it is given; None where no data reached a layer. Of several processes each is given
+        those of its own layers, of what exceeds the memory all are. Every round has to come to its end.
 
         Args:
             step: as the passes give it; it is observed once or several times, or skipped.
@@ -61,90 +83,156 @@ class StatisticsSchedule:
         Raises:
             MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
         """
-        rounds = self._rounds(layers)
+        rounds = self.rounds(layers)
         seen = False
         while rounds:
             together = rounds.pop(0)
             chunks = self._chunks(together, step)
             seen = chunks is None and not rounds
             if chunks is None:
-                yield from self._collected(together, step, {layer.name: self._plan(layer) for layer in together}, seen)
+                plans = {layer.name: self.plan(layer) for layer in together}
+                yield self._collected(together, step, plans, seen, self._owners(together))
             else:
-                yield together[0], chunks
+                yield iter([(together[0], chunks)])
+                del chunks  # it may hold a part's statistics
         if not seen:
             step.skip()
+        give_back()
 
-    def _rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
+    def rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers that one pass serves; the memory that they leave is for solving."""
-        return list(self.storage.rounds(layers, self._bytes))
+        room = self._available() // 2
+        return list(self.storage.rounds(layers, lambda layer: self._held(layer, room), self._available))
+
+    def _held(self, layer: PrunableLayer, room: int) -> int:
+        """What a layer's statistics take in a process, on average where several have some of the samples each.
+
+        Such a process has its own samples of every layer, and all samples of its own layers, twice its share together.
+        A layer that leaves no room for others counts whole.
+        """
+        whole, size = self.bytes_of(layer), self.ranks.size
+        if size <= 2 or self.diagonal or self.lams[layer.name] == 1 or self.plan(layer).column_block is not None:
+            return whole
+        if whole > room and not is_shared(layer, self.ranks):
+            return whole
+        inputs = self.gram_bytes(layer)
+        return inputs + 2 * (whole - inputs) // size
+
+    def _available(self) -> int:
+        """What is left of the memory, in all processes the same."""
+        return self.ranks.least(self.storage.available())
+
+    def _owners(self, layers: Sequence[PrunableLayer]) -> dict[str, int | list[slice]]:
+        """Who solves each layer, or which of its rows, where its experts are divided."""
+        whole = [layer for layer in layers if not is_shared(layer, self.ranks)]
+        owners = self.ranks.owners([solving_cost(layer) for layer in whole])
+        found: dict[str, int | list[slice]] = {layer.name: owner for layer, owner in zip(whole, owners, strict=True)}
+        return {layer.name: found[layer.name] if layer.name in found else shares(layer, self.ranks) for layer in layers}
 
     def _collected(
-        self, together: list[PrunableLayer], step: Step, plans: dict[str, Plan], last: bool
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | None]]:
-        """Pass the data once, and give each of some layers its statistics."""
+        self,
+        together: list[PrunableLayer],
+        step: Step,
+        plans: dict[str, Plan],
+        last: bool,
+        owners: Mapping[str, int | list[slice]] | None = None,
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | ExpertShare | None]]:
+        """Pass the data once, and give each of some layers its statistics; without owners, to all processes."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
         fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
-        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans) as observer:
+        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans, ranks=self.ranks) as observer:
             step.observe(observer, last and not fused)
+        observer.merge(owners)
         starved = {layer.name: self.experts.starved(layer, observer) for layer in fused if observer.reached(layer)}
         known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
         if fused and last:
             step.skip()
+        give_back()
         while together:
             layer = together.pop(0)
+            if starved.get(layer.name):
+                self.experts.note(layer, starved[layer.name], known)
+            owner = self.ranks.rank if owners is None else owners[layer.name]
+            if observer.reached(layer) and isinstance(owner, int) and owner != self.ranks.rank:
+                observer.forget(layer)
+                continue
             found = observer.take(layer) if observer.reached(layer) else None
             if found is not None and starved.get(layer.name):
                 found = self.experts.complete(layer, found, starved[layer.name], known)
-            yield layer, found
+            if found is None or isinstance(owner, int):
+                yield layer, found
+            else:
+                yield layer, ExpertShare(found, self.ranks, layer.groups)
 
-    def _plan(self, layer: PrunableLayer) -> Plan:
+    def plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
         d_in = layer.shape[1]
         sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
         compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
         return Plan(column_block=max(sizes) if compressed else None)
 
-    def _bytes(self, layer: PrunableLayer) -> int:
+    def bytes_of(self, layer: PrunableLayer) -> int:
         """What a layer's statistics take."""
+        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+
+    def gram_bytes(self, layer: PrunableLayer) -> int:
+        """What its Gram matrices take, or their diagonals."""
+        d_in = layer.shape[1]
+        return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+
+    def gradient_bytes(self, layer: PrunableLayer, plan: Plan | None = None) -> int:
+        """What its gradients take.
+
+        Args:
+            layer: the layer.
+            plan: by which they are gathered, with the rows of a chunk; None is that of the whole layer.
+        """
+        if self.lams[layer.name] == 1:
+            return 0
+        plan = self.plan(layer) if plan is None else plan
         d_out, d_in = layer.shape
-        total = 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
-        if self.lams[layer.name] < 1:
-            samples = 1 if self.diagonal else self.samples
-            total += 4 * d_out * numbers_per_row(d_in, samples, self._plan(layer).column_block)
-        return total
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
+
+    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
+        """The rows, or the experts, that a layer is gathered in, one pass for each; None where it is gathered whole."""
+        layer, room = together[0], self._available() // 2
+        size = self._held(layer, room)
+        if len(together) > 1 or size <= room:
+            return None
+        if layer.form.separate:
+            return None if layer.groups == 1 else split_range(0, layer.groups, max(1, room * layer.groups // size))
+        if self.lams[layer.name] == 1 or not self.solver.ranks:
+            return None
+        rows = chunk_rows(layer, self.plan(layer), self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
+        return None if len(rows) == 1 else rows
 
     def _chunks(self, together: list[PrunableLayer], step: Step) -> "RowChunks | ExpertChunks | None":
         """A single layer in chunks of rows, where it does not fit in memory as a whole and its solver can do that."""
-        layer, room = together[0], self.storage.available() // 2
-        lam, plan = self.lams[layer.name], self._plan(layer)
-        if len(together) > 1 or self._bytes(layer) <= room:
+        layer, plan = together[0], self.plan(together[0])
+        parts = self.parts(together)
+        if parts is None:
             return None
         if layer.form.separate:
-            return self._some_experts(layer, step, room)
-        if lam == 1 or not self.solver.ranks:
-            return None
-        rows = chunk_rows(layer, plan, self.samples, room - 4 * layer.groups * layer.shape[1] ** 2)
-        if len(rows) == 1:
-            return None
-        self.notes.append(f"{layer.name}: solved in {len(rows)} chunks of rows, for the sake of memory")
+            return self._some_experts(layer, step, parts)
+        self.notes.append(f"{layer.name}: solved in {len(parts)} chunks of rows, for the sake of memory")
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
+            assert not isinstance(statistics, ExpertShare)
             require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
-        return RowChunks(layer, rows, collect, plan)
+        return RowChunks(layer, parts, collect, plan)
 
-    def _some_experts(self, layer: PrunableLayer, step: Step, room: int) -> ExpertChunks | None:
+    def _some_experts(self, layer: PrunableLayer, step: Step, parts: list[slice]) -> ExpertChunks:
         """Experts that are too many for the memory, as many at a time as there is room for."""
-        count = max(1, room * layer.groups // self._bytes(layer))
-        if layer.groups == 1:
-            return None
-        spans = [(first, min(first + count, layer.groups)) for first in range(0, layer.groups, count)]
+        spans = [(part.start, part.stop) for part in parts]
         self.notes.append(f"{layer.name}: its experts solved in {len(spans)} parts, for the sake of memory")
 
         def collect(part: PrunableLayer) -> LayerStatistics | None:
-            ((_, statistics),) = self._collected([part], step, {part.name: self._plan(part)}, False)
+            ((_, statistics),) = self._collected([part], step, {part.name: self.plan(part)}, False)
+            assert not isinstance(statistics, ExpertShare)
             return statistics
 
         return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)

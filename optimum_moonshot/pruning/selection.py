@@ -127,15 +127,29 @@ def check_weights(selection: Selection) -> None:
     """Everything about a model's weights that would fail later, before any work.
 
     Raises:
-        MoonshotError: a weight that is offloaded, NaN or infinite, or no attention for ``fisher="attention"``.
+        MoonshotError: a weight that is on no device, NaN or infinite.
     """
     for layer in selection.structure.layers_present():
-        weight = layer.matrix
-        require(
-            weight.device.type != "meta",
-            f"{layer.name}: its weight is offloaded; load the model without disk or CPU offload to prune it",
-        )
-        require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
+        check_weight(layer)
+
+
+def check_weight(layer: PrunableLayer) -> None:
+    """Whether a layer's weight, which is present, can be pruned.
+
+    Raises:
+        MoonshotError: a weight that is on no device, NaN or infinite.
+    """
+    weight = layer.matrix
+    require(weight.device.type != "meta", f"{layer.name}: its weight is on the meta device; load the model's weights")
+    require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
+
+
+def check_attention(selection: Selection) -> None:
+    """Whether ``fisher="attention"`` has any.
+
+    Raises:
+        MoonshotError: it has none.
+    """
     require(
         selection.config.fisher == "all" or any(layer.attention for layer in selection.structure.layers()),
         'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from ..data.batches import digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
+from ..devices import own_random_numbers
 from ..errors import MoonshotError, reason, require
 from ..model.calls import frozen, model_device
 from ..model.facts import max_positions, takes_images
@@ -141,7 +142,7 @@ def write_samples(
     device = model_device(model)
     written = []
     bar = progress_bar(total=count * length, desc="writing samples", unit="token", shown=progress)
-    with bar, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with bar, own_random_numbers(device):
         for start in range(0, count, source.batch_size):
             size = min(source.batch_size, count - start)
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))

@@ -9,16 +9,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..calibration.layer_statistics import LayerStatistics
+from ..devices import peak_bytes, reset_peak
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert
-from ..reports.environment import peak_memory
 from ..reports.prune_report import LayerReport, loss_fields
 from ..solvers import Solver
 from .allocation import allocate, block_scores
 from .fisher_allocation import fisher_patterns, gather_curves
 from .layer_solving import Statistics, solve_layer
 from .preparation import Prepared
+from .sharing import share_results
 from .statistics_source import StatisticsSource, input_squares
 from .variant import Variant
 
@@ -41,10 +42,15 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     source = StatisticsSource(prepared, variants)
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     _allocate(prepared, variants, source)
-    for layer, statistics in source.layers():
-        bar.set_postfix_str(layer.name)
-        prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
-        bar.update(1)
+    for together in source.rounds():
+        solved = []
+        for layer, statistics in together:
+            bar.set_postfix_str(layer.name)
+            prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
+            del statistics  # before the next step's are gathered
+            solved.append(layer)
+            bar.update(1)
+        bar.update(share_results(prepared, variants, solved))
     for variant in variants:
         variant.notes += source.notes
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")
@@ -123,8 +129,7 @@ def solve(
         FactorizationError: the layer's quadratic stays singular at the largest damping, with the layer's name.
     """
     device = layer.parameter.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
     started, known = time.perf_counter(), statistics is not None
     if statistics is None:
         statistics, lam = LayerStatistics(torch.eye(layer.shape[1], device=device), None, 0), 1.0
@@ -142,7 +147,7 @@ def solve(
             sparsity=int((weight == 0).sum()) / weight.numel(),
             damping=result.damping,
             seconds=seconds,
-            peak_memory=peak_memory(device),
+            peak_memory=peak_bytes(device),
             notes=result.notes if known else (),
             asked=pattern.sparsity,
             experts_asked=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,

@@ -17,6 +17,7 @@ from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
+from ..processes import ALONE, Ranks
 
 # An expert with fewer tokens than one for so many inputs is starved.
 INPUTS_PER_TOKEN = 4
@@ -43,6 +44,7 @@ class StarvedExperts:
         samples: N.
         storage: where statistics live.
         notes: of the run; those on starved experts are added.
+        ranks: the processes that share the samples.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class StarvedExperts:
         samples: int,
         storage: Storage,
         notes: list[str],
+        ranks: Ranks = ALONE,
     ):
         self.everyone, self.instead = expert_tokens == "all", starved_experts
         self.diagonal, self.samples, self.storage, self.notes = diagonal, samples, storage, notes
+        self.ranks = ranks
 
     @property
     def as_routed(self) -> bool:
@@ -87,7 +91,7 @@ class StarvedExperts:
                 part = dataclasses.replace(layer, name=name, span=span, everywhere=True)
                 parts.append(((layer.name, index), part))
         found: Known = {}
-        for together in self.storage.rounds(parts, self._bytes):
+        for together in self.storage.rounds(parts, self._bytes, lambda: self.ranks.least(self.storage.available())):
             found |= self._pass(step, together)
         return found
 
@@ -97,13 +101,17 @@ class StarvedExperts:
 
     def _pass(self, step: Step, parts: Sequence[tuple[tuple[str, int], PrunableLayer]]) -> Known:
         layers = [part for _, part in parts]
-        with Observer(layers, self.diagonal, set(), self.samples, self.storage, share=False) as observer:
+        shown, options = True, {"share": False, "ranks": self.ranks}
+        with Observer(layers, self.diagonal, set(), self.samples, self.storage, **options) as observer:
             try:
                 step.observe(observer, False)
             except MoonshotError:
                 if self.everyone:
                     raise
-                return {}  # such a module goes by magnitude
+                shown = False
+        if not self.ranks.least(shown):
+            return {}  # such a module goes by magnitude
+        observer.merge()
         return {key: observer.take(part).inputs for key, part in parts if observer.reached(part)}
 
     def complete(
@@ -124,13 +132,22 @@ class StarvedExperts:
                 inputs[index] = known.pop((layer.name, index))
             else:
                 unknown.append(index)
-        if not self.everyone:
-            first = layer.form.experts.start
-            numbers = _numbers([first + index for index in starved])
-            least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
-            instead = "go by magnitude" if unknown else "have the Gram matrix of all tokens"
-            self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
         return dataclasses.replace(statistics, unknown=frozenset(unknown))
+
+    def note(self, layer: PrunableLayer, starved: list[int], known: Known) -> None:
+        """Say what becomes of a layer's starved experts, where their own tokens had to do.
+
+        Args:
+            layer, starved, known: as for `complete`, before it.
+        """
+        if self.everyone:
+            return
+        first = layer.form.experts.start
+        numbers = _numbers([first + index for index in starved])
+        least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
+        alike = all((layer.name, index) in known for index in starved)
+        instead = "have the Gram matrix of all tokens" if alike else "go by magnitude"
+        self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
 
 
 def _numbers(ascending: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Every layer of a run with its statistics, in the order in which the passes over the data come by."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -10,6 +11,7 @@ from ..calibration.chains import find_chains, parameters_read
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
+from ..calibration.streamed import StreamedPasses
 from ..data.batches import Batch
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
@@ -18,7 +20,7 @@ from ..objective.patterns import Pattern
 from ..progress import progress_bar
 from .layer_solving import Statistics
 from .preparation import Prepared
-from .schedule import StatisticsSchedule
+from .schedule import Given, StatisticsSchedule, solving_cost
 
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
 READ = (
@@ -51,13 +53,16 @@ class Wanting(Protocol):
 class StatisticsSource:
     """Gives every layer that some variant lacks its statistics, those of one block alive at a time.
 
+    Several processes go through the same steps, each with samples of its own; then each is given some layers, whose
+    statistics are of all samples. Before the next round they share their results.
+
     Args:
         prepared: whose selection says what is gathered.
         variants: which layers they lack, and their patterns: the statistics serve all of them.
         schedule: what of a layer is gathered, and how.
 
-    `notes` and `losses` (ℓ_n of the dense model batch by batch, where a backward pass started from them) are complete
-    after the last layer.
+    `notes` and `losses` (ℓ_n of the dense model batch by batch, of this process's samples, where a backward pass
+    started from them) are complete after the last layer.
     """
 
     def __init__(
@@ -70,22 +75,37 @@ class StatisticsSource:
         self.notes: list[str] = []
         self.losses: list[Tensor | None] = []
 
-    def layers(self) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
-        """Layer after layer, its block's weights present; the statistics are None without data."""
+    def rounds(self) -> Iterator[Iterator[tuple[PrunableLayer, Statistics | None]]]:
+        """The layers of this process, as many at a time as the memory takes, each to be iterated to its end.
+
+        A layer's block is present meanwhile; the statistics are None without data.
+        """
         prepared = self.prepared
         if prepared.data is None:
-            for layer in prepared.selection.structure.layers_present():
-                if self._wanted(layer):
-                    yield layer, None
+            yield self._without_data()
             return
         schedule = self._schedule(prepared.data.num_samples)
         for step in self.steps():
-            for layer, statistics in schedule.statistics(step, [layer for layer in step.layers if self._wanted(layer)]):
-                if statistics is None:
-                    self._skip(layer)
-                else:
-                    yield layer, statistics
+            for together in schedule.in_rounds(step, [layer for layer in step.layers if self._wanted(layer)]):
+                yield self._reached(together)
         self.notes += schedule.notes
+
+    def _without_data(self) -> Iterator[tuple[PrunableLayer, None]]:
+        structure, ranks = self.prepared.selection.structure, self.prepared.ranks
+        wanted = [layer for layer in structure.layers() if self._wanted(layer)]
+        owners = ranks.owners([solving_cost(layer) for layer in wanted])
+        mine = {layer.name for layer, owner in zip(wanted, owners, strict=True) if owner == ranks.rank}
+        for layer in structure.layers_present():
+            if layer.name in mine:
+                yield layer, None
+
+    def _reached(self, together: Iterator[Given]) -> Iterator[tuple[PrunableLayer, Statistics]]:
+        for layer, statistics in together:
+            if statistics is None:
+                self._skip(layer)
+            else:
+                yield layer, statistics
+            del statistics  # before the next step's are gathered
 
     def unfinished(self) -> bool:
         """Whether some layer is wanted."""
@@ -100,7 +120,8 @@ class StatisticsSource:
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
         config = selection.config
         experts = config.expert_tokens, config.starved_experts
-        return self.schedule(selection.solver, patterns, lams, samples, self.prepared.storage, *experts)
+        of_run = self.prepared.storage, *experts, self.prepared.ranks
+        return self.schedule(selection.solver, patterns, lams, samples, *of_run)
 
     def steps(self) -> Iterator[Step]:
         """The steps of the passes that serve this model, in their order."""
@@ -112,6 +133,11 @@ class StatisticsSource:
             yield from self._recomputed(probe)
             return
         structure, gradients, loss = selection.structure, selection.needs_gradients, prepared.subject.loss
+        if prepared.surveyed is not None:
+            yield from self._shown(streamed(prepared, prepared.batches, gradients))
+            outside = FullModelPasses(prepared.model, structure.blocks, prepared.batches, gradients, loss)
+            yield from outside.steps(structure.outside)
+            return
         with all_present(structure.blocks):
             found = find_chains(prepared.model, structure.blocks, probe, gradients, loss)
         for block in found.unreached:
@@ -139,8 +165,12 @@ class StatisticsSource:
             prepared.storage,
             [block for block in selection.structure.blocks if block not in chain],
         )
+        yield from self._shown(passes)
+
+    def _shown(self, passes: BlockwisePasses) -> Iterator[Step]:
+        """Their steps, the first of which waits for a pass under a bar."""
         self.losses = self.losses or passes.losses
-        total, shown = len(prepared.batches), prepared.subject.progress
+        total, shown = len(self.prepared.batches), self.prepared.subject.progress
         with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
             steps = passes.steps(bar.update)
             first = next(steps)
@@ -171,18 +201,47 @@ class StatisticsSource:
             prepared.subject.loss,
             prepared.storage,
             variant.weight,
+            None if prepared.surveyed is None else prepared.surveyed.extras,
             prepared.subject.progress,
         )
         yield from passes.steps(probe, selection.needs_gradients)
         self.notes.append(passes.cost)
 
 
+def streamed(prepared: Prepared, batches: list[Batch], gradients: bool) -> StreamedPasses:
+    """Passes over blocks that are elsewhere.
+
+    Args:
+        prepared: a model that was surveyed.
+        batches: of its data.
+        gradients: whether any layer needs them.
+    """
+    assert prepared.surveyed is not None and prepared.surveyed.extras is not None
+    blocks, loss = prepared.selection.structure.blocks, prepared.subject.loss
+    return StreamedPasses(prepared.model, blocks, batches, gradients, loss, prepared.storage, prepared.surveyed.extras)
+
+
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in] each, by one forward pass."""
-    layers, subject = prepared.selection.layers, prepared.subject
+    layers, subject, samples = prepared.selection.layers, prepared.subject, prepared.data.num_samples
+    if prepared.surveyed is not None:
+        return _streamed_squares(prepared)
     with (
         progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
-        Observer(layers, True, set(), prepared.data.num_samples, prepared.storage, share=False) as observer,
+        Observer(layers, True, set(), samples, prepared.storage, share=False, ranks=prepared.ranks) as observer,
     ):
         FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
+    observer.merge()
     return {layer.name: observer.take(layer).inputs for layer in layers if observer.reached(layer)}
+
+
+def _streamed_squares(prepared: Prepared) -> dict[str, Tensor]:
+    """As `input_squares`, block by block."""
+    found: dict[str, Tensor] = {}
+    structure, samples = prepared.selection.structure, prepared.data.num_samples
+    whole = FullModelPasses(prepared.model, structure.blocks, prepared.batches, False, prepared.subject.loss)
+    for step in itertools.chain(streamed(prepared, prepared.batches, False).steps(), whole.steps(structure.outside)):
+        with Observer(step.layers, True, set(), samples, prepared.storage, share=False) as observer:
+            step.observe(observer, True)
+        found |= {layer.name: observer.take(layer).inputs for layer in step.layers if observer.reached(layer)}
+    return found

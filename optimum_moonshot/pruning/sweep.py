@@ -148,7 +148,7 @@ def open_variants(
     path = work_dir is None or isinstance(work_dir, str | os.PathLike)
     require(path, f"work_dir={work_dir!r}: give the path of a folder")
     kept = None
-    if work_dir is not None:
+    if work_dir is not None and subject.ranks.first:
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
         kept = RunFolder(Path(work_dir) / SAMPLES, "work_dir")
@@ -296,6 +296,7 @@ class Meter:
     def __init__(self, prepared: Prepared, metric: str | Callable[[nn.Module], float]):
         self.prepared = prepared
         self.causal = is_causal(prepared.model) and prepared.subject.loss is None
+        self.of_user = callable(metric)
         if callable(metric):
             name = getattr(metric, "__name__", "metric")
             self.name, self.measure = "metric" if name == "<lambda>" else name.replace("_", " "), metric
@@ -309,19 +310,26 @@ class Meter:
 
     def seen(self, losses: list[torch.Tensor | None]) -> float:
         """The calibration metric of the dense model, which passes that went backwards have seen on the way."""
+        ranks = self.prepared.ranks
+        if ranks.size > 1:
+            found = ranks.gather([None if loss is None else loss.cpu() for loss in losses])
+            losses = [loss for own in found for loss in own]
         if losses and all(loss is not None for loss in losses):
             return self._shown(float(torch.cat(losses).mean()))
         return self.value()
 
     def value(self) -> float:
-        """The metric of the model as it stands.
+        """The metric of the model as it stands; a user's is measured by the first of several processes.
 
         Raises:
             MoonshotError: a metric that returns no number.
         """
-        model = self.prepared.model
+        model, ranks = self.prepared.model, self.prepared.ranks
+        found: Any = None
         with evaluation_mode(model), torch.no_grad():
-            found = self.measure(model)
+            if ranks.first or not self.of_user:
+                found = self.measure(model)
+        found = ranks.given(found) if self.of_user else found
         try:
             return float(found)
         except (TypeError, ValueError, RuntimeError):
@@ -354,7 +362,8 @@ def mean_loss(prepared: Prepared) -> float:
         output = run_model(prepared.model, batch)
         total += float(sample_losses(prepared.model, output, batch, prepared.subject.loss).sum())
         count += batch_size(batch)
-    return total / count
+    sums = prepared.ranks.gather((total, count))
+    return sum(total for total, _ in sums) / sum(count for _, count in sums)
 
 
 def _folder(selection: Selection) -> str:

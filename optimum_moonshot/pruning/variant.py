@@ -7,9 +7,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ..config import MoonshotConfig
 from ..model.layers import PrunableLayer
+from ..model.offload import Changes, Offloaded, is_on_disk
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
+from ..processes import Ranks
 from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
@@ -53,11 +56,7 @@ class Variant:
             MoonshotError: the folder holds other files, or cannot be written.
         """
         notes = prepared.data.notes if prepared.data else ()
-        if folder is None:
-            return cls(selection, ResultStore(None, "", field), notes)
-        digest = prepared.data.digest if prepared.data else ""
-        known = fingerprint(selection.config.fingerprint(), digest, layers=selection.structure.layers_present())
-        return cls(selection, ResultStore(folder, known, field), notes)
+        return cls(selection, open_store(prepared, selection, folder, field), notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
@@ -103,11 +102,10 @@ class Variant:
         Each pruned weight gives its place to the dense one, so that the two never add up to two models.
         """
         with self._in_its_basis():
-            swapped = _swap(self, self.store.pop)
-            swapped.clear()
+            _swap(self, self.store.pop).clear()
 
     @torch.no_grad()
-    def write(self) -> dict[str, Tensor]:
+    def write(self) -> "Dense":
         """Write every result into the model, and return the dense weights; if that fails, these are put back."""
         with self._in_its_basis():
             return _swap(self, self.store.weight)
@@ -133,7 +131,7 @@ class Variant:
             try:
                 yield
             finally:
-                _restore(self.selection, dense)
+                dense.restore()
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
         """What was done; it is noted in the model's configuration too.
@@ -145,6 +143,7 @@ class Variant:
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
         layers = [store.reports[layer.name] for layer in self.layers]
         notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        notes += divided(prepared.ranks, self.selection.config)
         report = PruneReport(
             config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
             layers=layers,
@@ -177,23 +176,100 @@ class Variant:
         return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
 
 
-def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> dict[str, Tensor]:
+def open_store(
+    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+) -> ResultStore:
+    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
+
+    Args:
+        prepared, selection, folder, field: as for `Variant.open`.
+
+    Raises:
+        MoonshotError: the folder holds other files, or cannot be written.
+    """
+    ranks, known = prepared.ranks, ""
+    folder = ranks.given(folder)
+    if folder is not None and ranks.first:
+        digest = prepared.data.digest if prepared.data else ""
+        surveyed = prepared.surveyed
+        layers = selection.structure.layers_present() if surveyed is None else surveyed.sums
+        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
+    spilling = is_on_disk(selection.structure.blocks)
+    return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
+
+
+def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
+    """What several processes had of a run, as a note for its report; none of one process.
+
+    Args:
+        ranks: the processes.
+        config: of the run.
+    """
+    if ranks.size == 1:
+        return []
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover is not None else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
+
+
+class Dense:
+    """The weights in whose place results are.
+
+    Args:
+        selection: of the layers.
+    """
+
+    def __init__(self, selection: Selection):
+        self.selection = selection
+        self.weights: dict[str, Tensor] = {}  # by layer, [d_out, d_in] in host memory
+        self.elsewhere: list[tuple[Offloaded, Changes]] = []  # what had been written to blocks that are
+
+    def clear(self) -> None:
+        """The results are for good."""
+        self.weights.clear()
+        self.elsewhere.clear()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back."""
+        for weights, changes in self.elsewhere:
+            weights.restore(changes)
+        structure = self.selection.structure
+        for block in structure.blocks:
+            if not isinstance(block.weights, Offloaded):
+                with block.present():
+                    self._assign(block.layers)
+        self._assign(structure.outside)
+
+    def _assign(self, layers: tuple[PrunableLayer, ...]) -> None:
+        for layer in layers:
+            if layer.name in self.weights:
+                layer.assign(self.weights[layer.name])
+
+
+def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
     """Give every layer the matrix that `weight` has for it; returns the dense ones, which a failure puts back."""
-    dense: dict[str, Tensor] = {}
+    structure, dense = variant.selection.structure, Dense(variant.selection)
     try:
-        for layer in variant.selection.structure.layers_present():
-            if layer.name in variant.skipped:
+        for block in (*structure.blocks, None):
+            layers = structure.outside if block is None else block.layers
+            layers = tuple(layer for layer in layers if layer.name not in variant.skipped)
+            if block is not None and isinstance(block.weights, Offloaded):
+                dense.elsewhere.append((block.weights, block.weights.changes()))
+                for layer in layers:
+                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer)))
                 continue
-            dense[layer.name] = layer.matrix.to("cpu", copy=True)
-            layer.assign(weight(layer))
+            with nullcontext() if block is None else block.present():
+                for layer in layers:
+                    dense.weights[layer.name] = layer.matrix.to("cpu", copy=True)
+                    layer.assign(weight(layer))
     except BaseException:
-        _restore(variant.selection, dense)
+        dense.restore()
         raise
     return dense
 
 
-@torch.no_grad()
-def _restore(selection: Selection, dense: dict[str, Tensor]) -> None:
-    for layer in selection.structure.layers_present():
-        if layer.name in dense:
-            layer.assign(dense[layer.name])
+def _parameter(layer: PrunableLayer, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What gives a matrix in the layout of the layer's parameter."""
+    return lambda: layer.as_parameter(load()).contiguous()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..calibration.memory import Storage
 from ..calibration.statistic import GradientStatistic
 from ..model.layers import PrunableLayer
+from ..processes import Ranks
 from .learning import Learned, rotations
 from .spaces import Space
 
@@ -51,6 +52,11 @@ class OutputMoments(GradientStatistic):
             turned = space.follows is not None and not space.follows.permuted
             found = torch.einsum("tci,tcj->cij", part, part) if turned else part.square().sum(0)
             self.totals[space.name] = self.totals.get(space.name, 0) + found.double().cpu()
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        found = ranks.gather(self.totals)
+        names = dict.fromkeys(name for totals in found for name in totals)
+        self.totals = {name: torch.stack([t[name] for t in found if name in t]).sum(0) for name in names}
 
     def result(self) -> dict[str, Tensor]:
         return self.totals

@@ -8,6 +8,7 @@ from ..calibration.memory import Storage
 from ..calibration.statistic import GradientStatistic
 from ..model.layers import PrunableLayer
 from ..objective.linalg import damped_inverse_factor, escalate
+from ..processes import Ranks
 from .objective import Coordinates
 from .spaces import Space
 
@@ -39,6 +40,9 @@ class FisherAtZero(GradientStatistic):
         if done:
             self.total += float(self.products.double().square().sum()) / self.samples
             self.products = None
+
+    def merge(self, ranks: Ranks, owner: int | None) -> None:
+        self.total = sum(ranks.gather(self.total))
 
     def result(self) -> float:
         return self.total

@@ -19,9 +19,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ..devices import is_gpu
 from ..objective.linalg import check_factored
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, split_range
 from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register_solver
@@ -80,6 +82,25 @@ class ALPS(Solver):
             FactorizationError: as `solve`.
         """
         return SparseGPT(damping=self.damping).trials(objective, patterns)
+
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        """As `Solver.work`: a dozen and more copies of the weights in float64, and the factors or matrices of the rows.
+
+        Args:
+            size, pattern: as said there.
+        """
+        rows, d_in, rank = size.rows, size.inputs, size.rank
+        inversions, products = d_in**3 * self.iterations / EVERY, self.iterations + self.refit_steps
+        shared = 24 * size.groups * d_in**2 + 166 * size.weights
+        if not rank:
+            return Work(shared, size.groups * inversions + 2 * products * size.weights * d_in)
+        shared += 24 * size.weights
+        products = 2 * (self.inner_steps * self.iterations + self.refit_steps)
+        if size.groups == 1 and rank < d_in:
+            return Work(shared + 4 * rank * size.weights, inversions + products * size.weights * (d_in + 2 * rank))
+        matrices = 4 * rows * d_in**2
+        made = size.slices(8 * d_in**2) // size.threads
+        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + rank))
 
     def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`."""
@@ -292,7 +313,7 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
 
 def _cached(values: Tensor) -> list[slice]:
     """Rows of values [rows, …] in pieces that stay in a processor's cache; a GPU has all at once."""
-    size = len(values) if values.is_cuda else max(1, CACHE_BYTES * len(values) // values.nbytes)
+    size = len(values) if is_gpu(values.device) else max(1, CACHE_BYTES * len(values) // values.nbytes)
     return split_range(0, len(values), size)
 
 

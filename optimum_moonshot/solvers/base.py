@@ -30,6 +30,7 @@ from torch import Tensor
 from ..errors import MoonshotError, reason, require
 from ..objective.linalg import escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Objective, Quadratic
 from .entry_points import entry_point_names, load_entry_point
 from .hyperparameters import check_options, hyperparameter, options_of, parse_option
@@ -104,6 +105,21 @@ class Solver(ABC):
             FactorizationError: the quadratic stays singular at the largest damping.
         """
 
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        """What `solve` takes, for a plan made before there is any data; here a guess that suits most.
+
+        A solver that holds more says so: bytes at the peak beside the statistics and the layer's own weight, but with
+        the objective's float32 copy of it, and a number of operations that grows as its time does.
+
+        Args:
+            size: of the matrix and its statistics.
+            pattern: that it is pruned by.
+        """
+        if self.objective.diagonal_only:
+            return Work(24 * size.weights, size.weights)
+        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.rank)
+        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.rank))
+
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
         """Pruned weights by several patterns of one class, to compare their losses: those of `solve` up to rounding.
 
@@ -142,7 +158,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block", "trials"):
+        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block", "work", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from ..objective.linalg import check_factored
-from ..objective.patterns import Experts, Structured
+from ..objective.patterns import Experts, Pattern, Structured
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
 from .base import PrunedWeight, Solver, damped, register_solver
 from .hyperparameters import damping_option, hyperparameter
+from .sparsegpt import SINGLE_LAM
 from .subsets import best_subset, chosen
 
 # Columns whose removal waits, and the share of dead ones that is worth a copy without them.
@@ -70,6 +72,22 @@ class OSSCAR(Solver):
             return weight, pattern.columns(groups).expand_as(weight).clone()
 
         return damped(objective, self.damping, attempt)
+
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        """As `Solver.work`: the shared inverse; of every row P_k, in both precisions for a time, and M_k.
+
+        Args:
+            size, pattern: as said there.
+        """
+        rows, d_in, rank = size.rows, size.inputs, size.rank
+        shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
+        if not rank:
+            return Work(shared, d_in**3 + gone * size.weights)
+        single = size.lam >= SINGLE_LAM and 2 * rank <= d_in
+        spread, inner = (4 if single else 8) * rank * size.weights, 8 * rows * rank**2
+        state = spread + inner + size.slices(24 * rank * d_in) * 2 // 3 + (0 if single else spread // 2)
+        operations = size.weights * rank * (d_in + 4 * gone) + gone * rows * rank**2
+        return Work(shared + max(state, spread + 3 * inner), d_in**3 + operations)
 
 
 def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:

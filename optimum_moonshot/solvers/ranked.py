@@ -16,13 +16,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..devices import free_bytes
 from ..objective.linalg import check_factored, escalate
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import row_slices, split_range
+from ..objective.row_slices import CPU_BYTES, GPU_BYTES, row_slices, split_range
 from .base import PrunedWeight, Solver, finish
-from .greedy import Elimination, removals, take_square
+from .greedy import STEPS, Elimination, removals, take_square
 from .hyperparameters import damping_option
 
 # Rows that are eliminated together: on a CPU so many that their waiting vectors stay in its cache, on a GPU as many as
@@ -115,6 +117,24 @@ class Ranked(Solver):
         """
         families = [list(patterns)] if isinstance(patterns[0], Unstructured) else [[pattern] for pattern in patterns]
         return [result.weight for family in families for result in self.solve_path(objective, family)]
+
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        """As `Solver.work`: the inverses of the rows that are eliminated together, and order and losses of all.
+
+        Args:
+            size, pattern: as said there.
+        """
+        d, count = size.size, size.weights // size.size
+        cpu = size.device.type == "cpu"
+        limit = CPU_BYTES if cpu else GPU_BYTES
+        together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
+        factored = min(together if size.rank else size.groups, max(1, limit // (24 * d * d)))
+        inverses = 4 * together * d * d
+        # Half of the inverses is copied as they shrink, with what waits; before that, they come from factors.
+        eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
+        threads = max(1, min(size.threads if cpu else 1, count // together))
+        peak = threads * max(eliminating, (inverses if size.rank else 0) + 32 * factored * d * d)
+        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.rank))
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.
@@ -264,5 +284,4 @@ def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> No
 def _rows_together(size: int, device: torch.device) -> int:
     if device.type == "cpu":
         return max(1, CPU_INPUTS // size)
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, int(GPU_SHARE * free) // (4 * size * size))
+    return max(1, int(GPU_SHARE * free_bytes(device)) // (4 * size * size))

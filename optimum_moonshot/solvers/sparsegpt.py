@@ -23,6 +23,7 @@ from torch import Tensor
 from ..objective.linalg import check_factored, damped_inverse_factor, inverse_factor
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured, stacked
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import split_range
 from .base import PrunedWeight, Solver, damped, hyperparameter, register_solver
@@ -37,6 +38,8 @@ GPU_SLICE_BYTES = 256 * 2**20
 STATE_BYTES = 4 * 2**30
 # Largest condition number, by its bound, that the state of a row takes in float32: errors stay below about 1e-5.
 SINGLE_CONDITION = 256.0
+# From this λ on a plan takes most states of rows to be well conditioned.
+SINGLE_LAM = 0.8
 # Row-sized matrices are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
 DENSE_BELOW = 1.7
 
@@ -79,6 +82,29 @@ class SparseGPT(Solver):
             return super().trials(objective, patterns)
         copies = replace(objective, weight=objective.weight.repeat(len(patterns), 1))
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
+
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        """As `Solver.work`: the shared factor; of every row Z, P, R and Q, or a matrix.
+
+        Args:
+            size, pattern: as said there.
+        """
+        rows, d_in, rank, widths = size.rows, size.inputs, size.rank, Widths.of(pattern, self.block_size)
+        compared = min(widths.compared, d_in)
+        shared = 0 if size.groups > 1 else 48 * d_in**2
+        columns = 20 * rows * compared + 5 * size.weights
+        if size.groups > 1 or (rank and _dense_is_cheaper(rank, d_in)):
+            together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
+            matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(48 * d_in**2, SLICE_BYTES * 3 // 2)
+            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + rank))
+        if not rank:
+            return Work(max(shared + 4 * size.weights, 12 * d_in**2 + columns), 1.5 * d_in**3 + rows * d_in**2)
+        item = 4 if size.lam >= SINGLE_LAM else 8
+        row = 4 * d_in * rank + item * (rank**2 + compared * (rank + widths.block)) + 8 * (rank + 2 * compared)
+        together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // row))
+        slices = size.slices(8 * rank * (rank + widths.compared), SLICE_BYTES)
+        state = together * row + 16 * d_in**2 + slices + columns
+        return Work(max(shared, state), 1.5 * d_in**3 + rows * rank * d_in * (d_in + 4 * rank))
 
     def _sweep(self, objective: Quadratic, pattern: Pattern, ridge: float) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, with `ridge` on every diagonal."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
+from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import DiagonalQuadratic
 from .base import PrunedWeight, Solver, finish, register_solver
 
@@ -23,3 +24,6 @@ class Wanda(Solver):
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
         scores = objective.weight.square() * objective.diagonal()
         return finish(objective, objective.weight, pattern.keep_per_row(scores))
+
+    def work(self, size: ProblemSize, pattern: Pattern) -> Work:
+        return Work(32 * size.weights, size.weights)

@@ -1,0 +1,168 @@
+"""What `MoonshotPruner.plan` says beside what a run then takes: memory beside the model, and seconds.
+
+    python benchmarks/plan.py [--only NAME …]
+
+Plan and run of a case each have a process of their own, with one thread. Memory is the peak of the resident size above
+that before the run, after a small run has brought in what every process needs; seconds are the process's own.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import transformers as hf
+from common import RESULTS, parser, peak_above, write
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+
+DEMO = "examples/demo_model"
+WIDE = dict(
+    vocab_size=8000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
+    num_key_value_heads=8, max_position_embeddings=512,
+)  # fmt: skip
+MIXED = dict(
+    vocab_size=2000, hidden_size=256, intermediate_size=512, moe_intermediate_size=192, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4,
+    max_position_embeddings=512,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64,
+)  # fmt: skip
+SETTING = dict(sparsity=0.6, num_samples=32, batch_size=8)
+LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",)}  # where all would take long
+CASES = {
+    "demo sparsegpt λ=1": ("demo", dict(lam=1)),
+    "demo sparsegpt λ=0.5": ("demo", dict(lam=0.5)),
+    "demo sparsegpt λ=0.9 N=128": ("demo", dict(lam=0.9, num_samples=128)),
+    "demo sparsegpt λ=0.5 batch 1": ("demo", dict(lam=0.5, batch_size=1)),
+    "demo wanda λ=1 N=128": ("demo", dict(solver="wanda", lam=1, num_samples=128)),
+    "demo wanda λ=0.5 N=128": ("demo", dict(solver="wanda", lam=0.5, num_samples=128)),
+    "demo obc λ=0.5": ("demo", dict(solver="obc", lam=0.5, targets=LAST["demo"])),
+    "demo obc λ=0.5 N=128, 64 MiB": (
+        "demo", dict(solver="obc", lam=0.5, num_samples=128, max_memory="64MiB", targets=LAST["demo"]),
+    ),
+    "demo alps λ=0.5": ("demo", dict(solver="alps", lam=0.5, targets=LAST["demo"])),
+    "demo recovered": ("demo", dict(lam=1, recover="blockwise", recover_steps=30)),
+    "demo rotated": ("demo", dict(lam=1, rotation="learned", rotation_steps=20)),
+    "demo allocated": ("demo", dict(lam=1, allocation="fisher")),
+    "wide sparsegpt λ=1": ("wide", dict(lam=1)),
+    "wide sparsegpt λ=0.5": ("wide", dict(lam=0.5, targets=LAST["wide"])),
+    "wide wanda λ=0.5": ("wide", dict(solver="wanda", lam=0.5)),
+    "wide alps λ=1": ("wide", dict(solver="alps", lam=1, targets=LAST["wide"])),
+    "mixture sparsegpt λ=1": ("mixture", dict(lam=1)),
+    "mixture sparsegpt λ=0.5": ("mixture", dict(lam=0.5)),
+    "mixture sparsegpt λ=0.5, 200 MiB": ("mixture", dict(lam=0.5, max_memory="200MiB")),
+}  # fmt: skip
+TOKENS = 256
+
+
+def pruner(name: str) -> tuple[MoonshotPruner, object]:
+    """The pruner of a case, with its data."""
+    model, fields = CASES[name]
+    if "offload_dir" in fields:
+        fields = {**fields, "offload_dir": tempfile.mkdtemp(dir=os.environ.get("MOONSHOT_DISK"))}
+    config = MoonshotConfig(**{**SETTING, "sequence_length": TOKENS, **fields})
+    if model == "demo":
+        return MoonshotPruner.from_pretrained(DEMO, config), f"{DEMO}/calibration.txt"
+    torch.manual_seed(0)
+    if model == "wide":
+        made = hf.LlamaForCausalLM(hf.LlamaConfig(**WIDE))
+    else:
+        made = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**MIXED))
+    ids = torch.randint(made.config.vocab_size, (config.num_samples, TOKENS))
+    return MoonshotPruner(made.eval(), config), [{"input_ids": some} for some in ids.split(config.batch_size)]
+
+
+def warm() -> None:
+    """What every process needs once: libraries, threads, buffers."""
+    config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=4, batch_size=2)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**TINY))
+    batches = [{"input_ids": torch.randint(96, (2, 32))} for _ in range(2)]
+    MoonshotPruner(model, config).prune(batches, progress=False)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def run(name: str) -> dict:
+    """A case, pruned."""
+    found, data = pruner(name)
+    sum(float(parameter.sum()) for parameter in found.model.parameters())  # all its pages are there
+    warm()
+    started = time.process_time()
+    peak = peak_above(lambda: found.prune(data, progress=False))
+    notes = [note for note in found.report.notes if "memory" in note or "disk" in note]
+    return {"bytes": peak, "seconds": time.process_time() - started, "wall": found.report.seconds, "notes": notes}
+
+
+def plan(name: str) -> dict:
+    """A case, planned."""
+    found, data = pruner(name)
+    warm()
+    started = time.process_time()
+    made = found.plan(data)
+    taken = time.process_time() - started
+    most = made.peak()
+    seconds = made.seconds["total"] - made.seconds["saving"]
+    return {
+        "bytes": made.peaks["cpu"], "seconds": seconds, "phases": made.seconds, "at": f"{most.phase}: {most.where}",
+        "items": {what: sizes.get("cpu", 0) for what, sizes in most.items.items()}, "taken": taken, "fits": made.fits,
+    }  # fmt: skip
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="+", default=list(CASES), metavar="NAME", help="cases")
+    options.add_argument("--run", choices=list(CASES), help=argparse_hidden())
+    options.add_argument("--plan", choices=list(CASES), help=argparse_hidden())
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    if args.run or args.plan:
+        print(json.dumps(run(args.run) if args.run else plan(args.plan)))
+        return
+    results = {}
+    for name in args.only:
+        each = {}
+        for what in ("plan", "run"):
+            command = [sys.executable, __file__, f"--{what}", name]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+            )
+            each[what] = (
+                json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {"error": done.stderr[-800:]}
+            )
+        if "error" in each["plan"] or "error" in each["run"]:
+            print(name, each)
+            continue
+        ratio = {key: each["plan"][key] / each["run"][key] for key in ("bytes", "seconds")}
+        results[name] = {**each, "ratio": ratio}
+        print(
+            f"{name:34s} {each['plan']['bytes'] / 2**20:8.1f} planned {each['run']['bytes'] / 2**20:8.1f} MiB "
+            f"({ratio['bytes']:.2f})  {each['plan']['seconds']:6.1f} planned {each['run']['seconds']:6.1f} s "
+            f"({ratio['seconds']:.2f})  {each['plan']['at']} plan took {each['plan']['taken']:.1f} s",
+            flush=True,
+        )
+        write("plan", {**known(), **results})
+
+
+def known() -> dict:
+    """The cases that are measured already."""
+    path = RESULTS / "plan.json"
+    return json.loads(path.read_text())["results"] if path.is_file() else {}
+
+
+def argparse_hidden() -> str:
+    """No help for what only this file calls."""
+    import argparse
+
+    return argparse.SUPPRESS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Blocks whose weights accelerate keeps in host memory or on disk: they are in the model for the time of a visit.
+
+`from_pretrained(..., device_map=...)` leaves a hook on every module with such weights, which brings them before a call
+of the module and takes them away behind it. `Offloaded.present` brings those of a whole block at once, for as long as
+somebody reads or writes them, and the hooks stand still meanwhile.
+
+What is written during a visit is kept beside the weights that were loaded, as small as its zeros allow: in host memory
+where those are there, else in unnamed files. The checkpoint that they come from never changes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from ..mapped import SpillFile
+from ..packing.squeezed import spilled
+from .presence import RESIDENT, Block, Weights
+
+Load = Callable[[], Tensor]
+Changes = list[dict[str, Load]]  # of every slot's map
+
+
+class Kept(Mapping[str, Tensor]):
+    """In place of a hook's map from names to weights: with the weights that took the place of some.
+
+    Args:
+        source: accelerate's map.
+    """
+
+    def __init__(self, source: Mapping[str, Tensor]):
+        self.source = source
+        self.changed: dict[str, Load] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.changed[key]() if key in self.changed else self.source[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def on_disk(self, key: str) -> bool:
+        """Whether a weight comes from a file, not from host memory."""
+        table, name = self.source, key
+        while hasattr(table, "dataset"):
+            table, name = table.dataset, table.prefix + name
+        return name not in getattr(table, "state_dict", table)
+
+
+class _Slot(NamedTuple):
+    """A place in a module that a hook fills."""
+
+    owner: nn.Module
+    key: str
+    hook: Any  # accelerate's AlignDevicesHook
+    name: str  # for its map
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Where the module has it: among its parameters or its buffers."""
+        return self.owner._parameters if self.key in self.owner._parameters else self.owner._buffers
+
+
+class Offloaded:
+    """The weights of a block that are elsewhere.
+
+    Args:
+        slots: where they go in the model.
+        folder: for what is written to weights that come from disk; asked when it is needed.
+    """
+
+    read = 0  # bytes of the weights that were loaded, by all blocks
+
+    def __init__(self, slots: list[_Slot], folder: Callable[[], str | None]):
+        self.slots, self.folder = slots, folder
+        self._spill: SpillFile | None = None
+        self._depth = 0
+        self._away: list[Tensor | None] = []  # what stands in the slots when the weights are away
+        self._here: list[nn.Parameter | None] = [None] * len(slots)
+        self._versions: list[int] = []
+        for slot in slots:
+            if not isinstance(slot.hook.weights_map, Kept):
+                slot.hook.weights_map = Kept(slot.hook.weights_map)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of them come from disk."""
+        return any(slot.hook.weights_map.on_disk(slot.name) for slot in self.slots)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """A context in which the weights are in the model; what was written to them is kept on exit."""
+        if self._depth == 0:
+            self._bring()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._take_away()
+
+    def _bring(self) -> None:
+        self._away, self._versions = [slot.table[slot.key] for slot in self.slots], []
+        for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
+            stored = slot.hook.weights_map[slot.name]
+            if slot.name not in slot.hook.weights_map.changed:
+                Offloaded.read += stored.nbytes
+            tensor = stored.to(slot.hook.execution_device)
+            if tensor is stored and not slot.hook.weights_map.on_disk(slot.name):
+                tensor = tensor.clone()  # what is written must not reach it before the visit is over
+            if isinstance(away, nn.Parameter):
+                # One object for all visits: layers are known by it.
+                here = self._here[index]
+                if here is None:
+                    self._here[index] = here = nn.Parameter(tensor, requires_grad=away.requires_grad)
+                here.data = tensor
+                here.requires_grad_(away.requires_grad)
+                tensor = here
+            slot.table[slot.key] = tensor
+            self._versions.append(tensor._version)
+        for slot in self.slots:
+            slot.hook.offload = False
+
+    def _take_away(self) -> None:
+        for index, (slot, away, version) in enumerate(zip(self.slots, self._away, self._versions, strict=True)):
+            here = slot.table[slot.key]
+            if here._version != version:
+                slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
+            slot.table[slot.key] = away
+            if self._here[index] is not None:
+                self._here[index].data = here.detach().new_empty(0)
+        for slot in self.slots:
+            slot.hook.offload = True
+
+    def _keep(self, slot: _Slot, tensor: Tensor) -> Load:
+        tensor = tensor.cpu()
+        if not slot.hook.weights_map.on_disk(slot.name):
+            return _same(tensor.clone())
+        shape = tuple(tensor.shape)
+        matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
+        if self._spill is None:
+            self._spill = SpillFile(self.folder())
+        load = spilled(self._spill, slot.name, matrix)
+        return lambda: load().reshape(shape)
+
+    def replace(self, parameter: nn.Parameter, load: Load) -> None:
+        """Put another weight in the place of one, without a visit.
+
+        Args:
+            parameter: what stands in the model while the weights are away.
+            load: gives the weight, laid out as the parameter, whenever it is brought.
+        """
+        for slot in self.slots:
+            if slot.table[slot.key] is parameter:
+                slot.hook.weights_map.changed[slot.name] = load
+
+    def changes(self) -> Changes:
+        """What was written so far; `restore` goes back to it."""
+        return [dict(slot.hook.weights_map.changed) for slot in self.slots]
+
+    def restore(self, changes: Changes) -> None:
+        """Forget what was written since.
+
+        Args:
+            changes: what `changes` returned.
+        """
+        for slot, before in zip(self.slots, changes, strict=True):
+            slot.hook.weights_map.changed = dict(before)
+
+
+def _same(tensor: Tensor) -> Load:
+    return lambda: tensor
+
+
+_OWN = "_moonshot_weights"  # the attribute of a block, or of the model for the rest, that has its `Offloaded`
+_FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
+def hooked(module: nn.Module) -> list[Any]:
+    """The hooks of accelerate's that bring a module's own weights."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether some of a model's weights are elsewhere between calls."""
+    return any(hooked(module) for module in model.modules())
+
+
+def weights_of(model: nn.Module, block: nn.Module) -> Weights:
+    """Where a block's weights come from.
+
+    Args:
+        model: that has it.
+        block: one of its modules.
+    """
+    return _weights(model, block, list(block.modules()))
+
+
+def is_on_disk(blocks: Sequence[Block]) -> bool:
+    """Whether some weights of some blocks come from disk."""
+    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
+
+
+def rest_of(model: nn.Module, blocks: list[nn.Module]) -> Weights:
+    """Where the weights of everything but the blocks come from: embeddings, last norm and head.
+
+    Args:
+        model: that has them.
+        blocks: of it.
+    """
+    inside = {module for block in blocks for module in block.modules()}
+    return _weights(model, model, [module for module in model.modules() if module not in inside])
+
+
+def write_to(model: nn.Module, folder: str | None) -> None:
+    """Say where what is written to weights from disk is kept.
+
+    Args:
+        model: whose weights they are.
+        folder: None is the system's for temporary files.
+    """
+    _FOLDERS[model] = folder
+
+
+def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weights:
+    slots = [slot for module in modules for slot in _slots(module)]
+    known: Offloaded | None = vars(key).get(_OWN)
+    if known is None or [slot[:2] for slot in known.slots] != [slot[:2] for slot in slots]:
+        known = vars(key)[_OWN] = Offloaded(slots, lambda: _FOLDERS.get(model))
+    return known if slots else RESIDENT
+
+
+def _slots(module: nn.Module) -> Iterator[_Slot]:
+    from accelerate.utils import named_module_tensors
+
+    for hook in hooked(module):
+        tensors = named_module_tensors(
+            module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
+        )
+        for name, _ in tensors:
+            owner, _, key = name.rpartition(".")
+            yield _Slot(module.get_submodule(owner), key, hook, name)
+
+
+def read_bytes() -> int:
+    """How many bytes of weights were brought so far, in this process."""
+    return Offloaded.read

@@ -1,0 +1,164 @@
+"""A second device without one: tensors that say they are on "twin:0", compute on the host, and refuse to be mixed.
+
+A tensor of this device wraps one of the host. Every operation is computed there; where tensors of both devices meet, it
+raises as CUDA does. Numbers of no dimension from the host may take part, indices may come from it, and copies go both
+ways: what torch allows.
+
+torch knows one such device for the rest of a process: use it in one of its own.
+"""
+
+import sys
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from optimum_moonshot import devices
+from optimum_moonshot.model import forms
+
+backend_registration._setup_privateuseone_for_python_backend("twin")
+DEVICE = torch.device("twin:0")
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+_INDEXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the other device."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+            requires_grad=inner.requires_grad,
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __repr__(self):
+        return f"Elsewhere({self.inner})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
+    def untyped_storage(self):
+        return self.inner.untyped_storage()
+
+    def tolist(self):
+        return self.inner.tolist()
+
+
+def _is_elsewhere(device):
+    return device is not None and torch.device(device).type == "twin"
+
+
+def _run(func, args, kwargs):
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    here = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
+    mixed = len(here) < len(tensors) and any(tensor.ndim for tensor in here)
+    if mixed and func not in _COPIES:
+        allowed = func in _INDEXED and isinstance(args[0], Elsewhere) and all(not t.is_floating_point() for t in here)
+        if not allowed:
+            shapes = [list(tensor.shape) for tensor in here]
+            raise RuntimeError(f"Expected all tensors to be on the same device: {func} got {shapes} of the host")
+    target = kwargs.get("device")
+    moves = func in _COPIES or not tensors or target is not None
+    elsewhere = _is_elsewhere(target) if target is not None else len(here) < len(tensors)
+    if func is torch.ops.aten.copy_.default:
+        args[0].inner.copy_(_unwrap(args[1])) if isinstance(args[0], Elsewhere) else args[0].copy_(_unwrap(args[1]))
+        return args[0]
+    if moves and "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    found = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    if func is torch.ops.aten._to_copy.default and len(here) < len(tensors) and not elsewhere and found is args[0]:
+        found = found.clone()
+    if not elsewhere:
+        return found
+    wrapped = tree_map_only(torch.Tensor, Elsewhere, found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if tensors and not moves else wrapped
+
+
+def _unwrap(value):
+    return value.inner if isinstance(value, Elsewhere) else value
+
+
+def _empty(size, dtype=None, **_):
+    return Elsewhere(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(size, stride, dtype=None, **_):
+    return Elsewhere(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source, target, *_):
+    _unwrap(target).copy_(_unwrap(source))
+    return target
+
+
+# `torch.tensor(…, device=…)` asks below every mode.
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+class _Factories(TorchDispatchMode):
+    """Tensors that are asked for on the other device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        asked = _is_elsewhere(kwargs.get("device"))
+        if asked or any(isinstance(value, Elsewhere) for value in tree_flatten((args, kwargs))[0]):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def other_device(free=2**30):
+    """Meanwhile there is such a device, with so much memory.
+
+    Args:
+        free: bytes.
+    """
+    patches = {
+        "free_bytes": lambda device: free,
+        "peak_bytes": lambda device: 0,
+        "reset_peak": lambda device: None,
+    }
+    with ExitStack() as stack:
+        for name, function in patches.items():
+            own = getattr(devices, name)
+            for module in [each for key, each in sys.modules.items() if key.startswith("optimum_moonshot")]:
+                if vars(module).get(name) is own:
+                    stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(forms, "Tensor", Elsewhere))  # a plain one, there
+        stack.enter_context(_Factories())
+        yield DEVICE
+
+
+def moved(model):
+    """The model with its parameters and buffers on the other device, in place."""
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                known = vars(model).setdefault("_moved", {})
+                if id(parameter) not in known:
+                    known[id(parameter)] = torch.nn.Parameter(Elsewhere(parameter.data), parameter.requires_grad)
+                module._parameters[key] = known[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = Elsewhere(buffer)
+    vars(model).pop("_moved", None)
+    return model

@@ -1,0 +1,132 @@
+"""Every kind of run on a second device, in a process of its own, with a line for each: see test_other_device.py."""
+
+import json
+import sys
+import tempfile
+
+import torch
+from models import image_batches, make, token_batches
+from other_device import DEVICE, Elsewhere, moved, other_device
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, prune_weight
+
+OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
+FREE = {"pattern": "unstructured", "sparsity": 0.5}
+# The caches go to the host, and the statistics come in several rounds.
+TIGHT = {"max_memory": 20_000}
+RUNS = {
+    "sparsegpt": ("llama", {"lam": 0.9}),
+    "sparsegpt, λ = 1": ("llama", {"lam": 1.0}),
+    "sparsegpt, tight": ("llama", {"lam": 0.9, **TIGHT}),
+    "unstructured": ("opt", {"lam": 0.5, **FREE}),
+    "wanda": ("gpt2", {"lam": 0.5, "solver": "wanda"}),
+    "wanda, tight": ("llama", {"lam": 0.5, "solver": "wanda", **TIGHT}),
+    "obc": ("llama", {"lam": 0.5, "solver": "obc", **FREE}),
+    "obc, tight": ("llama", {"lam": 0.5, "solver": "obc", **FREE, **TIGHT}),
+    "cap": ("llama", {"lam": 0.0, "solver": "cap", **FREE}),
+    "alps": ("llama", {"lam": 0.5, "solver": "alps"}),
+    "alps, λ = 1": ("llama", {"lam": 1.0, "solver": "alps", **FREE}),
+    "magnitude": ("llama", {"solver": "magnitude"}),
+    "osscar": ("llama", {"lam": 0.9, "solver": "osscar", "pattern": "structured", "sparsity": 0.25}),
+    "fisher allocation": ("llama", {"lam": 0.9, "allocation": "fisher", **FREE}),
+    "owl": ("llama", {"lam": 1.0, "allocation": "owl", **FREE}),
+    "recompute": ("llama", {"lam": 0.9, "recompute": True}),
+    "recompute, tight": ("llama", {"lam": 0.9, "recompute": True, **TIGHT}),
+    "recovery": ("llama", {"lam": 0.9, "recover": "blockwise", "recover_steps": 3, "max_memory": 60_000}),
+    "gradual recovery": ("llama", {"lam": 0.9, "recover": "gradual", "recover_steps": 3}),
+    "convolutions": ("resnet", {"lam": 0.5}),
+    "a vision transformer": ("vit", {"lam": 0.5, "solver": "obc", **FREE}),
+}
+
+
+def batches_of(name, **options):
+    return image_batches(**options) if name in ("resnet", "vit") else token_batches(**options)
+
+
+def weights(model):
+    """All parameters on the host."""
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [each.inner if isinstance(each, Elsewhere) else each for each in parameters]
+
+
+def difference(model, other):
+    """The largest of any weight, relative to the largest weight of its matrix, and how many zeros differ."""
+    worst, zeros = 0.0, 0
+    for a, b in zip(weights(model), weights(other), strict=True):
+        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)))
+        zeros += int(((a == 0) != (b == 0)).sum())
+    return worst, zeros
+
+
+def prune(model, name, changes, **options):
+    changes = {key: value for key, value in changes.items() if key != "max_memory" or options.get("tight", True)}
+    config = MoonshotConfig(**{**OPTIONS, **changes})
+    with tempfile.TemporaryDirectory() as folder:
+        pruner = MoonshotPruner(model, config)
+        data = None if config.solver == "magnitude" else batches_of(name)
+        pruner.prune(data, progress=False, resume_dir=f"{folder}/run")
+        return pruner.model
+
+
+def case_of(name, changes):
+    expected = prune(make(name), name, {**changes, "max_memory": None})
+    with other_device():
+        found = prune(moved(make(name)), name, changes)
+        assert all(parameter.device == DEVICE for parameter in found.parameters())
+    return difference(found, expected)
+
+
+def sweep():
+    results = []
+    for move in (False, True):
+        model = make("llama")
+        if move:
+            with other_device():
+                pruner = MoonshotPruner(moved(model), MoonshotConfig(**OPTIONS))
+                pruner.choose(pruner.sweep(token_batches(), lambdas=[0.5, 1.0], progress=False).best())
+        else:
+            pruner = MoonshotPruner(model, MoonshotConfig(**OPTIONS))
+            pruner.choose(pruner.sweep(token_batches(), lambdas=[0.5, 1.0], progress=False).best())
+        results.append(pruner.model)
+    return difference(results[1], results[0])
+
+
+def one_matrix():
+    torch.manual_seed(0)
+    weight, inputs, gradients = torch.randn(24, 32), torch.randn(100, 32), torch.randn(5, 24, 32)
+    config = MoonshotConfig(pattern="2:4", lam=0.5)
+    expected = prune_weight(weight, inputs.T @ inputs, gradients, config=config)
+    with other_device():
+        found = prune_weight(*(t.to(DEVICE) for t in (weight, inputs.T @ inputs, gradients)), config=config)
+        assert found.weight.device == DEVICE
+    return float((found.weight.inner - expected.weight).abs().max()), int((found.keep.inner != expected.keep).sum())
+
+
+def mixed():
+    """What the stand-in is for."""
+    with other_device():
+        try:
+            torch.randn(3, 4, device=DEVICE) @ torch.ones(4, 3)
+        except RuntimeError as error:
+            assert "same device" in str(error)
+            return 0.0, 0
+    raise AssertionError("tensors of two devices were multiplied")
+
+
+def main():
+    torch.set_num_threads(1)
+    cases = {"mixed": mixed, "one matrix": one_matrix, "sweep": sweep}
+    cases |= {key: lambda own=own: case_of(*own) for key, own in RUNS.items()}
+    for key in sys.argv[1:] or cases:
+        try:
+            worst, zeros = cases[key]()
+            row = {"worst": worst, "zeros": zeros}
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"[:600]}
+            if sys.argv[1:]:
+                raise
+        print(json.dumps({"case": key, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

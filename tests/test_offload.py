@@ -1,0 +1,262 @@
+"""Models whose decoder layers are on disk: what they become is what they would have become in memory, bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, EDGE, GROUPED, make, spread, token_batches
+from safetensors.torch import load_file
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.model.layers import find_blocks, visited
+from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.pruning import run as run_module
+
+OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
+
+
+def settings(**changes):
+    return MoonshotConfig(**{**OPTIONS, **changes})
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a model in several files."""
+    make("llama").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    return tmp_path / "dense"
+
+
+def offloaded(folder, **changes):
+    return MoonshotPruner.from_pretrained(folder, settings(**changes), offload="disk")
+
+
+def tensors(folder):
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def assert_equal(folder, expected):
+    found, expected = tensors(folder), tensors(expected)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def both(folder, tmp_path, batches=None, **changes):
+    """Prune a checkpoint in memory and offloaded, and save both; the pruners."""
+    pruners = []
+    for name, place in (("memory", None), ("offloaded", "disk")):
+        pruner = MoonshotPruner.from_pretrained(folder, settings(**changes), offload=place)
+        pruner.prune(batches or token_batches(), progress=False)
+        pruner.save_pretrained(tmp_path / name)
+        pruners.append(pruner)
+    assert_equal(tmp_path / "offloaded", tmp_path / "memory")
+    return pruners
+
+
+FEW = ("llama-tied-biased", "gpt2", "bloom", "gemma2", "mixtral")  # the others take too long for every run
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
+)
+def test_every_architecture(name, tmp_path):
+    make(name).save_pretrained(tmp_path / "dense")
+    memory, elsewhere = both(tmp_path / "dense", tmp_path, lam=0.9)
+    assert is_offloaded(elsewhere.model) and not is_offloaded(memory.model)
+    for format in ("dense", "packed"):
+        for pruner, folder in ((memory, "a"), (elsewhere, "b")):
+            pruner.save_pretrained(tmp_path / folder / format, format=format)
+        assert_equal(tmp_path / "b" / format, tmp_path / "a" / format)
+    load_pruned(tmp_path / "b" / "packed")  # which verifies it
+
+
+CHANGES = [
+    {"lam": 1.0},
+    {"solver": "wanda", "lam": 1.0},
+    {"solver": "obc", "lam": 0.5, "pattern": "unstructured", "sparsity": 0.5},
+    {"solver": "alps", "lam": 0.5, "pattern": "unstructured", "sparsity": 0.5, "allocation": "fisher"},
+    {"lam": 1.0, "pattern": "unstructured", "sparsity": 0.5, "allocation": "owl"},
+    {"lam": 0.5, "fisher": "attention", "targets": [r"layers\.1\."]},
+    {"lam": 1.0, "targets": [r"layers\.[12]\."]},
+    {"lam": 0.9, "targets": [r"layers\.2\.", "lm_head"]},
+    {"lam": 1.0, "recompute": True},
+    {"lam": 0.5, "recompute": True},
+    {"lam": 0.5, "recover": "blockwise", "recover_steps": 3},
+    {"lam": 1.0, "recover": "gradual", "recover_steps": 3},
+    {"lam": 0.5, "rotation": "learned", "rotation_steps": 3},
+    {"solver": "osscar", "pattern": "structured", "sparsity": 0.25, "lam": 0.9},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_every_way_to_prune(changes, llama, tmp_path):
+    both(llama, tmp_path, **changes)
+
+
+def test_padding_and_samples_that_do_not_show(tmp_path):
+    make("mixtral").save_pretrained(tmp_path / "dense")
+    pruners = both(tmp_path / "dense", tmp_path, token_batches(padded=True), lam=0.9)
+    for pruner in pruners:
+        assert any("one sample at a time" in note for note in pruner.report.notes)
+
+
+@pytest.mark.parametrize(("lam", "times"), [(1.0, 2), (0.9, 3)])
+def test_every_weight_is_read_so_often_and_one_layer_is_there_at_a_time(lam, times, llama, monkeypatch):
+    present, most = set(), [0]
+    bring, take_away = Offloaded._bring, Offloaded._take_away
+
+    def count_in(weights):
+        present.add(id(weights))
+        most[0] = max(most[0], len(present))
+        bring(weights)
+
+    def count_out(weights):
+        present.discard(id(weights))
+        take_away(weights)
+
+    monkeypatch.setattr(Offloaded, "_bring", count_in)
+    monkeypatch.setattr(Offloaded, "_take_away", count_out)
+    monkeypatch.setattr(Offloaded, "read", 0)
+    pruner = offloaded(llama, lam=lam)
+    pruner.prune(token_batches(), progress=False)
+    inside = sum(p.nbytes for _, block in find_blocks(make("llama")) for p in block.parameters())
+    assert Offloaded.read == times * inside and most == [1] and not present
+
+
+def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_path):
+    ids = torch.arange(10)[None]
+    pruner = offloaded(llama)
+    before = pruner.model(ids).logits
+    wanted = {name: parameter.requires_grad for name, parameter in pruner.model.named_parameters()}
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module.Variant, "report", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "prune_layers", fail)
+        with pytest.raises(KeyboardInterrupt):
+            pruner.prune(token_batches(), progress=False)
+    assert torch.equal(pruner.model(ids).logits, before)
+    assert {name: parameter.requires_grad for name, parameter in pruner.model.named_parameters()} == wanted
+    monkeypatch.undo()
+    pruner.prune(token_batches(), progress=False)
+    pruner.save_pretrained(tmp_path / "pruned")
+    expected = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")(ids).logits
+    assert torch.equal(pruner.model(ids).logits, expected) and not torch.equal(before, expected)
+    assert all(p.device.type == "meta" for block in visited(pruner.model) for p in block.module.parameters())
+
+
+def test_a_run_goes_on_and_its_files_may_go(llama, tmp_path, monkeypatch):
+    expected, _ = both(llama, tmp_path)
+    solved, prune_layer = [], "optimum_moonshot.pruning.solving.prune_layer"
+    from optimum_moonshot.pruning.solving import prune_layer as original
+
+    def stop(layer, *arguments):
+        if len(solved) == 9:
+            raise KeyboardInterrupt
+        solved.append(layer.name)
+        original(layer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prune_layer, stop)
+        with pytest.raises(KeyboardInterrupt):
+            offloaded(llama).prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+    pruner = offloaded(llama)
+    report = pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+    assert any("9 layers were taken over" in note for note in report.notes)
+    for name in ("first", "second"):  # the results are gone after the first
+        pruner.save_pretrained(tmp_path / name)
+        assert_equal(tmp_path / name, tmp_path / "memory")
+    assert not (tmp_path / "run").exists()
+
+
+def test_results_on_disk_take_what_their_zeros_leave(llama, tmp_path):
+    pruner = offloaded(llama)
+    pruner.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+    stored = sum(tensor.nbytes for tensor in tensors(tmp_path / "run" / "layers").values())
+    dense = sum(4 * layer.shape[0] * layer.shape[1] for layer in pruner.report.layers)
+    assert stored < 0.6 * dense
+
+
+def test_a_sweep_lends_its_variants_and_writes_the_chosen_one(llama, tmp_path):
+    ids, results = torch.arange(10)[None], []
+    for place in (None, "disk"):
+        pruner = MoonshotPruner.from_pretrained(llama, settings(), offload=place)
+        before = pruner.model(ids).logits
+        swept = pruner.sweep(token_batches(), lambdas=[0.5, 1.0], progress=False)
+        assert torch.equal(pruner.model(ids).logits, before)
+        pruner.choose(swept.best())
+        results.append(([entry.metric for entry in swept.entries], pruner.model(ids).logits))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def test_some_layers_and_the_head_may_be_elsewhere(tmp_path):
+    torch.manual_seed(0)
+    model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED, tie_word_embeddings=False)))
+    model.save_pretrained(tmp_path / "dense")
+    places = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    device_map = {f"model.{name}": place for name, place in places.items()}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "disk"}
+    found = []
+    for options in ({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")}):
+        loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
+        pruner = MoonshotPruner(loaded, settings(lam=0.5))
+        pruner.prune(token_batches(), progress=False)
+        pruner.save_pretrained(tmp_path / f"pruned{len(found)}")
+        found.append(tmp_path / f"pruned{len(found)}")
+    assert_equal(found[1], found[0])
+
+
+def test_half_precision_shards_and_an_index(tmp_path):
+    make("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    pruner = offloaded(tmp_path / "dense")
+    pruner.prune(token_batches(), progress=False)
+    assert pruner.report.sparsity == 0.5
+    pruner.save_pretrained(tmp_path / "small", max_shard_size="4KB")
+    assert len(list((tmp_path / "small").glob("model-*.safetensors"))) == 4  # the rest, and three blocks
+    index = json.loads((tmp_path / "small" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "small").values())
+    loaded = load_pruned(tmp_path / "small")
+    assert loaded.dtype == torch.bfloat16
+    pruner.save_pretrained(tmp_path / "packed", format="packed", max_shard_size="4KB")
+    packed = load_pruned(tmp_path / "packed").state_dict()
+    assert all(torch.equal(tensor, packed[name]) for name, tensor in loaded.state_dict().items())
+    for options, message in (({"max_shard_size": "many"}, "max_shard_size='many'"), ({"variant": "x"}, "variant='x'")):
+        with pytest.raises(MoonshotError, match=message):
+            pruner.save_pretrained(tmp_path / "no", **options)
+
+
+def test_what_cannot_be_is_an_error_before_any_work(llama, tmp_path):
+    with pytest.raises(MoonshotError, match='offload=\'ram\': use "disk" or "cpu"'):
+        MoonshotPruner.from_pretrained(llama, settings(), offload="ram")
+    with pytest.raises(MoonshotError, match='offload="cpu": the model is on the CPU anyway'):
+        MoonshotPruner.from_pretrained(llama, settings(), offload="cpu", device_map="cpu")
+    with pytest.raises(MoonshotError, match="device_map=.*name one device"):
+        MoonshotPruner.from_pretrained(llama, settings(), offload="disk", device_map={"": "cpu"})
+    broken = make("llama")
+    broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    with pytest.raises(MoonshotError, match="layers.1.mlp.up_proj: its weight holds NaN"):
+        offloaded(tmp_path / "broken").prune(token_batches(), progress=False)
+
+
+def test_what_is_no_chain_says_so(tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4)
+    model = hf.T5ForTokenClassification(hf.T5Config(**sizes, **EDGE, num_labels=96)).eval()
+    model.save_pretrained(tmp_path / "t5")
+    with pytest.raises(MoonshotError, match="load the model without offload to prune it"):
+        offloaded(tmp_path / "t5").prune(token_batches(), progress=False)
+
+
+def test_without_data(llama, tmp_path):
+    for name, place in (("memory", None), ("disk", "disk")):
+        pruner = MoonshotPruner.from_pretrained(llama, settings(solver="magnitude"), offload=place)
+        pruner.prune(progress=False)
+        pruner.save_pretrained(tmp_path / name)
+    assert_equal(tmp_path / "disk", tmp_path / "memory")

@@ -1,0 +1,258 @@
+"""What a run would take, said before it: the figures follow from the run's own decisions, and nothing else happens."""
+
+import argparse
+import copy
+import json
+
+import pytest
+import torch
+import transformers as hf
+from models import GROUPED, make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.calibration.footprint import LiveBytes, shape_of, without_memory
+from optimum_moonshot.commands.moonshot import add_prune_options
+from optimum_moonshot.commands.moonshot import prune as prune_command
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
+from optimum_moonshot.pruning.layer_solving import weight_losses
+from optimum_moonshot.pruning.planned_time import random_problem
+from optimum_moonshot.pruning.schedule import StatisticsSchedule
+from optimum_moonshot.reports.plan import Moment, gib, most_of
+from optimum_moonshot.solvers import make_solver
+
+FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16)
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, **changes})).eval()
+
+
+def on_meta(**changes):
+    return hf.LlamaConfig(**{**GROUPED, **changes}, architectures=["LlamaForCausalLM"])
+
+
+def planned(config=None, **fields):
+    return MoonshotPruner.plan_for(config or on_meta(), MoonshotConfig(**{**FAST, **fields}))
+
+
+def most(plan, what):
+    return max(sum(moment.items.get(what, {}).values()) for moment in plan.moments)
+
+
+@pytest.mark.parametrize("solver", ["wanda", "magnitude", "sparsegpt", "alps", "obc", "cap", "osscar"])
+@pytest.mark.parametrize(("samples", "lam"), [(0, 1.0), (16, 0.9), (80, 0.9)])
+def test_a_solver_says_what_it_holds(solver, samples, lam):
+    made = make_solver(solver, {})
+    for pattern in (Unstructured(0.5), NM(2, 4), Structured(0.5)):
+        if not isinstance(pattern, made.patterns):
+            continue
+        block = made.column_block(64, pattern)
+        size = ProblemSize(192, 64, samples, 1, block, bool(samples) and samples >= (block or 64), lam, 0.5)
+        weight, statistics = random_problem(made, size, torch.Generator().manual_seed(0))
+        with LiveBytes() as live, torch.no_grad():
+            objective = statistics.objective(weight, lam, block)
+            result = made.solve(objective, pattern)
+            weight_losses(objective, result.weight, result.keep, torch.float32)
+        said = max(made.work(size, pattern).bytes, ruler_bytes(size))
+        assert 0.7 * live.peak <= said <= 1.35 * live.peak, (pattern, said / live.peak)
+
+
+def test_live_bytes_are_those_of_storages_that_live():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        view = first.view(10, 100)
+        second = first + 1
+        del second
+        third = torch.zeros(10)
+    assert live.now == first.nbytes + third.nbytes
+    assert live.peak == 2 * first.nbytes
+    assert view.shape == (10, 100)
+
+
+def test_a_model_without_memory_has_the_same_shapes_and_shares_what_was_shared():
+    model = llama(tie_word_embeddings=True)
+    with without_memory() as mode, torch.no_grad():
+        twin = shape_of(model, mode)
+        output = twin(input_ids=torch.zeros(2, 8, dtype=torch.int64))
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert output.logits.shape == (2, 8, 96)
+
+
+@pytest.mark.parametrize("lam", [1, 0.5])
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral", "qwen3"])
+def test_what_is_planned_is_what_lives(name, lam):
+    model, batches = make(name), token_batches(samples=8, length=24)
+    config = MoonshotConfig(**{**FAST, "batch_size": 2, "lam": lam})
+    pruner = MoonshotPruner(model, config)
+    plan = pruner.plan(batches)
+    with LiveBytes() as live:
+        pruner.prune(batches, progress=False)
+    allocator = next(iter(plan.moments[0].items.get("allocator", {"cpu": 0}).values()))
+    said = plan.peaks["cpu"] - allocator
+    assert 0.6 * live.peak <= said <= 1.7 * live.peak, said / live.peak
+
+
+def test_bytes_grow_with_samples_and_widths():
+    base = planned(lam=0.5)
+    assert most(planned(lam=0.5, num_samples=16), "caches") > 1.9 * most(base, "caches")
+    wide = on_meta(hidden_size=32, intermediate_size=48)
+    assert most(planned(wide, lam=0.5), "statistics") > 1.9 * most(base, "statistics")
+    assert most(planned(lam=1), "caches") < most(base, "caches") / 2
+    assert most(planned(lam=0.5, batch_size=1), "activations") < most(base, "activations")
+    assert "logits" not in {what for moment in planned(lam=1).moments for what in moment.items}
+
+
+def test_statistics_are_those_of_the_schedule_to_the_byte():
+    plan = planned(lam=0.5, solver="sparsegpt")
+    d, inner, kv, n = 16, 24, 8, 8
+    grams = 2 * d * d + d * d + inner * inner  # q, k and v share theirs, gate and up too
+    gradients = n * (2 * d * d + 2 * kv * d + 3 * inner * d)
+    assert most(plan, "statistics") == 4 * (grams + gradients)
+
+
+@pytest.mark.parametrize("solver", ["obc", "sparsegpt", "wanda"])
+def test_plan_and_run_decide_by_the_same_function(solver, monkeypatch, tmp_path):
+    model, batches = llama(), token_batches(samples=8, length=16, size=4)
+    config = MoonshotConfig(**FAST, lam=0.5, solver=solver, max_memory=60_000, offload_dir=str(tmp_path))
+    decided = []
+    original = StatisticsSchedule.rounds
+
+    def noted(self, layers):
+        found = original(self, layers)
+        decided.append([[layer.name for layer in some] for some in found])
+        return found
+
+    monkeypatch.setattr(StatisticsSchedule, "rounds", noted)
+    plan = MoonshotPruner(model, config).plan(batches)
+    in_plan = list(decided)
+    decided.clear()
+    report = MoonshotPruner(model, config).prune(batches, progress=False)
+    assert decided == in_plan
+    assert {block.rounds for block in plan.blocks} == {len(rounds) for rounds in in_plan}
+    in_parts = {name for block in plan.blocks for name in block.parts}
+    assert len(in_parts) == sum("chunks of rows" in note for note in report.notes)
+
+
+def test_a_plan_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, batches = llama().train(), token_batches(samples=8, length=16, size=4)
+    config = MoonshotConfig(**FAST, lam=0.5, offload_dir=str(tmp_path / "offload"))
+    pruner, before = MoonshotPruner(model, config), copy.deepcopy(model.state_dict())
+    settings, random = model.config.to_dict(), torch.random.get_rng_state()
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    pruner.plan(batches, resume_dir=tmp_path / "resume")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.config.to_dict() == settings and model.training and pruner.report is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_with_weights_has_seconds_and_one_without_has_none():
+    plan = MoonshotPruner(llama(), MoonshotConfig(**FAST, lam=0.5, recover="blockwise")).plan()
+    assert set(plan.seconds) == {"calibration", "solver", "recovery", "saving", "total"}
+    assert plan.seconds["total"] == pytest.approx(sum(plan.seconds.values()) / 2)
+    assert plan.data["num_samples"] == 8 and plan.data["sequence_length"] == 16
+    assert not planned().seconds and planned().blocks[0].seconds is None
+
+
+def test_a_plan_without_weights_equals_one_with_them():
+    def memory(plan):
+        return {(m.phase, m.where): {k: v for k, v in m.items.items()} for m in plan.moments}
+
+    config = MoonshotConfig(**FAST, lam=0.5)
+    assert memory(MoonshotPruner(llama(), config).plan()) == memory(planned(lam=0.5))
+
+
+@pytest.mark.parametrize("fields", [{"rotation": "learned"}, {"allocation": "fisher"}, {"recover": "gradual"}])
+def test_phases_before_and_after_have_their_moments(fields):
+    plan = planned(lam=0.5, **fields)
+    name = {"rotation": "rotation", "allocation": "allocation", "recover": "recovery"}[next(iter(fields))]
+    assert name in {moment.phase for moment in plan.moments}
+
+
+def test_what_does_not_fit_names_the_option_that_mends_it():
+    config = MoonshotConfig(**{**FAST, "num_samples": 64}, lam=0.5)
+    plan = MoonshotPruner.plan_for(on_meta(), config, device_memory=120_000, host_memory="1GB")
+    assert not plan.fits and plan.device == "cuda"
+    assert any("num_samples" in misfit.mend for misfit in plan.misfits)
+    small = MoonshotPruner.plan_for(on_meta(), config, device_memory=1000, host_memory="1GB")
+    assert small.misfits[0].where == "the model" and "dtype" in small.misfits[0].mend
+    assert "DOES NOT FIT" in str(plan)
+    plan = MoonshotPruner.plan_for(on_meta(), config, device_memory="1GB", host_memory="1GB")
+    assert plan.fits and "fits: beside the model" in str(plan)
+
+
+def test_results_go_to_the_disk_with_a_folder():
+    held = MoonshotPruner.plan_for(on_meta(), MoonshotConfig(**FAST), resume_dir="kept").peaks
+    assert held["disk"] > 0 and "disk" not in planned().peaks
+
+
+def test_caches_that_spill_are_counted_on_the_disk(tmp_path):
+    config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000, offload_dir=str(tmp_path))
+    assert MoonshotPruner.plan_for(on_meta(), config).peaks["disk"] > 0
+    config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000)
+    assert any("offload_dir" in misfit.mend for misfit in MoonshotPruner.plan_for(on_meta(), config).misfits)
+
+
+def test_a_run_that_finds_no_room_was_planned_to(tmp_path):
+    model, batches = llama(), token_batches(samples=8, length=16, size=4)
+    pruner = MoonshotPruner(model, MoonshotConfig(**FAST, lam=0.5, max_memory=40_000))
+    plan = pruner.plan(batches)
+    assert not plan.fits and "offload_dir" in plan.misfits[0].mend
+    with pytest.raises(MoonshotError, match="max_memory"):
+        pruner.prune(batches, progress=False)
+
+
+def test_a_plan_is_saved_as_json(tmp_path):
+    plan = planned(lam=0.5)
+    values = json.loads(plan.save(tmp_path).read_text())
+    assert values["peaks"] == plan.peaks and values["fits"] is True
+    assert repr(plan).startswith("Plan(cpu ") and "<table" in plan._repr_html_()
+
+
+def test_most_of_keeps_the_peak_of_every_phase():
+    small, large = Moment("a", "x", {"caches": {"cpu": 1}}), Moment("a", "y", {"caches": {"cpu": 3}})
+    other = Moment("b", "z", {"results": {"disk": 1}})
+    assert most_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
+    assert gib(2**30) == "1.00 GiB" and gib(2**20) == "1.0 MiB"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_memory": "much"}, "device_memory='much'"),
+        ({"host_memory": 0}, "host_memory=0"),
+        ({"device_memory": True}, "device_memory=True"),
+    ],
+)
+def test_a_wrong_size_is_refused(options, message):
+    with pytest.raises(MoonshotError, match=message):
+        MoonshotPruner.plan_for(on_meta(), MoonshotConfig(**FAST), **options)
+
+
+def test_what_has_no_plan_says_so():
+    with pytest.raises(MoonshotError, match="pattern='experts'"):
+        MoonshotPruner.plan_for(on_meta(), MoonshotConfig(solver="osscar", pattern="experts", sparsity=0.5))
+    with pytest.raises(MoonshotError, match="sequence_length=100"):
+        planned(sequence_length=100)
+
+
+def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_meta().save_pretrained(tmp_path / "config-only")
+    parser = argparse.ArgumentParser()
+    add_prune_options(parser)
+    asked = ["config-only", "--output", "out", "--sparsity", "0.5", "--dry-run", "--num-samples", "4"]
+    prune_command(parser.parse_args([*asked, "--device-memory", "1GB"]))
+    told = capsys.readouterr().out
+    assert "model.layers.0" in told and "without its weights" in told
+    llama().save_pretrained(tmp_path / "whole")
+    prune_command(parser.parse_args(["whole", *asked[1:]]))
+    assert "total" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
+    with pytest.raises(MoonshotError, match="--host-memory"):
+        prune_command(parser.parse_args([*asked[:5], "--host-memory", "1GB"]))
