@@ -135,8 +135,9 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
             raise
         found["without images"] = str(error)
         report = MoonshotPruner(model, config).prune([with_images(batch, model) for batch in data], **options)
+    weights = dict(model.named_parameters(remove_duplicate=False))
     for layer in report.layers:
-        weight = model.get_submodule(layer.name).weight
+        weight = weights[layer.name if layer.name in weights else f"{layer.name}.weight"]  # experts: a parameter's name
         if weight.count_nonzero() * 2 > weight.numel():
             raise AssertionError(f"{layer.name} is not 2:4")
     reasons = Counter(report.skipped.values())

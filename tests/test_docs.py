@@ -169,3 +169,12 @@ def test_the_survey_of_architectures_is_the_measured_one():
 
     results = json.loads((ROOT / "benchmarks/results/architectures.json").read_text(encoding="utf-8"))["results"]
     assert architectures.table(results) in read("docs/architectures.md")
+
+
+def test_the_tables_of_the_mixture_are_the_measured_ones():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import experts
+
+    found = json.loads((ROOT / "benchmarks/results/experts.json").read_text(encoding="utf-8"))
+    for settings in (experts.INSIDE, experts.WHOLE):
+        assert experts.table(found, settings) in read("docs/measured.md")

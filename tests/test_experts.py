@@ -298,6 +298,15 @@ def test_experts_without_tokens_are_named():
         assert torch.equal(kept, largest) == (how == "magnitude")
 
 
+def test_many_experts_without_tokens_are_named_in_few_words():
+    """A layer may have hundreds of them."""
+    model = mixtral(experts=8)
+    always = lambda module, args, output: (*output[:2], torch.tensor([0, 5]).expand_as(output[2]))  # noqa: E731
+    model.model.layers[0].mlp.gate.register_forward_hook(always)
+    notes = prune(model, sparsity=0.5, lam=1.0).report.notes
+    assert "model.layers.0.mlp.experts.gate_up_proj: experts 1 to 4, 6, 7 read fewer than 4 tokens" in " ".join(notes)
+
+
 def test_only_starved_experts_are_solved_otherwise():
     """One that reads no token leaves the others as they are, whatever their numbers."""
     model = starving(mixtral())

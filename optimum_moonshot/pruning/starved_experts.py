@@ -143,8 +143,18 @@ class StarvedExperts:
         if self.everyone:
             return
         first = layer.form.experts.start
-        numbers = ", ".join(str(first + index) for index in starved)
+        numbers = _numbers([first + index for index in starved])
         least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
         alike = all((layer.name, index) in known for index in starved)
         instead = "have the Gram matrix of all tokens" if alike else "go by magnitude"
         self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
+
+
+def _numbers(ascending: Sequence[int]) -> str:
+    """Whole numbers in words: "0, 3 to 6, 9"."""
+    runs: list[list[int]] = []
+    for number in ascending:
+        if not runs or number != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(number)
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -1,0 +1,177 @@
+"""Pruning of a small mixture of experts: zeros inside of experts, whole experts removed, and one after the other.
+
+    python benchmarks/experts.py                     # three seeds, hours; what is in the file is not repeated
+    python benchmarks/experts.py --seeds 0 --minutes 30
+    python benchmarks/experts.py --show              # the tables and the picture of what is there
+
+The model is benchmarks/mixture_model, a Qwen3-MoE of 4 decoder layers with 16 experts each, 4 for a token
+(train_language.py). One run of the product for every cell, from the dense model in float32: held-out perplexity, the
+processor's seconds with one thread, and how many of the model's weights are left. The file is written after every cell,
+so a benchmark that was stopped goes on.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from common import RESULTS, machine, parser
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+
+MODEL = Path(__file__).parent / "mixture_model"
+DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "experts.png"
+LENGTH, SAMPLES = 256, 128
+INSIDE = {"0.5": {"sparsity": 0.5}, "0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
+WHOLE = {f"1/{n} of the experts": {"pattern": "experts", "sparsity": 1 / n} for n in (8, 4, 2)}
+BOTH = "OSSCAR, then 2:4"
+LAMBDAS = (1.0, 0.9, 0.5)
+# Step → fields, settings, values of λ. The baselines' choice among whole experts does not depend on λ.
+STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
+    "SparseGPT": ({}, INSIDE, LAMBDAS),
+    "frequency": ({"solver": "frequency"}, WHOLE, LAMBDAS[:1]),
+    "REAP": ({"solver": "reap"}, WHOLE, LAMBDAS[:1]),
+    "OSSCAR": ({"solver": "osscar"}, WHOLE, LAMBDAS),
+    BOTH: ({"solver": "osscar"}, ("1/4 of the experts",), LAMBDAS[:2]),
+    "SparseGPT, all tokens": ({"expert_tokens": "all"}, ("0.5", "0.7"), LAMBDAS[:1]),
+    "SparseGPT, shares": ({"allocation": "fisher"}, ("0.7",), LAMBDAS),
+    "ALPS": ({"solver": "alps"}, ("0.7", "2:4"), LAMBDAS[:1]),
+    "ALPS, shares": ({"solver": "alps", "allocation": "fisher"}, ("0.7",), LAMBDAS[:1]),
+    "Wanda": ({"solver": "wanda"}, INSIDE, LAMBDAS),
+}
+SETTINGS = {**INSIDE, **WHOLE}
+
+
+def cells(options) -> list[tuple[int, str, str, float]]:
+    """(seed, setting, step, λ), one seed after the other, and λ = 1 first."""
+    return [
+        (seed, setting, step, lam)
+        for seed in options.seeds
+        for lam in options.lambdas
+        for step in options.steps
+        for setting in STEPS[step][1]
+        if lam in STEPS[step][2]
+    ]
+
+
+def load() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+def quality(model: PreTrainedModel) -> dict:
+    """Held-out perplexity, and how many weights are not zero."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    value = perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=LENGTH).value
+    return {"perplexity": value, "weights": sum(int(weight.count_nonzero()) for weight in model.parameters())}
+
+
+def measure(seed: int, setting: str, step: str, lam: float) -> dict:
+    """One cell."""
+    model, tokenizer = load(), AutoTokenizer.from_pretrained(DEMO)
+    same = {"lam": lam, "seed": seed, "num_samples": SAMPLES, "sequence_length": LENGTH}
+    seconds, notes = 0.0, []
+    for fields in [{**SETTINGS[setting], **STEPS[step][0]}, *([INSIDE["2:4"]] if step == BOTH else [])]:
+        pruner = MoonshotPruner(model, MoonshotConfig(**fields, **same), tokenizer)
+        started = time.process_time()
+        report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
+        seconds += time.process_time() - started
+        notes += report.notes
+    return {**quality(model), "seconds": seconds, "notes": notes}
+
+
+def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+    """A cell's values over the seeds that were run."""
+    wanted = (setting, step, lam)
+    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+
+
+def mean_error(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else ""
+    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+
+
+def table(found: dict, settings: Iterable[str]) -> str:
+    """Markdown: perplexity, mean ± standard error over the seeds, and one core's seconds, their mean."""
+    head = [*settings, "seconds, one core"]
+    lines = ["| | λ | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
+    for step in STEPS:
+        for lam in LAMBDAS:
+            values = [mean_error(gather(found, setting, step, lam)) for setting in settings]
+            if any(values):
+                cost = [value for setting in settings for value in gather(found, setting, step, lam, "seconds")]
+                lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, f"{statistics.fmean(cost):.0f}"]) + " |")
+    return "\n".join(lines)
+
+
+def least(found: dict, setting: str, step: str) -> float | None:
+    """The mean perplexity of the best λ; None where nothing was run."""
+    values = [gather(found, setting, step, lam) for lam in LAMBDAS]
+    return min((statistics.fmean(each) for each in values if each), default=None)
+
+
+def picture(found: dict, path: Path) -> None:
+    """Excess loss over the dense model by the share of the model's weights that is left, of the best λ."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for step, (_, settings, _) in STEPS.items():
+        lines: dict[str, list[tuple[float, float]]] = {"o": [], "s": []}
+        for setting in settings:
+            best = least(found, setting, step)
+            if best is not None:
+                left = gather(found, setting, step, LAMBDAS[0], "weights")[0] / found["dense"]["weights"]
+                marker = "s" if "2:4" in (setting, step[-3:]) else "o"
+                lines[marker].append((left, math.log(best / found["dense"]["perplexity"])))
+        colour = f"C{list(STEPS).index(step)}"
+        style = "--" if set(settings) <= set(WHOLE) else "-"
+        for marker, points in lines.items():
+            if points:
+                label = "_" * (marker == "s" and bool(lines["o"])) + step
+                axes.plot(*zip(*points, strict=True), style, marker=marker, ms=5, color=colour, label=label)
+    axes.set(xlabel="share of the model's weights that is left (squares: 2:4)", yscale="log")
+    axes.set(ylabel="loss above the dense model's, nats")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
+    arguments.add_argument("--lambdas", nargs="+", type=float, default=list(LAMBDAS))
+    arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
+    arguments.add_argument("--show", action="store_true")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    path = RESULTS / "experts.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if found is None:
+        found = {"machine": machine(), "dense": quality(load()), "cells": []}
+    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
+    started = time.perf_counter()
+    for cell in [] if options.show else cells(options):
+        if cell in known:
+            continue
+        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
+            break
+        row = measure(*cell)
+        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
+    for settings in (INSIDE, WHOLE):
+        print(table(found, settings), end="\n\n")
+    for place in (path.with_suffix(".png"), PICTURE):
+        picture(found, place)
+
+
+if __name__ == "__main__":
+    main()
