@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-# What takes long: runs killed on purpose, damaged files, full disks.
+# What takes long: runs killed on purpose, damaged files, full disks, several processes, a second device.
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m slow
 

@@ -31,6 +31,12 @@ MIXED = dict(
     num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4,
     max_position_embeddings=512,
 )  # fmt: skip
+# One decoder layer of Qwen3-30B-A3B, 603M weights in experts, behind a small vocabulary.
+LARGE = dict(
+    vocab_size=1000, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=1,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    max_position_embeddings=512, dtype="bfloat16",
+)  # fmt: skip
 TINY = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=64,
@@ -59,6 +65,9 @@ CASES = {
     "mixture sparsegpt λ=1": ("mixture", dict(lam=1)),
     "mixture sparsegpt λ=0.5": ("mixture", dict(lam=0.5)),
     "mixture sparsegpt λ=0.5, 200 MiB": ("mixture", dict(lam=0.5, max_memory="200MiB")),
+    "Qwen3-30B-A3B layer wanda λ=1": ("large", dict(solver="wanda", lam=1, num_samples=16)),
+    "Qwen3-30B-A3B layer sparsegpt λ=1": ("large", dict(lam=1, num_samples=16)),
+    "Qwen3-30B-A3B layer sparsegpt λ=0.5": ("large", dict(lam=0.5, num_samples=4, targets=(r"down_proj",))),
 }  # fmt: skip
 TOKENS = 256
 
@@ -75,9 +84,23 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
     if model == "wide":
         made = hf.LlamaForCausalLM(hf.LlamaConfig(**WIDE))
     else:
-        made = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**MIXED))
+        shape = LARGE if model == "large" else MIXED
+        with torch.device("meta" if model == "large" else "cpu"):
+            made = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape))
+        if model == "large":
+            made = drawn(made.bfloat16())
     ids = torch.randint(made.config.vocab_size, (config.num_samples, TOKENS))
     return MoonshotPruner(made.eval(), config), [{"input_ids": some} for some in ids.split(config.batch_size)]
+
+
+def drawn(model: torch.nn.Module) -> torch.nn.Module:
+    """A model on the meta device with small random weights; drawing them in its own dtype takes no more memory."""
+    made = model.to_empty(device="cpu")
+    for parameter in made.parameters():
+        parameter.data.normal_(std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1.0)
+    rotary = made.model.rotary_emb
+    rotary.inv_freq.copy_(rotary.compute_default_rope_parameters(made.config)[0])
+    return made
 
 
 def warm() -> None:

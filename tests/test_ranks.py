@@ -20,6 +20,8 @@ from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.processes import Ranks
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
