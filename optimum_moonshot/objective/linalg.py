@@ -40,21 +40,29 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return blocks.permute(0, 3, 1, 2).contiguous()
 
 
-def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper triangular U with ``matrix⁻¹ = Uᵀ U``, without inverting `matrix`.
+def inverse_factor(matrix: Tensor, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The upper triangular U with ``(matrix + ridge·I)⁻¹ = Uᵀ U``, without inverting the matrix.
 
     Factoring the matrix with its order reversed gives ``matrix = V Vᵀ`` with V upper triangular, and U = V⁻¹. That is
-    one factorisation and one triangular inverse, where Cholesky → inverse → Cholesky would need twice the work.
+    one factorisation and one triangular inverse, where Cholesky → inverse → Cholesky would need twice the work. No more
+    than two matrices beside `matrix` are alive at a time.
 
     Args:
-        matrix: symmetric, [..., d, d], float64.
+        matrix: symmetric, [..., d, d], float64; it stays as it is.
+        ridge: added to the diagonal.
 
     Returns:
         U, [..., d, d], and a bool tensor [...], False where `matrix` is not positive definite.
     """
-    lower, info = torch.linalg.cholesky_ex(matrix.flip(-2, -1))
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    flipped = matrix.flip(-2, -1)
+    flipped.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    lower, info = torch.linalg.cholesky_ex(flipped)
+    del flipped
+    # In LAPACK's order, in which the solution takes its place.
+    inverse = torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device).mT
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    del lower
     ok = (info == 0) & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1)).all(-1)
     return inverse.flip(-2, -1), ok
 
@@ -73,10 +81,7 @@ def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor
     Raises:
         FactorizationError: the matrix is not positive definite at this damping.
     """
-    damped = matrix.double()
-    damped = damped.clone() if damped is matrix else damped
-    damped.diagonal().add_(damping * unit)
-    factor, ok = inverse_factor(damped)
+    factor, ok = inverse_factor(matrix.double(), damping * unit)
     check_factored(ok, f"the quadratic of size {matrix.shape[-1]}")
     return factor
 

@@ -91,11 +91,11 @@ class SparseGPT(Solver):
         """
         rows, d_in, rank, widths = size.rows, size.inputs, size.rank, Widths.of(pattern, self.block_size)
         compared = min(widths.compared, d_in)
-        shared = 0 if size.groups > 1 else 48 * d_in**2
+        shared = 0 if size.groups > 1 else 24 * d_in**2
         columns = 20 * rows * compared + 5 * size.weights
         if size.groups > 1 or (rank and _dense_is_cheaper(rank, d_in)):
             together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
-            matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(48 * d_in**2, SLICE_BYTES * 3 // 2)
+            matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
             return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + rank))
         if not rank:
             return Work(max(shared + 4 * size.weights, 12 * d_in**2 + columns), 1.5 * d_in**3 + rows * d_in**2)
@@ -110,7 +110,9 @@ class SparseGPT(Solver):
         """Pruned weight and `keep`, with `ridge` on every diagonal."""
         factor = None
         if objective.gram.ndim == 2:  # all rows share it
-            factor = damped_inverse_factor(objective.scales.a * objective.gram.double(), 1.0, ridge)
+            factor = damped_inverse_factor(
+                objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
+            )
         weight = objective.weight.clone()
         keep = torch.empty_like(weight, dtype=torch.bool)
         widths = Widths.of(pattern, self.block_size)
