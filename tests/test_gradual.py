@@ -301,7 +301,7 @@ def test_memory_does_not_change_the_result(monkeypatch):
     roomy, tight = make("llama"), make("llama")
     prune(roomy)
     monkeypatch.setattr(
-        StatisticsSchedule, "_rounds", lambda self, layers: [[layer] for layer in layers]
+        StatisticsSchedule, "rounds", lambda self, layers: [[layer] for layer in layers]
     )  # as with little memory
     prune(tight)
     assert same(tight, state(roomy))
