@@ -70,6 +70,7 @@ def test_every_architecture(name, tmp_path):
     make(name).save_pretrained(tmp_path / "dense")
     memory, elsewhere = both(tmp_path / "dense", tmp_path, lam=0.9)
     assert is_offloaded(elsewhere.model) and not is_offloaded(memory.model)
+    assert elsewhere.report.notes == [*memory.report.notes, "blocks stayed on disk: one at a time was brought"]
     for format in ("dense", "packed"):
         for pruner, folder in ((memory, "a"), (elsewhere, "b")):
             pruner.save_pretrained(tmp_path / folder / format, format=format)

@@ -143,6 +143,9 @@ class Variant:
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
         layers = [store.reports[layer.name] for layer in self.layers]
         notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        if prepared.surveyed is not None:
+            place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
+            notes.append(f"blocks stayed {place}: one at a time was brought")
         notes += divided(prepared.ranks, self.selection.config)
         report = PruneReport(
             config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
