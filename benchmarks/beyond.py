@@ -10,10 +10,10 @@ the processor's seconds with one thread, which other work on the machine changes
 cell, so a benchmark that was stopped goes on.
 """
 
-import json
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +21,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from common import RESULTS, machine, parser
+from cells import add_options, gather, least, mean_error, run_cells
+from common import RESULTS, parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
@@ -84,20 +85,6 @@ def dense_perplexity(model_folder: str) -> float:
     return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
 
 
-def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
-    """A cell's values over the seeds that were run."""
-    wanted = (setting, step, lam)
-    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
-
-
-def mean_error(values: list[float]) -> str:
-    if not values:
-        return ""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
-
-
 def table(found: dict) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and seconds of one core at 0.8."""
     lines = [
@@ -122,8 +109,7 @@ def picture(found: dict, path: Path) -> None:
     width = 0.8 / len(STEPS)
     for k, (step, colour) in enumerate(zip(STEPS, colours, strict=True)):
         for i, setting in enumerate(settings):
-            values = [gather(found, setting, step, lam) for lam in LAMBDAS]
-            best = min((statistics.fmean(value) for value in values if value), default=None)
+            best = least(found, setting, step, LAMBDAS)
             if best is not None:
                 height = math.log(best / found["dense"])
                 shown = step in axes.get_legend_handles_labels()[1]
@@ -139,28 +125,12 @@ def main() -> None:
     arguments.add_argument("--model", default=str(DEMO))
     arguments.add_argument("--name", default="beyond-llama", help="of the files in results/")
     arguments.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=[*SETTINGS, *WIDER])
-    arguments.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
-    arguments.add_argument("--lambdas", nargs="+", type=float, default=list(LAMBDAS))
-    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
-    arguments.add_argument("--show", action="store_true")
+    add_options(arguments, STEPS, LAMBDAS)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / f"{options.name}.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if found is None:
-        found = {"machine": machine(), "dense": dense_perplexity(options.model), "cells": []}
-    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
-    started = time.perf_counter()
-    for cell in [] if options.show else cells(options):
-        if cell in known:
-            continue
-        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
-            break
-        row = measure(options.model, *cell)
-        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
+    dense = partial(dense_perplexity, options.model)
+    found = run_cells(path, cells(options), lambda cell: measure(options.model, *cell), dense, options)
     print(table(found))
     picture(found, path.with_suffix(".png"))
 

@@ -10,7 +10,6 @@ processor's seconds with one thread, and how many of the model's weights are lef
 so a benchmark that was stopped goes on.
 """
 
-import json
 import math
 import statistics
 import time
@@ -22,7 +21,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from common import RESULTS, machine, parser
+from cells import add_options, gather, least, mean_error, run_cells
+from common import RESULTS, parser
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
@@ -88,18 +88,6 @@ def measure(seed: int, setting: str, step: str, lam: float) -> dict:
     return {**quality(model), "seconds": seconds, "notes": notes}
 
 
-def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
-    """A cell's values over the seeds that were run."""
-    wanted = (setting, step, lam)
-    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
-
-
-def mean_error(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.1f}" if values else ""
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
-
-
 def table(found: dict, settings: Iterable[str]) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and one core's seconds, their mean."""
     head = [*settings, "seconds, one core"]
@@ -113,19 +101,13 @@ def table(found: dict, settings: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def least(found: dict, setting: str, step: str) -> float | None:
-    """The mean perplexity of the best λ; None where nothing was run."""
-    values = [gather(found, setting, step, lam) for lam in LAMBDAS]
-    return min((statistics.fmean(each) for each in values if each), default=None)
-
-
 def picture(found: dict, path: Path) -> None:
     """Excess loss over the dense model by the share of the model's weights that is left, of the best λ."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for step, (_, settings, _) in STEPS.items():
         lines: dict[str, list[tuple[float, float]]] = {"o": [], "s": []}
         for setting in settings:
-            best = least(found, setting, step)
+            best = least(found, setting, step, LAMBDAS)
             if best is not None:
                 left = gather(found, setting, step, LAMBDAS[0], "weights")[0] / found["dense"]["weights"]
                 marker = "s" if "2:4" in (setting, step[-3:]) else "o"
@@ -145,28 +127,11 @@ def picture(found: dict, path: Path) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments.add_argument("--steps", nargs="+", default=list(STEPS), choices=list(STEPS))
-    arguments.add_argument("--lambdas", nargs="+", type=float, default=list(LAMBDAS))
-    arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
-    arguments.add_argument("--show", action="store_true")
+    add_options(arguments, STEPS, LAMBDAS)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "experts.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if found is None:
-        found = {"machine": machine(), "dense": quality(load()), "cells": []}
-    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
-    started = time.perf_counter()
-    for cell in [] if options.show else cells(options):
-        if cell in known:
-            continue
-        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
-            break
-        row = measure(*cell)
-        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
+    found = run_cells(path, cells(options), lambda cell: measure(*cell), lambda: quality(load()), options)
     for settings in (INSIDE, WHOLE):
         print(table(found, settings), end="\n\n")
     for place in (path.with_suffix(".png"), PICTURE):

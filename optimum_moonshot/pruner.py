@@ -14,10 +14,9 @@ from transformers import AutoConfig, PreTrainedModel
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
 from .checkpoint.offloaded_loading import folder_of_its_model, offload_options
-from .checkpoint.packed_files import model_class
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
-from .checkpoint.skeleton import skeleton
+from .checkpoint.skeleton import model_class, skeleton
 from .checkpoint.verified import check_complete
 from .config import MoonshotConfig, memory_size
 from .data.batches import Batch

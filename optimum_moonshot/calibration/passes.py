@@ -271,14 +271,12 @@ class BlockwisePasses:
         return i > self.lowest if self.gradients else i < self.highest
 
     def _run_batch(self, i: int, index: int, propagate: bool) -> None:
-        block, call = self.blocks[i].module, self.calls[i][index]
-        device = next(block.parameters()).device
-        hidden = call.hidden.to(device)
+        call = self.calls[i][index]
+        hidden = call.hidden.to(next(self.blocks[i].module.parameters()).device)
         with torch.set_grad_enabled(self.gradients):
             if self.gradients:
                 hidden = hidden.detach().requires_grad_(propagate)
-            args, kwargs = join_hidden(hidden, call)
-            output = first_tensor(block(*to_device(args, device), **to_device(kwargs, device)))
+            output = self._output(i, index, hidden)
             if output.requires_grad:
                 torch.autograd.backward(output, self.deltas[index].to(output.device))
         if not propagate:
@@ -289,6 +287,13 @@ class BlockwisePasses:
             # The cached input is this block's alone from here on: the next block's takes its place.
             following = self.calls[i + 1][index]
             following.hidden = call.hidden.copy_(output.detach())
+
+    def _output(self, i: int, index: int, hidden: Tensor) -> Tensor:
+        """What a block gives on a batch, where its weights are."""
+        block = self.blocks[i].module
+        device = next(block.parameters()).device
+        args, kwargs = to_device(join_hidden(hidden, self.calls[i][index]), device)
+        return first_tensor(block(*args, **kwargs))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

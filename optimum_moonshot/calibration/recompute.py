@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from ..data.batches import Batch, batch_size
 from ..model.calls import (
     BlockCall,
-    calling,
     close,
     first_tensor,
     join_hidden,
@@ -44,7 +43,7 @@ from .memory import Storage
 from .observer import Observer
 from .passes import FullModelPasses, Step
 from .streamed import StreamedPasses
-from .survey import Extras
+from .survey import Extras, passing_on
 
 Layers = tuple[PrunableLayer, ...]
 
@@ -99,16 +98,10 @@ class Entrance:
             return join_hidden(hidden, BlockCall(args, kwargs, hidden))
 
         with ExitStack() as stack:
-            for block, extra in zip(self.blocks[:i], self.extras, strict=False):
-                stack.enter_context(calling(block.module, partial(_pass_on, extra)))
+            stack.enter_context(passing_on(self.blocks[:i], self.extras[:i]))
             handle = self.blocks[i].module.register_forward_pre_hook(give, with_kwargs=True)
             stack.callback(handle.remove)
             yield
-
-
-def _pass_on(extra: int | None, *args: Any, **kwargs: Any) -> Any:
-    hidden = split_hidden(args, kwargs)[0]
-    return hidden if extra is None else (hidden, *[None] * extra)
 
 
 def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> Entrance | None:

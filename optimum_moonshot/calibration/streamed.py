@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ..data.batches import Batch
 from ..model.calls import (
     BlockCall,
-    first_tensor,
-    join_hidden,
     model_device,
     run_model,
     split_hidden,
@@ -120,8 +118,8 @@ class StreamedPasses(BlockwisePasses):
         """The next block's inputs; this one's are kept where a step follows that reads them."""
         with self.blocks[i].present():
             for index in range(len(self.batches)):
-                output = self._output(i, index)
                 call, following = self.calls[i][index], self.calls[i + 1][index]
+                output = self._output(i, index, call.hidden)
                 if self.gradients and i >= self.lowest:
                     following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
                 else:
@@ -133,14 +131,9 @@ class StreamedPasses(BlockwisePasses):
     def _outputs(self) -> None:
         """What the last block gives, where its gradients will be."""
         with self.blocks[self.highest].present():
-            for index in range(len(self.batches)):
-                self.deltas[index] = self.storage.put(self._output(self.highest, index), "output gradients")
-
-    def _output(self, i: int, index: int) -> Tensor:
-        block, call = self.blocks[i].module, self.calls[i][index]
-        device = next(block.parameters()).device
-        args, kwargs = join_hidden(call.hidden.to(device), call)
-        return first_tensor(block(*to_device(args, device), **to_device(kwargs, device)))
+            for index, call in enumerate(self.calls[self.highest]):
+                output = self._output(self.highest, index, call.hidden)
+                self.deltas[index] = self.storage.put(output, "output gradients")
 
     def _tail(self, index: int, batch: Batch) -> None:
         """The gradient of the last block's output, by the head alone."""

@@ -68,7 +68,7 @@ def survey(
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them: {_MEND}")
     _check_around(model, blocks, batch, gradients, loss, looking)
-    return [looking.extras[i] for i in range(len(blocks))], looking.unshown
+    return list(looking.extras.values()), looking.unshown  # which came in the blocks' order
 
 
 class _Look:
@@ -165,14 +165,15 @@ def _check_around(
         hidden, rest, named = split_hidden(args, kwargs)
         if not calls and gradients:
             hidden = hidden.detach().requires_grad_(True)
+        hidden = hidden.clone()  # each block's own, to have a gradient
         calls.append((rest, without_caches(named)))
         hiddens.append(hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
     with ExitStack() as stack:
-        for i, block in enumerate(blocks):
+        for block in blocks:
             stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.enter_context(calling(block.module, partial(_pass_copy, looking.extras[i])))
+        stack.enter_context(passing_on(blocks, list(looking.extras.values())))
         stack.enter_context(torch.set_grad_enabled(gradients))
         try:
             output = run_model(model, batch)
@@ -187,11 +188,6 @@ def _check_around(
             deltas = torch.autograd.grad(logits, hiddens, gradient, allow_unused=True) if reached else (None,)
             alike = all(delta is not None and close(delta, deltas[-1]) for delta in deltas)
             require(alike, f"the loss depends on blocks otherwise than by the last one's output: {_MEND}")
-
-
-def _pass_copy(extra: int | None, *args: Any, **kwargs: Any) -> Any:
-    hidden = split_hidden(args, kwargs)[0].clone()
-    return hidden if extra is None else (hidden, *[None] * extra)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from ..errors import check_number, check_whole, require
 from ..files import read_json, replace_file
-from ..model.layers import rest_present, visited
+from ..model.layers import by_visit
 from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
@@ -47,17 +47,14 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of a pruned model's weights on disk, dense and packed."""
     state = model.state_dict()
     dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
-    layers = {
-        model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()
-    }  # tied ones once
-    saved, blocks = 0, visited(model)
-    inside = {name: block for name, _ in layers.values() for block in blocks if name.startswith(f"{block.name}.")}
-    for block in (None, *blocks):
-        with rest_present(model) if block is None else block.present():
-            for name, layer in layers.values():
-                if inside.get(name) is block:
-                    tensor = model.get_parameter(name)
-                    saved += tensor.nbytes - stored_bytes(tensor, layer)
+    # Tied ones once.
+    layers = dict({model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}.values())
+    saved = 0
+    for present, names in by_visit(model, layers):
+        with present():
+            for name in names:
+                tensor = model.get_parameter(name)
+                saved += tensor.nbytes - stored_bytes(tensor, layers[name])
     return dense, dense - saved
 
 

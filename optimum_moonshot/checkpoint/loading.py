@@ -19,8 +19,9 @@ from ..runtime.choice import check_runtime
 from ..runtime.semi_structured import check_batch_shape
 from .in_memory import to_runtime
 from .keys import loaded_into
-from .packed_files import model_class, read_model_config
+from .packed_files import read_model_config
 from .request import Request, requested
+from .skeleton import model_class
 from .verified import check_alone, check_complete, verify
 from .weight_files import packed_version, weight_files
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ..devices import default_device
 from ..errors import require
 from ..files import writing
 from ..model.layers import find_blocks
+from .skeleton import empty_model
 
 PLACES = ("cpu", "disk")
 
@@ -37,7 +37,7 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
     device = str(default_device()) if device is None else device
     require(isinstance(device, str | int | torch.device), f"device_map={device!r}: with offload=, name one device")
     require(place == "disk" or str(device) != "cpu", 'offload="cpu": the model is on the CPU anyway; use "disk"')
-    device_map = _device_map(_skeleton(config), place, device)
+    device_map = _device_map(empty_model(config), place, device)
     if folder is not None:
         with writing("offload_dir", Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,6 @@ def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], No
 
 def _remove_with(model: nn.Module, folder: str) -> None:
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-
-
-def _skeleton(config: Any) -> nn.Module:
-    from .packed_files import model_class
-
-    cls = model_class(config)
-    with torch.device("meta"):
-        return cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
 
 
 def _device_map(model: nn.Module, place: str, device: Any) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ..errors import MoonshotError, naming, reason, require
 from ..files import read_json
@@ -25,6 +23,7 @@ from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from .keys import Merged, merged_weights, parameter_names
 from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
+from .skeleton import named_empty_model
 from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
 
 FORMATS = ("dense", "packed")
@@ -36,16 +35,6 @@ Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]
 def check_format(format: str) -> None:
     """Raise `MoonshotError` unless this is a format of checkpoints."""
     require(format in FORMATS, f'format={format!r}: use "dense" or "packed"')
-
-
-def model_class(config: Any) -> type[Any]:
-    """The transformers class that a configuration names; the causal language models' where it names none."""
-    from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
-
-    names = getattr(config, "architectures", None)
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForCausalLM
 
 
 def read_model_config(folder: Path, **options: Any) -> Any:
@@ -74,13 +63,7 @@ def model_skeleton(folder: Path, **options: Any) -> nn.Module:
     Raises:
         MoonshotError: transformers cannot make it.
     """
-    config = read_model_config(folder, **options)
-    cls = model_class(config)
-    try:
-        with torch.device("meta"):
-            return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
-    except Exception as error:  # a damaged config.json fails anywhere in the model's code
-        raise MoonshotError(f"{folder}: transformers cannot make its model ({reason(error)})") from error
+    return named_empty_model(folder, read_model_config(folder, **options), **options)
 
 
 def pruned_layers(model: nn.Module) -> Layers:
@@ -208,14 +191,6 @@ def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
         layer: what is known of it.
     """
     return layer.stored_bytes(tensor)
-
-
-def _stored_names(folder: Path) -> list[str]:
-    names = []
-    for path in weight_files(folder, None):
-        with safe_open(path, "pt") as file:
-            names += file.keys()
-    return names
 
 
 def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:

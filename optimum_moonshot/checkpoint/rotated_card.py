@@ -11,13 +11,11 @@ from torch import nn
 
 from ..errors import require
 from ..files import replace_file, staged
-from ..model.offload import is_offloaded
 from ..reports.rotation_report import ROTATION_NAME, RotationReport
 from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, find_base
 from .card import find_auto_class
 from .markdown import escaped
-from .saving import check_saving, save_processor
-from .streamed_files import save_streamed
+from .saving import check_saving, save_processor, write_model
 
 _TEXT = """# {title}
 
@@ -62,10 +60,7 @@ def save_rotated(
     check_saving(model, "dense", options)
     require(hasattr(model, "save_pretrained"), f"{type(model).__name__} is no PreTrainedModel: save its state_dict")
     with staged("directory", directory) as staging:
-        if is_offloaded(model):
-            save_streamed(model, staging, False, **options)
-        else:
-            model.save_pretrained(staging, **options)  # type: ignore[operator]
+        write_model(model, staging, False, **options)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):
                 save_processor(processor, staging)

@@ -55,18 +55,34 @@ def save_model(
     with staged("directory", directory) as staging, as_dense(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
-        elif is_offloaded(model):
-            save_streamed(model, staging, format == "packed", **options)
         else:
-            model.save_pretrained(staging, **options)
-        if format == "packed" and not is_offloaded(model):
-            pack_files(staging, staging, model)
+            write_model(model, staging, format == "packed", **options)
         for processor in processors:
             if hasattr(processor, "save_pretrained"):
                 save_processor(processor, staging)
         report.save(staging)
         if not plain:
             write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
+
+
+def write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
+    """The configuration and the weights of a `PreTrainedModel`, wherever these are.
+
+    Args:
+        model: pruned, or rotated.
+        folder: that exists.
+        packed: whether pruned layers are packed.
+        options: of its `save_pretrained`.
+
+    Raises:
+        MoonshotError: as for `save_streamed`.
+    """
+    if is_offloaded(model):
+        save_streamed(model, folder, packed, **options)
+        return
+    model.save_pretrained(folder, **options)
+    if packed:
+        pack_files(folder, folder, model)
 
 
 def save_processor(processor: Any, folder: Path) -> None:

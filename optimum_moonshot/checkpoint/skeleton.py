@@ -1,14 +1,55 @@
-"""A model without weights, from its configuration alone: what a plan looks at where the weights are not there."""
+"""Models without weights, from their configuration alone, and the class that a configuration names."""
 
 import os
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..errors import MoonshotError, check_path, reason
-from .packed_files import model_class
+
+
+def model_class(config: Any) -> type[Any]:
+    """The transformers class that a configuration names; the causal language models' where it names none."""
+    from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
+
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForCausalLM
+
+
+def empty_model(config: Any, **options: Any) -> Any:
+    """The model of a configuration, on the meta device.
+
+    Args:
+        config: of transformers.
+        options: for a class that is found by it, such as `trust_remote_code`.
+
+    Raises:
+        Exception: whatever the model's code raises: a damaged config.json fails anywhere in it.
+    """
+    cls = model_class(config)
+    with torch.device("meta"):
+        return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
+
+
+def named_empty_model(name: Any, config: Any, **options: Any) -> Any:
+    """As `empty_model`.
+
+    Args:
+        name: of the model, for the message.
+        config, options: as there.
+
+    Raises:
+        MoonshotError: transformers cannot make it.
+    """
+    try:
+        return empty_model(config, **options)
+    except Exception as error:
+        raise MoonshotError(f"{name}: transformers cannot make its model ({reason(error)})") from error
 
 
 def skeleton(name_or_config: Any, dtype: Any = None, **options: Any) -> nn.Module:
@@ -29,13 +70,7 @@ def skeleton(name_or_config: Any, dtype: Any = None, **options: Any) -> nn.Modul
         config = _read(name_or_config, options)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
-    cls = model_class(config)
-    try:
-        with torch.device("meta"):
-            made = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    except Exception as error:  # a damaged config.json fails anywhere in the model's code
-        raise MoonshotError(f"{name_or_config}: transformers cannot make its model ({reason(error)})") from error
-    return made.to(kind).eval()
+    return named_empty_model(name_or_config, config).to(kind).eval()
 
 
 def _read(name: str | os.PathLike[str], options: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, require
-from ..model.layers import Block, rest_present, visited
+from ..model.layers import Visit, by_visit
 from .packed_files import Packer, write_config, write_index
 from .packed_format import METHOD, Description
 from .weight_files import new_names, sort_metadata
@@ -22,6 +22,7 @@ from .weight_files import new_names, sort_metadata
 SHARD = "500MB"  # of dense weights in a file, where nothing else is asked for: so much is in memory at once
 
 Tensors = dict[str, Tensor]
+Part = list[tuple[Visit, list[str]]]  # of `by_visit`
 
 
 def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:
@@ -64,35 +65,32 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         write_index(folder, {"metadata": {"total_parameters": count, "total_size": total}}, places, packed)
 
 
-def _parts(model: Any, size: int) -> Iterator[list[tuple[Block | None, list[str]]]]:
-    """Blocks, or None for the rest, with the names of their weights: together up to `size` bytes, or one."""
+def _parts(model: Any, size: int) -> Iterator[Part]:
+    """All weights but tied ones, in parts of up to `size` bytes, or of one visit."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict  # after transformers' quantizers
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
     bytes_of = {name: tensor.nbytes for name, tensor in state.items() if not any(fnmatch(name, key) for key in dropped)}
-    blocks = visited(model)
-    inside = {name: block for block in blocks for name in bytes_of if name.startswith(f"{block.name}.")}
-    part: list[tuple[Block | None, list[str]]] = []
+    part: Part = []
     room = 0
-    for block in (None, *blocks):
-        names = [name for name in bytes_of if inside.get(name) is block]
+    for present, names in by_visit(model, bytes_of):
         needed = sum(bytes_of[name] for name in names)
         if part and needed > room:
             yield part
             part = []
         room = (room if part else size) - needed
-        part.append((block, names))
+        part.append((present, names))
     yield part
 
 
-def _stored(model: nn.Module, part: list[tuple[Block | None, list[str]]], original: bool) -> Tensors:
-    """The weights of some blocks in host memory, by the names that they have in files."""
+def _stored(model: nn.Module, part: Part, original: bool) -> Tensors:
+    """The weights of a part in host memory, by the names that they have in files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: Tensors = {}
-    for block, names in part:
-        with rest_present(model) if block is None else block.present():
+    for present, names in part:
+        with present():
             state = model.state_dict()
             tensors |= {name: state[name].detach().to("cpu", copy=True) for name in names}
     return revert_weight_conversion(model, tensors) if original else tensors

@@ -230,7 +230,7 @@ def _load_for_evaluation(args: argparse.Namespace, device: Any) -> tuple[Any, An
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..checkpoint.loading import load_pruned
-    from ..checkpoint.packed_files import model_class
+    from ..checkpoint.skeleton import model_class
     from ..model.facts import load_processor
     from ..reports.record import PruningRecord
 

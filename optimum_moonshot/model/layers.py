@@ -7,10 +7,10 @@ kind of layer multiplies and how its weight becomes a matrix is in forms.py.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from .presence import RESIDENT, Weights
 
 WEIGHT = "weight"  # what a module with one matrix calls it
 ROUTER = "it sends tokens to experts: it stays dense unless targets names it"
+Visit = Callable[[], AbstractContextManager[None]]  # makes a context in which some weights are in the model
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
@@ -140,6 +141,27 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def visited(model: nn.Module) -> list[Block]:
     """The model's blocks, to bring their weights one after the other."""
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
+
+
+def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:
+    """Weights by what has to be brought for them: the rest of the model, then block after block.
+
+    Args:
+        model: that has them.
+        names: of parameters and buffers.
+
+    Returns:
+        What makes a context in which they are in the model, and which they are.
+    """
+    found: dict[str, list[str]] = {"": []}
+    visits: dict[str, Visit] = {"": partial(rest_present, model)}
+    for block in visited(model):
+        found[block.name], visits[block.name] = [], block.present
+    for name in names:
+        parts = name.split(".")
+        inside = next((own for own in (".".join(parts[:end]) for end in range(1, len(parts))) if own in found), "")
+        found[inside].append(name)
+    return [(visits[own], some) for own, some in found.items()]
 
 
 def rest_present(model: nn.Module) -> AbstractContextManager[None]:

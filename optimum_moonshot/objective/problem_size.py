@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .row_slices import CPU_BYTES, GPU_BYTES
+from .row_slices import slice_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ProblemSize:
             bytes_per_row: of intermediates.
             limit: of a slice; None is that of `row_slices`.
         """
-        limit = (CPU_BYTES if self.device.type == "cpu" else GPU_BYTES) if limit is None else limit
+        limit = slice_bytes(self.device) if limit is None else limit
         one = max(bytes_per_row, min(limit, self.rows * bytes_per_row))
         return min(self.threads * one, self.rows * bytes_per_row)
 

@@ -26,5 +26,9 @@ def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[sl
         bytes_per_row: of intermediates.
         device: of the work.
     """
-    limit = CPU_BYTES if device.type == "cpu" else GPU_BYTES
-    return split_range(rows.start, rows.stop, max(1, limit // bytes_per_row))
+    return split_range(rows.start, rows.stop, max(1, slice_bytes(device) // bytes_per_row))
+
+
+def slice_bytes(device: torch.device) -> int:
+    """What the intermediates of a slice may take on a device."""
+    return CPU_BYTES if device.type == "cpu" else GPU_BYTES

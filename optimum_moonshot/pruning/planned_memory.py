@@ -15,7 +15,7 @@ from ..calibration.memory import Storage
 from ..devices import is_gpu
 from ..model.layers import Block, PrunableLayer
 from ..objective.problem_size import ProblemSize, ruler_bytes
-from ..objective.row_slices import CPU_BYTES, GPU_BYTES
+from ..objective.row_slices import slice_bytes
 from ..reports.plan import DISK, Bytes, Misfit, Moment
 from .schedule import StatisticsSchedule
 from .selection import Selection
@@ -402,5 +402,5 @@ class _Statistics:
             return 8 * d_out * d_in // layer.groups
         if self.schedule.plan(layer).column_block is None:
             return 0
-        limit = CPU_BYTES if self.walk.storage.device.type == "cpu" else GPU_BYTES
+        limit = slice_bytes(self.walk.storage.device)
         return min(limit, 8 * min(STAGED, self.schedule.samples) * d_out * d_in)

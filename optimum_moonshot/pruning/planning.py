@@ -30,7 +30,7 @@ from ..reports.plan import DISK, BlockPlan, Misfit, Moment, Plan, most_of
 from .planned_memory import CPU, Outline, Visit, Walk, walk_blocks
 from .planned_phases import allocation, recovery, rotation, saving, writing
 from .planned_time import Seconds, clock, measure
-from .preparation import Subject, _with_room, prepare
+from .preparation import Subject, prepare, with_room
 from .selection import Selection, select
 
 # What reading and tokenizing text leaves in host memory: the libraries that do it.
@@ -156,7 +156,7 @@ def _ready(
         data = load_calibration(
             batches, None, num_samples=config.num_samples, batch_size=config.batch_size, seed=config.seed
         )
-        data, chains = _with_room(data, selection, model), None
+        data, chains = with_room(data, selection, model), None
         if selection.needs_losses and any(layer.form.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
     device, free = _free(model, room)

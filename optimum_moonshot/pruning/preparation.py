@@ -239,7 +239,7 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
     written = SelfCalibration.of(calibration)
     if written is not None:
         data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
-        return _with_room(data, selection, model)
+        return with_room(data, selection, model)
     gradients = selection.needs_losses
     options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
     if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
@@ -258,11 +258,17 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
     if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
         labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
         data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
-    return _with_room(data, selection, model)
+    return with_room(data, selection, model)
 
 
-def _with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
-    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where there are any."""
+def with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
+    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where there are any.
+
+    Args:
+        data: in any batches.
+        selection: which says whether logits are wanted.
+        model: whose vocabulary they have.
+    """
     if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
         itemsize = selection.layers[0].parameter.dtype.itemsize
         per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize

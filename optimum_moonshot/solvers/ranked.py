@@ -22,7 +22,7 @@ from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import CPU_BYTES, GPU_BYTES, row_slices, split_range
+from ..objective.row_slices import row_slices, slice_bytes, split_range
 from .base import PrunedWeight, Solver, finish
 from .greedy import STEPS, Elimination, removals, take_square
 from .hyperparameters import damping_option
@@ -126,7 +126,7 @@ class Ranked(Solver):
         """
         d, count = size.size, size.weights // size.size
         cpu = size.device.type == "cpu"
-        limit = CPU_BYTES if cpu else GPU_BYTES
+        limit = slice_bytes(size.device)
         together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
         factored = min(together if size.rank else size.groups, max(1, limit // (24 * d * d)))
         inverses = 4 * together * d * d

@@ -1,0 +1,82 @@
+"""A benchmark of many cells (seed, setting, step, λ): a file that is written after every cell, so that one goes on."""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common import machine
+
+Cell = tuple[int, str, str, float]  # seed, setting, step, λ
+
+
+def add_options(arguments: argparse.ArgumentParser, steps: Iterable[str], lambdas: Iterable[float]) -> None:
+    """What to run of a table.
+
+    Args:
+        arguments: of the command line.
+        steps, lambdas: all that there are.
+    """
+    arguments.add_argument("--steps", nargs="+", default=list(steps), choices=list(steps))
+    arguments.add_argument("--lambdas", nargs="+", type=float, default=list(lambdas))
+    arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
+    arguments.add_argument("--show", action="store_true", help="the table and the picture of what is there")
+
+
+def run_cells(
+    path: Path,
+    cells: Iterable[Cell],
+    measure: Callable[[Cell], dict],
+    dense: Callable[[], object],
+    options: argparse.Namespace,
+) -> dict:
+    """Measure the cells that a file lacks.
+
+    Args:
+        path: of the file.
+        cells: in their order.
+        measure: of a cell: perplexity, seconds, and more.
+        dense: of the dense model.
+        options: of `add_options`.
+
+    Returns:
+        What the file holds.
+    """
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if found is None:
+        found = {"machine": machine(), "dense": dense(), "cells": []}
+    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
+    started = time.perf_counter()
+    for cell in [] if options.show else cells:
+        if cell in known:
+            continue
+        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
+            break
+        row = measure(cell)
+        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
+    return found
+
+
+def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+    """A cell's values over the seeds that were run."""
+    wanted = (setting, step, lam)
+    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+
+
+def mean_error(values: list[float]) -> str:
+    """Mean ± standard error; of one value itself, of none nothing."""
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else ""
+    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+
+
+def least(found: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:
+    """The mean perplexity of the best λ; None where nothing was run."""
+    values = [gather(found, setting, step, lam) for lam in lambdas]
+    return min((statistics.fmean(each) for each in values if each), default=None)
