@@ -19,6 +19,7 @@ from optimum_moonshot.pruning.planned_time import _line, _Tried
 from optimum_moonshot.pruning.result_store import weight_sums
 from optimum_moonshot.pruning.solving import solve
 from optimum_moonshot.pruning.starved_experts import StarvedExperts
+from optimum_moonshot.pruning.student import Student
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64
@@ -89,6 +90,16 @@ def test_sums_of_a_dense_weight_come_expert_by_expert():
     with torch.no_grad():
         layer.parameter[5, 3, 2] += 1e-3
     assert weight_sums(layer) != told
+
+
+def test_a_student_has_the_pruned_weights_in_float32_and_not_the_dense_ones_too():
+    (block,) = find_structure(mixtral().bfloat16()).blocks
+    weights = [(layer, layer.matrix.clone()) for layer in block.layers]
+    size = sum(weight.numel() for _, weight in weights)
+    with LiveBytes() as live:
+        student = Student(block, weights, {layer.name for layer, _ in weights})
+    assert {name for name in student.tensors} == {*dict(block.module.named_parameters())}
+    assert (4 + 1) * size <= live.peak < 6 * size
 
 
 class Passes:
