@@ -156,7 +156,8 @@ class InputSums:
         kinds: to gather.
         storage: where they live.
         share: between layers; a batch's inputs then live until its end, for their addresses to name them.
-        into: layer → the memory that its `Gram` or `InputSquares` are put into; others have their own.
+        into: layer → the memory that its `Gram` or `InputSquares` is put into, of its shape, [groups, d_in, d_in] or
+            [groups, d_in], without the groups where there is one; other layers have their own.
     """
 
     def __init__(
