@@ -158,8 +158,8 @@ def _larger(batch: Batch, some: Batch, known: "list[tuple[int, _Tried]]", taken:
         expected = _line(known, _elements(other)).passing
         if expected < BATCH_SECONDS and max(0.0, rest) + expected < STEP * BATCH_SECONDS:
             return other
-    step = _cut(batch, 1, STEP * _length(some))
-    return step if own < BATCH_SECONDS / STEP and _elements(step) > _elements(some) else None
+    step = _cut(batch, 1, STEP * _length(some))  # one more is tried where little is known, for the line
+    return step if len(known) == 1 and own < 2 * BATCH_SECONDS and _elements(step) > _elements(some) else None
 
 
 def _line(known: "list[tuple[int, _Tried]]", elements: int) -> "_Tried":
