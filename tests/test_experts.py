@@ -473,12 +473,16 @@ def test_all_tokens_reach_every_expert():
                     observer.end()
 
     everyone = StarvedExperts("all", "all", False, len(batches), Storage(torch.device("cpu")), [])
-    found = everyone.all_tokens(Step(), [gate_up, down], {gate_up.name: [0, 1, 2, 3], down.name: [1]})
+    starved = {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
+    found = everyone.all_tokens(Step(), [gate_up, down], starved, sums)
+    assert found == {(name, expert) for name, some in starved.items() for expert in some}
     for expert in range(4):
-        torch.testing.assert_close(found[gate_up.name, expert], tokens.T @ tokens)
+        torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
     gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
     inner = functional.silu(gate) * up
-    torch.testing.assert_close(found[down.name, 1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sums[down.name][1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+    assert (sums[down.name][[0, 2, 3]] == 7).all()
 
 
 def test_calibration_by_all_tokens_differs_and_runs_with_every_solver():

@@ -16,7 +16,7 @@ from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pruning.layer_solving import weight_losses
-from optimum_moonshot.pruning.planned_time import random_problem
+from optimum_moonshot.pruning.planned_solver import random_problem
 from optimum_moonshot.pruning.schedule import StatisticsSchedule
 from optimum_moonshot.reports.plan import Moment, gib, most_of
 from optimum_moonshot.solvers import make_solver

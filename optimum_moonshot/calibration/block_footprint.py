@@ -40,6 +40,7 @@ class ModelFootprint:
     hidden: int  # bytes of a batch's hidden state
     arguments: int  # of what the blocks read beside it, which all batches share
     whole: int  # of a pass of the whole model, backwards too where gradients are wanted
+    choices: dict[str, int] = dataclasses.field(default_factory=dict)  # layer of experts → k, where a call says it
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ class _Twin:
     order: list[str] = dataclasses.field(default_factory=list)
     follows: set[str] = dataclasses.field(default_factory=set)
     held: list[Tensor] = dataclasses.field(default_factory=list)  # by the hooks
+    choices: dict[nn.Module, int] = dataclasses.field(default_factory=dict)  # of a module of experts: k
     samples: int = 1
     watched: bool = False  # by hooks
 
@@ -97,7 +99,9 @@ def model_footprint(
         first = next((twin.calls[name] for name in twin.order), None)
         arguments = 0 if first is None else _bytes_of((first.args, first.kwargs))
         hidden = 0 if first is None else first.hidden.nbytes
-    return ModelFootprint(blocks, tuple(twin.order), frozenset(twin.follows), hidden, arguments, whole)
+        fused = {layer.name: twin.layer(layer).modules[0] for layer in structure.layers() if layer.form.separate}
+        choices = {name: twin.choices[module] for name, module in fused.items() if module in twin.choices}
+    return ModelFootprint(blocks, tuple(twin.order), frozenset(twin.follows), hidden, arguments, whole, choices)
 
 
 def _run_whole(twin: _Twin, structure: Structure, inputs: Batch, gradients: bool, forward: Forward | None) -> int:
@@ -214,6 +218,8 @@ def _balanced(module: nn.Module, twin: _Twin) -> Callable[..., Tensor]:
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found, tokens = routing(args, kwargs), hidden.reshape(-1, hidden.shape[-1])
+        if found is not None:
+            twin.choices[module] = found[0].shape[1]
         experts = forms[0].groups
         share = -(-len(tokens) * (1 if found is None else found[0].shape[1]) // experts)
         if not torch.is_grad_enabled():

@@ -40,6 +40,7 @@ class Observer(AbstractContextManager["Observer"]):
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
         extra: further statistics, of all layers, or of those with gradients where they need them.
         ranks: the processes that share the samples; the data pass here are this one's.
+        into: layer → the memory that the sums over its inputs are put into, of their shape; others have their own.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class Observer(AbstractContextManager["Observer"]):
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
         ranks: Ranks = ALONE,
+        into: Mapping[str, Tensor] | None = None,
     ):
         self.layers, self.diagonal, self.samples, self.ranks = layers, diagonal, samples, ranks
         of_inputs = [kind for kind in extra if issubclass(kind, InputStatistic)]
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
-        kinds = [InputSquares if diagonal else Gram, *of_inputs]
+        self.kind = InputSquares if diagonal else Gram
+        kinds = [self.kind, *of_inputs]
         kinds += [TokenCounts] if any(layer.form.separate for layer in layers) else []
-        self.inputs = InputSums(kinds, storage, share)
+        self.inputs = InputSums(kinds, storage, share, into)
         self.gradients = {
             layer.name: GradientSums(
                 layer, diagonal, samples, storage, (plans or {}).get(layer.name, Plan()), of_gradients, ranks
@@ -163,13 +166,17 @@ class Observer(AbstractContextManager["Observer"]):
         """How many tokens each expert of a layer has read, int64 [groups]."""
         return self.inputs.of_layer[layer.name].statistics[TokenCounts].result()
 
+    def sums(self, layer: PrunableLayer) -> Tensor:
+        """The sums over a layer's inputs as they are now, which `take` will give: G or its diagonal, by group."""
+        return self.inputs.of_layer[layer.name].statistics[self.kind].result()
+
     def take(self, layer: PrunableLayer) -> LayerStatistics:
         """What was gathered for a layer, checked, and forgotten here, so that its memory ends with the caller's use.
 
         Raises:
             MoonshotError: the calibration data never reached the layer, or gave NaN or infinity.
         """
-        name, kind = layer.name, InputSquares if self.diagonal else Gram
+        name, kind = layer.name, self.kind
         found, sums = self.inputs.take(name), self.gradients.pop(name, None)
         _check_finite(all_finite(found[kind].squares()), f"{name}: its inputs (activations)")
         tokens = found.pop(TokenCounts).result() if TokenCounts in found else None

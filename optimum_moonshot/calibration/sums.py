@@ -5,7 +5,8 @@ Calls arrive from the hooks of observer.py and are read in the normal form of mo
 (q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,19 +57,23 @@ class LayerCall:
             yield from self.form.pairs(self.inputs, delta, self.mask, self.samples)
 
 
-class Gram(InputStatistic):
-    """``G = Σ x xᵀ``, [d_in, d_in], or [groups, d_in, d_in] where there are several."""
+class _Sum(InputStatistic):
+    """A sum over tokens, in memory of its own, or in some that is there: what that holds is forgotten."""
 
-    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
-        d_in = layer.shape[1]
-        shape = (d_in, d_in) if layer.groups == 1 else (layer.groups, d_in, d_in)
-        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
-
-    def add(self, inputs: Tensor, groups: slice) -> None:
-        if self.value.ndim == 2:
-            self.value.addmm_(inputs[0].T, inputs[0])
+    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device, into: Tensor | None = None):
+        if into is None:
+            self.value = storage.zeros(self.shape(layer), torch.float32, f"{layer.name}: Gram matrix").to(device)
         else:
-            self.value[groups].baddbmm_(inputs.mT, inputs)
+            self.value = into.zero_()
+
+    @staticmethod
+    @abstractmethod
+    def shape(layer: PrunableLayer) -> tuple[int, ...]:
+        """Of the sum."""
+
+    @abstractmethod
+    def squares(self) -> Tensor:
+        """Σ x², [d_in] or [groups, d_in]."""
 
     def result(self) -> Tensor:
         return self.value
@@ -76,18 +81,32 @@ class Gram(InputStatistic):
     def merge(self, ranks: Ranks) -> None:
         ranks.add(self.value)
 
+
+class Gram(_Sum):
+    """``G = Σ x xᵀ``, [d_in, d_in], or [groups, d_in, d_in] where there are several."""
+
+    @staticmethod
+    def shape(layer: PrunableLayer) -> tuple[int, ...]:
+        d_in = layer.shape[1]
+        return (d_in, d_in) if layer.groups == 1 else (layer.groups, d_in, d_in)
+
+    def add(self, inputs: Tensor, groups: slice) -> None:
+        if self.value.ndim == 2:
+            self.value.addmm_(inputs[0].T, inputs[0])
+        else:
+            self.value[groups].baddbmm_(inputs.mT, inputs)
+
     def squares(self) -> Tensor:
-        """Σ x², [d_in] or [groups, d_in]."""
         return self.value.diagonal(dim1=-2, dim2=-1)
 
 
-class InputSquares(InputStatistic):
+class InputSquares(_Sum):
     """Σ x², the diagonal of G alone, [d_in] or [groups, d_in]."""
 
-    def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
+    @staticmethod
+    def shape(layer: PrunableLayer) -> tuple[int, ...]:
         d_in = layer.shape[1]
-        shape = (d_in,) if layer.groups == 1 else (layer.groups, d_in)
-        self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
+        return (d_in,) if layer.groups == 1 else (layer.groups, d_in)
 
     def add(self, inputs: Tensor, groups: slice) -> None:
         squares = inputs.square().sum(-2)
@@ -96,14 +115,7 @@ class InputSquares(InputStatistic):
         else:
             self.value[groups] += squares
 
-    def result(self) -> Tensor:
-        return self.value
-
-    def merge(self, ranks: Ranks) -> None:
-        ranks.add(self.value)
-
     def squares(self) -> Tensor:
-        """Σ x², as the result."""
         return self.value
 
 
@@ -144,10 +156,18 @@ class InputSums:
         kinds: to gather.
         storage: where they live.
         share: between layers; a batch's inputs then live until its end, for their addresses to name them.
+        into: layer → the memory that its `Gram` or `InputSquares` is put into, of its shape, [groups, d_in, d_in] or
+            [groups, d_in], without the groups where there is one; other layers have their own.
     """
 
-    def __init__(self, kinds: Iterable[type[InputStatistic]], storage: Storage, share: bool):
-        self.kinds, self.storage, self.share = tuple(kinds), storage, share
+    def __init__(
+        self,
+        kinds: Iterable[type[InputStatistic]],
+        storage: Storage,
+        share: bool,
+        into: Mapping[str, Tensor] | None = None,
+    ):
+        self.kinds, self.storage, self.share, self.into = tuple(kinds), storage, share, into or {}
         self.of_layer: dict[str, _Shared] = {}
         self.by_key: dict[Hashable, _Shared] = {}
         self.added: set[tuple[int, Hashable]] = set()
@@ -174,7 +194,15 @@ class InputSums:
             mine.add(call)
 
     def _make(self, layer: PrunableLayer, device: torch.device) -> _Shared:
-        return _Shared({kind: kind(layer, self.storage, device) for kind in self.kinds})
+        into = self.into.get(layer.name)
+        return _Shared(
+            {
+                kind: kind(layer, self.storage, device, into)
+                if issubclass(kind, _Sum)
+                else kind(layer, self.storage, device)
+                for kind in self.kinds
+            }
+        )
 
     def end(self) -> None:
         """Close a batch: layers that share their statistics must have read the same tensors.

@@ -11,7 +11,7 @@ Every expert is a group of the layer's rows, with a Gram matrix of its own, prun
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -194,6 +194,7 @@ class _Watched:
         self.module = module
         self.watches: list[_Watch] = []
         self.showing: int | None = None  # the expert that all tokens are being shown to
+        self.due: dict[str, int] = {}  # key → how many of them its product with that expert has not had
         self.changes = ExitStack()  # taken back with the last watch
         self.changes.enter_context(plain_implementation(module))
         self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
@@ -230,6 +231,10 @@ class _Watched:
             require(fits, f"{type(self.module).__name__}.{key} is used in another layout than that it seems to have")
             found = watch.see(replace(form, expert=expert), inputs, output)
             output = output if found is None else found
+        if expert is not None and expert == self.showing and key in self.due:
+            self.due[key] -= inputs[..., 0].numel()
+            if not any(self.due.values()):
+                raise _AllShown
         return output
 
     @torch.no_grad()
@@ -239,13 +244,23 @@ class _Watched:
         """
         for form in {watch.form.key: watch.form for watch in self.watches}.values():
             vars(module)[form.key] = _StandIn.of(form.parameter, self, form.key)
-        wanted = sorted({expert for watch in self.watches if watch.form.everywhere for expert in watch.form.experts})
+        wanted: dict[int, set[str]] = {}
+        for form in (watch.form for watch in self.watches if watch.form.everywhere):
+            for expert in form.experts:
+                wanted.setdefault(expert, set()).add(form.key)
         try:
-            for self.showing in wanted:
-                forged_args, forged_kwargs = _routed_to(module, self.showing, args, kwargs)
-                module.forward(*forged_args, **forged_kwargs)
+            for self.showing in sorted(wanted):
+                keys = wanted[self.showing]
+                tokens, forged_args, forged_kwargs = _routed_to(module, self.showing, args, kwargs)
+                self.due = dict.fromkeys(keys, tokens)
+                with suppress(_AllShown):
+                    module.forward(*forged_args, **forged_kwargs)
         finally:
-            self.showing = None
+            self.showing, self.due = None, {}
+
+
+class _AllShown(Exception):
+    """Ends a call whose output nobody wants, once an expert has had all tokens."""
 
 
 _WATCHED: "WeakKeyDictionary[nn.Module, _Watched]" = WeakKeyDictionary()
@@ -285,8 +300,11 @@ def with_others(
 
 def _routed_to(
     module: nn.Module, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, but with one expert as the first choice of all tokens; the output means nothing.
+) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    """The number of tokens, and the arguments of a call, but with one expert as the first choice of all of them.
+
+    The output means nothing. What else they choose is the last expert, which most modules compute after that one; with
+    the last as their first choice, they have another expert for every other choice.
 
     Raises:
         MoonshotError: the module does not take, of every token, the numbers of its experts and their weights.
@@ -298,8 +316,10 @@ def _routed_to(
             'starved_experts at "routed"'
         )
     index, _ = found
-    first = torch.arange(index.shape[1], device=index.device).expand_as(index) == 0
-    return with_others(args, kwargs, (index, torch.where(first, expert, 0 if expert else 1)))
+    places = torch.arange(index.shape[1], device=index.device)
+    last = len(module._parameters[expert_keys(module)[0]]) - 1
+    forged = torch.where(places == 0, expert, places - 1 if expert == last else last).expand_as(index)
+    return len(index), *with_others(args, kwargs, (index, forged))
 
 
 class _StandIn(Tensor):

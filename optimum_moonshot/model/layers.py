@@ -84,6 +84,16 @@ class PrunableLayer:
         """[d_out, d_in]."""
         return self.form.shape
 
+    def expert(self, index: int) -> "PrunableLayer":
+        """One of a layer of experts alone.
+
+        Args:
+            index: counted from the layer's first.
+        """
+        form = self.form
+        assert isinstance(form, ExpertsForm)
+        return replace(self, span=(form.experts[index], form.experts[index] + 1))
+
     @property
     def groups(self) -> int:
         """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions and experts."""

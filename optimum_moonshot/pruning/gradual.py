@@ -138,6 +138,6 @@ class Gradual:
                 (solved,) = solve_layer(self.solver, layer, wanted[layer.name], statistics, 1.0)
             except FactorizationError as error:
                 raise FactorizationError(f"{layer.name}: {error}") from None
-            weights[layer.name] = solved.result.weight
-            notes += [f"{layer.name}: {note}" for note in solved.result.notes]
+            weights[layer.name] = solved.weight
+            notes += [f"{layer.name}: {note}" for note in solved.notes]
         return weights, notes

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from ..calibration.layer_statistics import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
-from ..solvers import PrunedWeight, Solver
+from ..solvers import Solver
 from .expert_chunks import ExpertChunks
 from .expert_share import ExpertShare
 
@@ -20,7 +19,9 @@ from .expert_share import ExpertShare
 class Solved(NamedTuple):
     """A layer's result, the losses of its mask alone and of the weight in the layer's dtype, and the λ used."""
 
-    result: PrunedWeight
+    weight: Tensor  # [d_out, d_in] in the layer's dtype
+    damping: float
+    notes: tuple[str, ...]
     masked: RelativeLoss
     pruned: RelativeLoss
     lam: float
@@ -85,38 +86,33 @@ def _solve_groups(
     statistics: "LayerStatistics | ExpertChunks | ExpertShare",
     lam: float,
 ) -> list[Solved]:
-    """As `solve_layer`, where every group of rows is a matrix of its own: an expert."""
-    matrices, dtype = layer.matrix.unflatten(0, (layer.groups, -1)), layer.parameter.dtype
-    found: list[list[Solved]] = [[] for _ in patterns]
+    """As `solve_layer`, where every group of rows is a matrix of its own: an expert.
+
+    What is of all experts is in the layer's dtype; the solver's own numbers are those of one expert at a time.
+    """
+    (d_out, d_in), like = layer.shape, layer.parameter
+    shape = layer.groups, d_out // layer.groups, d_in
+    weights = [torch.empty(shape, dtype=like.dtype, device=like.device) for _ in patterns]
+    parts: list[list[Solved]] = [[] for _ in patterns]
     for index, own in enumerate(statistics.groups(layer.groups)):
         if own is None:
             continue  # another process solves it
-        some = [_share(pattern, index, matrices[index].numel()) for pattern in patterns]
-        for each, solved in zip(found, _solve_matrix(solver, matrices[index], dtype, some, own, lam), strict=True):
-            each.append(solved)
+        matrix = layer.expert(index).matrix.contiguous()
+        some = [_share(pattern, index, matrix.numel()) for pattern in patterns]
+        found = _solve_matrix(solver, matrix, like.dtype, some, own, lam)
+        for weight, own_parts, solved in zip(weights, parts, found, strict=True):
+            weight[index] = solved.weight
+            own_parts.append(solved._replace(weight=weight[index]))
     if isinstance(statistics, ExpertShare):
-        found = [_of_all(statistics, each, matrices) for each in found]
-    return list(map(joined, found))
+        parts = [_of_all(statistics, *each) for each in zip(weights, parts, strict=True)]
+    return [joined(weight.flatten(0, 1), each) for weight, each in zip(weights, parts, strict=True)]
 
 
-def _of_all(share: ExpertShare, own: list[Solved], matrices: Tensor) -> list[Solved]:
-    """The results of all experts by one pattern, from those of this process."""
-    ranks, count = share.ranks, share.count
-    weights, keeps = (
-        matrices.new_empty(matrices.shape, dtype=torch.float32),
-        torch.empty_like(matrices, dtype=torch.bool),
-    )
-    for index, solved in zip(share.part, own, strict=True):
-        weights[index], keeps[index] = solved.result.weight, solved.result.keep
-    mine = slice(share.part.start, share.part.stop)
-    for values in (weights, keeps):
-        ranks.join(values[mine].clone(), values, count)
-    nothing = matrices.new_empty(0)
-    rest = share.complete([each._replace(result=replace(each.result, weight=nothing, keep=nothing)) for each in own])
-    return [
-        each._replace(result=replace(each.result, weight=weights[index], keep=keeps[index]))
-        for index, each in enumerate(rest)
-    ]
+def _of_all(share: ExpertShare, weight: Tensor, own: list[Solved]) -> list[Solved]:
+    """What all experts lose by one pattern, from that of this process's; `weight` [E, …] gets those of the others."""
+    share.ranks.join(weight[share.part.start : share.part.stop], weight, share.count)
+    nothing = weight.new_empty(0)
+    return share.complete([each._replace(weight=nothing) for each in own])
 
 
 def _share(pattern: Pattern, index: int, size: int) -> Pattern:
@@ -128,23 +124,23 @@ def _share(pattern: Pattern, index: int, size: int) -> Pattern:
     return Unstructured((pattern.up_to((index + 1) * size) - pattern.up_to(index * size)) / size, exact=True)
 
 
-def joined(parts: Sequence[Solved]) -> Solved:
-    """The result of a layer from those of its experts: their losses add up."""
+def joined(weight: Tensor, parts: Sequence[Solved]) -> Solved:
+    """The result of a layer from those of its experts: their losses add up.
+
+    Args:
+        weight: of all, one below the other, [d_out, d_in].
+        parts: of each expert.
+    """
     lam = Counter(part.lam for part in parts).most_common(1)[0][0]
-    notes: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
-        for note in part.result.notes:
-            notes.setdefault(note, []).append(index)
-    result = PrunedWeight(
-        torch.cat([part.result.weight for part in parts]),
-        torch.cat([part.result.keep for part in parts]),
-        max(part.result.damping for part in parts),
-        tuple(f"{note} ({_named(experts)})" for note, experts in notes.items()),
-    )
+        for note in part.notes:
+            found.setdefault(note, []).append(index)
+    notes = tuple(f"{note} ({_named(experts)})" for note, experts in found.items())
     zeros = [part.at_zero for part in parts]
     masked, pruned = (_sum([getattr(part, name) for part in parts], zeros, lam) for name in ("masked", "pruned"))
     total = sum(zero[0] for zero in zeros), _total([zero[1] for zero in zeros])
-    return Solved(result, masked, pruned, lam, total)
+    return Solved(weight, max(part.damping for part in parts), notes, masked, pruned, lam, total)
 
 
 def _named(experts: list[int]) -> str:
@@ -204,7 +200,9 @@ def _solve_family(
         results = [solver.solve(objective, pattern) for pattern in patterns]
     return [
         Solved(
-            result,
+            result.weight.to(dtype),
+            result.damping,
+            result.notes,
             *weight_losses(objective, result.weight, result.keep, dtype),
             objective.scales.lam,
             objective.losses_at_zero,

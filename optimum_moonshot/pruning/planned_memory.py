@@ -10,113 +10,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..calibration.accumulators import STAGED, Plan
-from ..calibration.block_footprint import ModelFootprint
 from ..calibration.memory import Storage
-from ..devices import is_gpu
 from ..model.layers import Block, PrunableLayer
-from ..objective.problem_size import ProblemSize, ruler_bytes
 from ..objective.row_slices import slice_bytes
 from ..reports.plan import DISK, Bytes, Misfit, Moment
-from .planned_reading import Away
+from .outline import CPU, Outline, pattern_of, solver_bytes, weight_bytes
 from .schedule import StatisticsSchedule
-from .selection import Selection
 
-CPU = torch.device("cpu")
-# What a C library keeps of freed tensors within a phase, at most: those of up to 32 MiB, twice.
-KEPT_BYTES = 64 * 2**20
 AFTER = ("writing", "saving")  # phases without passes
 SPILLED = "raise max_memory, set offload_dir to a folder on a fast disk, or lower num_samples or sequence_length"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """A run as far as it is known before it."""
-
-    selection: Selection
-    chains: tuple[tuple[Block, ...], ...]
-    loose: tuple[Block, ...]
-    footprint: ModelFootprint
-    samples: int  # N
-    sizes: tuple[int, ...]  # samples of each batch
-    tokens: int | None  # of a sample
-    vocabulary: int
-    itemsize: int  # of the model's numbers
-    storage: Storage
-    resumes: bool  # results lie in a folder
-    kind: type[StatisticsSchedule] = StatisticsSchedule  # which decides what is gathered together
-    away: Away | None = None  # blocks that are elsewhere
-
-    @property
-    def kept(self) -> int:
-        """What the C library keeps in host memory of what every batch allocates and frees."""
-        passing = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
-        logits = self.logits_bytes() if self.selection.needs_gradients else 0
-        return min(KEPT_BYTES, max(*passing, logits)) if self.storage.device.type == "cpu" else 0
-
-    @property
-    def batch(self) -> int:
-        """Samples of the largest."""
-        return max(self.sizes)
-
-    @property
-    def schedule(self) -> StatisticsSchedule:
-        """The run's own."""
-        selection, config = self.selection, self.selection.config
-        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
-        patterns = {layer.name: [pattern_of(selection, layer)] for layer in selection.layers}
-        experts = config.expert_tokens, config.starved_experts
-        return self.kind(selection.solver, patterns, lams, self.samples, self.storage, *experts)
-
-    def logits_bytes(self) -> int:
-        """A batch's logits with their gradient, and one sample's in float32, three times."""
-        if not self.tokens:
-            return 0
-        sample = self.tokens * self.vocabulary
-        return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
-
-
-def pattern_of(selection: Selection, layer: PrunableLayer):
-    """What a layer is pruned by, as far as it is known before an allocation divides."""
-    pattern = selection.patterns[layer.name]
-    return getattr(pattern, "nearest", pattern)
-
-
-def problem_size(outline: Outline, layer: PrunableLayer, rows: int | None = None) -> ProblemSize:
-    """What the solver is given of a layer: of one expert, where it is many.
-
-    Args:
-        outline: of the run.
-        layer: any of it.
-        rows: of a chunk; None is all.
-    """
-    selection, lam = outline.selection, outline.selection.lam_of(layer)
-    d_out, d_in = layer.shape
-    pattern, separate = pattern_of(selection, layer), layer.form.separate
-    plan = outline.schedule.plan(layer)
-    device = outline.storage.device
-    return ProblemSize(
-        rows=rows or (d_out // layer.groups if separate else d_out),
-        inputs=d_in,
-        samples=outline.samples if lam < 1 else 0,
-        groups=1 if separate else layer.groups,
-        column_block=selection.solver.column_block(d_in, pattern),
-        compressed=plan.column_block is not None,
-        lam=lam,
-        sparsity=pattern.sparsity,
-        device=device,
-        threads=1 if is_gpu(device) else torch.get_num_threads(),
-    )
-
-
-def solver_bytes(outline: Outline, layer: PrunableLayer, rows: int | None = None) -> int:
-    """What solving takes beside the statistics, with what measuring its losses takes.
-
-    Args:
-        outline, layer, rows: as for `problem_size`.
-    """
-    size = problem_size(outline, layer, rows)
-    work = outline.selection.solver.work(size, pattern_of(outline.selection, layer))
-    return max(work.bytes, ruler_bytes(size))
 
 
 @dataclasses.dataclass
@@ -206,12 +108,6 @@ class Walk:
         self.add("results", DISK if on_disk else str(CPU), size)
 
 
-def weight_bytes(layer: PrunableLayer) -> int:
-    """Of a layer's matrix in the model's dtype."""
-    d_out, d_in = layer.shape
-    return d_out * d_in * layer.parameter.dtype.itemsize
-
-
 @dataclasses.dataclass(frozen=True)
 class Visit:
     """One round of a block's layers."""
@@ -219,6 +115,7 @@ class Visit:
     layers: tuple[PrunableLayer, ...]
     parts: tuple[slice, ...]  # where it is one layer that is not gathered whole
     passes: int
+    shown: int = 0  # experts that all tokens are shown to
 
     @property
     def by_rows(self) -> bool:
@@ -226,11 +123,12 @@ class Visit:
         return bool(self.parts) and not self.layers[0].form.separate
 
 
-def visits(schedule: StatisticsSchedule, layers: Sequence[PrunableLayer]) -> list[Visit]:
+def visits(outline: Outline, schedule: StatisticsSchedule, layers: Sequence[PrunableLayer]) -> list[Visit]:
     """The rounds of some layers, with the memory that is left now, and how often the data pass for each.
 
     Args:
-        schedule: of the run, whose decisions these are.
+        outline: of the run.
+        schedule: its own, whose decisions these are.
         layers: of a block.
     """
     found, rounds = [], schedule.rounds(list(layers))
@@ -238,11 +136,11 @@ def visits(schedule: StatisticsSchedule, layers: Sequence[PrunableLayer]) -> lis
         parts = schedule.parts(together)
         separate = any(layer.form.separate for layer in together)
         passes = 1 if parts is None else len(parts) if separate else 2 * len(parts) - 1
-        if separate and schedule.experts.everyone:
-            passes *= 2
+        shown = max(map(outline.starved, together))
+        passes *= 2 if shown else 1
         again = parts is not None or (separate and not schedule.experts.as_routed)
         passes += again and number == len(rounds) - 1  # on to the next block
-        found.append(Visit(tuple(together), tuple(parts or ()), passes))
+        found.append(Visit(tuple(together), tuple(parts or ()), passes, shown))
     return found
 
 
@@ -302,7 +200,7 @@ def _capture(walk: Walk, phase: str, span: Sequence[Block], gradients: bool) -> 
 
 def _visit(walk: Walk, phase: str, block: Block, layers: Sequence[PrunableLayer], solves: bool) -> list[Visit]:
     schedule, outline = walk.outline.schedule, walk.outline
-    found = visits(schedule, layers)
+    found = visits(outline, schedule, layers)
     own = outline.footprint.blocks.get(block.name)
     activations = outline.footprint.whole if own is None else own.observed
     shared = [] if own is None else own.shared
@@ -336,7 +234,7 @@ def _in_parts(
     walk.moment(phase, layer.name, activations=activations + statistics.temporary(some) + totals)
     if solves:
         whole = 0 if rows is None else 8 * layer.shape[0] * layer.shape[1]
-        walk.moment("solver", layer.name, solver=solver_bytes(walk.outline, some, rows) + whole)
+        walk.moment("solver", layer.name, solver=solver_bytes(walk.outline, layer, rows) + whole)
         walk.result(layer)
     statistics.forget(some)
 

@@ -10,7 +10,8 @@ from ..calibration.accumulators import Plan
 from ..model.layers import Block, PrunableLayer
 from ..reports.plan import DISK
 from .fisher_allocation import SampledRows, sampled_count, sampled_rows, trial_patterns
-from .planned_memory import CPU, Outline, Walk, pattern_of, problem_size, walk_blocks, weight_bytes
+from .outline import CPU, Outline, pattern_of, problem_size, weight_bytes
+from .planned_memory import Walk, walk_blocks
 from .schedule import StatisticsSchedule
 from .tuning import part_size
 

@@ -1,11 +1,12 @@
 """How long a run takes, by trying a little of it: one batch through the model, and one matrix of every shape.
 
 What would take more than a few seconds is tried smaller: fewer tokens, fewer rows, fewer inputs; and counted up, tokens
-in proportion, matrices by the operations that their solver states.
+by the line through two tries, since some of a batch's time does not grow with them (an expert's Gram matrix is read and
+written for a single token too), matrices by the operations that their solver states. The memory of statistics is made
+once in a round, whatever the batches.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,35 +15,27 @@ import torch
 from torch import Tensor
 
 from ..calibration.accumulators import STAGED, Plan, numbers_per_row
-from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.memory import Storage
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses
 from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
 from ..data.text import CalibrationData
-from ..devices import is_gpu, wait_for
-from ..errors import FactorizationError
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
-from ..objective.fisher import Fisher, FisherMatrices, SampleGradients
-from ..objective.patterns import Pattern
-from ..objective.problem_size import ProblemSize
-from ..solvers import Solver
 from .fisher_allocation import ROWS, SHARE, SPARSITIES, sampled_count
-from .layer_solving import weight_losses
-from .planned_memory import Outline, Visit, pattern_of, problem_size
+from .outline import Outline
+from .planned_memory import Visit
 from .planned_reading import bring_seconds, streamed_try, times_read
+from .planned_solver import TRY_BYTES, TRY_SHARE, clock, solving_seconds
 from .preparation import Subject
 from .tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 
-# Seconds that a try of the passes, or of a matrix, may take by what a smaller one took; or a share of what it says
-# that the run will take.
-BATCH_SECONDS, MATRIX_SECONDS, TRY_SHARE = 1.5, 0.7, 0.02
-# What a plan allocates for a try, at most.
-TRY_BYTES = 2**29
+# Seconds that a try of the passes may take by what smaller ones took; or `TRY_SHARE` of what the run will.
+BATCH_SECONDS = 1.5
 # Bytes a second that are written where nothing is known of the disk.
 DISK_RATE = 500e6
-FIRST_TOKENS, FIRST_SIZE = 16, 128
+FIRST_TOKENS, STEP = 16, 4  # tokens of the first try, and how many times as many the next one has
+SHOWN = 4  # experts that are shown all tokens in a try
 # The products that a step of learning a rotation takes, for each weight and coordinate.
 LEARNING_PRODUCTS = 6
 
@@ -55,6 +48,8 @@ class Seconds:
     block: dict[str, float]  # block → another pass of it, all its layers under the hooks
     bare: dict[str, float]  # block → a pass of it without
     whole: float  # a pass of the whole model under the hooks, where blocks are in no chain
+    once: dict[str, float]  # block → making the memory of its statistics, for all samples together
+    shown: dict[str, float]  # block → all tokens to one expert, under the hooks on it
     solving: dict[str, float]  # layer → its solver
     product: float  # of one floating-point operation in a product
     ready: float  # looking at the model and the data
@@ -74,7 +69,9 @@ class Seconds:
         bare = min(self.bare[block.name], self.block[block.name])
         # Every round has hooks on its own layers alone; rows in parts come by twice, to rank and to compute.
         seen = sum(_weights(visit.layers) * (2 if visit.by_rows else 1) for visit in visits) / _weights(block.layers)
-        return outline.samples * (passes * bare + seen * (self.block[block.name] - bare)) + solving
+        shown = sum(visit.shown for visit in visits) * self.shown[block.name]
+        seconds = passes * bare + seen * (self.block[block.name] - bare) + shown
+        return outline.samples * seconds + self.once[block.name] + solving
 
     def phases(self, outline: Outline, blocks: Sequence[tuple[Block, list[Visit]]]) -> dict[str, float]:
         """By phase, and their total.
@@ -120,14 +117,6 @@ def _parameters(outline: Outline) -> list[Tensor]:
     return list({id(each): each for each in [*inside, *(layer.parameter for layer in structure.outside)]}.values())
 
 
-def clock(device: torch.device) -> float:
-    """Seconds: of this process where one thread does all the work, so that others do not count; else of the wall."""
-    if not is_gpu(device) and torch.get_num_threads() == 1:
-        return time.process_time()
-    wait_for(device)
-    return time.perf_counter()
-
-
 def measure(subject: Subject, outline: Outline, data: CalibrationData, ready: float) -> Seconds:
     """Try a little of everything that a run does.
 
@@ -143,58 +132,127 @@ def measure(subject: Subject, outline: Outline, data: CalibrationData, ready: fl
     random = torch.random.get_rng_state()
     try:
         with frozen(subject.model):
-            first, block, bare, whole = _passes(subject, outline, data.batches[0])
+            tried = _passes(subject, outline, data.batches[0])
             bringing, checking = (0.0, 0.0) if outline.away is None else bring_seconds(outline.chains[0])
-            ready += checking
-            return Seconds(first, block, bare, whole, _solving(outline), _product(outline), ready, bringing)
+            others = {"solving": solving_seconds(outline), "product": _product(outline), "bringing": bringing}
+            return Seconds(**tried._asdict(), **others, ready=ready + checking)
     finally:
         torch.random.set_rng_state(random)
 
 
 def _passes(subject: Subject, outline: Outline, batch: Batch) -> "_Tried":
     """Seconds of a sample."""
-    tokens = outline.tokens
-    some, share = _cut(batch, 1, FIRST_TOKENS), 0.0
+    some, known = _cut(batch, 1, FIRST_TOKENS), list[tuple[int, _Tried]]()
     while True:
         started = clock(outline.storage.device)
         found = _try(subject, outline, some)
         taken = clock(outline.storage.device) - started
-        share = batch_size(some) * (1.0 if tokens is None else _length(some) / tokens)
-        limit = max(BATCH_SECONDS, TRY_SHARE * outline.samples / share * (found.first + sum(found.block.values())))
-        larger = next(
-            (
-                other
-                for other in (batch, _cut(batch, 1, None), _cut(batch, 1, 256))
-                if _elements(other) > _elements(some) and taken * _elements(other) / _elements(some) < limit
-            ),
-            None,
-        )
+        if taken < BATCH_SECONDS:  # the first time of a size has what a process needs once
+            found = found.least(_try(subject, outline, some))
+        known = [*known[-1:], (_elements(some), found)]
+        whole = _line(known, _elements(batch)).times(1 / batch_size(batch))
+        share = TRY_SHARE * outline.samples * (whole.first + whole.whole + sum(whole.block.values()))
+        larger = _larger(batch, some, known, taken, max(BATCH_SECONDS, share))
         if larger is None:
-            if taken < limit:  # the first time of a size has what a process needs once
-                again = _try(subject, outline, some)
-                found = found.least(again)
-            return found.times(1 / share)
+            return whole
         some = larger
 
 
+def _larger(batch: Batch, some: Batch, known: "list[tuple[int, _Tried]]", taken: float, limit: float) -> Batch | None:
+    """The largest part of a batch whose try is affordable by what the last two took, in all and on a batch alone."""
+    own, rest = known[-1][1].passing, taken - known[-1][1].passing
+    sizes = [batch, _cut(batch, 1, None), _cut(batch, 1, 256)]
+    for other in (each for each in sizes if _elements(each) > _elements(some)):
+        expected = _line(known, _elements(other)).passing
+        if expected < limit and max(0.0, rest) + expected < STEP * limit:
+            return other
+    step = _cut(batch, 1, STEP * _length(some))  # one more is tried where little is known, for the line
+    return step if len(known) == 1 and own < 2 * limit and _elements(step) > _elements(some) else None
+
+
+def _line(known: "list[tuple[int, _Tried]]", elements: int) -> "_Tried":
+    """What a batch of so many elements takes, by the line through the last two tries; in proportion to a single one."""
+    size, last = known[-1]
+    if elements == size:
+        return last
+    if len(known) == 1:
+        return last.times(elements / size)
+    before, first = known[0]
+    return last.plus(last.above(first), (elements - size) / (size - before))
+
+
 class _Tried(NamedTuple):
-    """Seconds of a first pass, of another pass of every block under hooks and without, and of the whole model."""
+    """Seconds of a batch: as the fields of the same name in `Seconds`, which are of a sample."""
 
     first: float
     block: dict[str, float]
     bare: dict[str, float]
     whole: float
+    once: dict[str, float]
+    shown: dict[str, float]
+
+    @classmethod
+    def of(cls, first: float, whole: float, blocks: "dict[str, _Timed]") -> "_Tried":
+        """From what every block took."""
+        seen, alone, once, shown = ({name: each[field] for name, each in blocks.items()} for field in range(4))
+        return cls(first, seen, alone, whole, once, shown)
+
+    @property
+    def passing(self) -> float:
+        """Of all that grows with the batch."""
+        return self.first + self.whole + sum(sum(some.values()) for some in (self.block, self.bare, self.shown))
+
+    def joined(self, other: "_Tried", make: Callable[[float, float], float], once: bool = False) -> "_Tried":
+        """Field by field of two tries; `once` stays what it was unless it is asked for."""
+
+        def each(mine: Any, others: Any) -> Any:
+            return (
+                {name: make(mine[name], others[name]) for name in mine}
+                if isinstance(mine, dict)
+                else make(mine, others)
+            )
+
+        found = _Tried(*(each(*pair) for pair in zip(self, other, strict=True)))
+        return found if once else found._replace(once=self.once)
 
     def least(self, other: "_Tried") -> "_Tried":
         """Of two tries."""
-        block = {name: min(each, other.block[name]) for name, each in self.block.items()}
-        bare = {name: min(each, other.bare[name]) for name, each in self.bare.items()}
-        return _Tried(min(self.first, other.first), block, bare, min(self.whole, other.whole))
+        return self.joined(other, min, once=True)
+
+    def above(self, other: "_Tried") -> "_Tried":
+        """What it takes more."""
+        return self.joined(other, lambda mine, others: max(0.0, mine - others))
+
+    def plus(self, other: "_Tried", factor: float) -> "_Tried":
+        """With so many times another."""
+        return self.joined(other, lambda mine, others: mine + factor * others)
 
     def times(self, factor: float) -> "_Tried":
-        """All of them."""
-        block, bare = ({name: factor * each for name, each in some.items()} for some in self[1:3])
-        return _Tried(factor * self.first, block, bare, factor * self.whole)
+        """All that grows with the batch."""
+        return self.joined(self, lambda mine, _: factor * mine)
+
+
+class _Timed(NamedTuple):
+    """Seconds of a block: a pass under hooks and without, of the memory of statistics, and of what is shown."""
+
+    seen: float
+    alone: float
+    once: float
+    shown: float
+
+
+class _Clocked(Storage):
+    """Storage that knows how long making its memory has taken, which the first batch waits for, and no other."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.seconds = 0.0
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
+        started = clock(self.device)
+        found = super().zeros(shape, dtype, what)
+        self.seconds += clock(self.device) - started
+        return found
 
 
 def _try(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
@@ -204,7 +262,7 @@ def _try(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
 def _try_present(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
     selection, device = outline.selection, outline.storage.device
     gradients, structure = selection.needs_gradients, selection.structure
-    first, blocks, bare, whole = 0.0, {}, {}, 0.0
+    first, whole, found = 0.0, 0.0, dict[str, _Timed]()
     for chain in outline.chains:
         around = [block for block in structure.blocks if block not in chain]
         storage = Storage(device)
@@ -213,22 +271,32 @@ def _try_present(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
         passes.capture()
         first += clock(device) - started
         wanted = {_kind(block) for block in chain if block.layers}
-        known: dict[Any, tuple[float, float]] = {}
+        known: dict[Any, _Timed] = {}
         order = range(passes.lowest, passes.highest + 1)
         for i in reversed(order) if gradients else order:
             if wanted <= known.keys():
                 break
             with chain[i].present():
-                alone = _observed(outline, (), batch, partial(_pass, passes, i, False))
-                seen = _observed(outline, chain[i].layers, batch, partial(_pass, passes, i, True))
-                known[_kind(chain[i])] = seen, alone
-        blocks |= {block.name: known[_kind(block)][0] for block in chain if block.layers}
-        bare |= {block.name: known[_kind(block)][1] for block in chain if block.layers}
+                known[_kind(chain[i])] = _block(outline, chain[i], batch, partial(_pass, passes, i))
+        found |= {block.name: known[_kind(block)] for block in chain if block.layers}
     rest = tuple(layer for block in outline.loose for layer in block.layers) + structure.outside
     if rest:
         everything = FullModelPasses(subject.model, structure.blocks, [batch], gradients, subject.loss)
-        whole = _observed(outline, rest, batch, everything.run)
-    return _Tried(first, blocks, bare, whole)
+        whole, _ = _observed(outline, rest, batch, everything.run)
+    return _Tried.of(first, whole, found)
+
+
+def _block(outline: Outline, block: Block, batch: Batch, run: Callable[[bool, Observer], None]) -> _Timed:
+    alone, _ = _observed(outline, (), batch, partial(run, False))
+    shown = 0.0
+    fused = [layer for layer in block.layers if outline.starved(layer)]
+    if fused:
+        count = min(SHOWN, *(layer.groups for layer in fused))
+        parts = [dataclasses.replace(layer, span=(0, count), everywhere=True) for layer in fused]
+        taken, _ = _observed(outline, parts, batch, partial(run, False), gradients=False)
+        shown = max(0.0, taken - alone) / count
+    seen, once = _observed(outline, block.layers, batch, partial(run, True))
+    return _Timed(seen, alone, once, shown)
 
 
 def _try_away(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
@@ -238,23 +306,19 @@ def _try_away(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
     forwards = streamed_try(subject.model, blocks, batch, False, subject.loss)
     first = clock(device) - started
     passes = streamed_try(subject.model, blocks, batch, gradients, subject.loss)
-    known: dict[Any, tuple[float, float, float]] = {}
+    known: dict[Any, tuple[_Timed, float]] = {}
     order = range(passes.lowest, passes.highest + 1)
     for i in reversed(order) if gradients else order:
         block = blocks[i]
         if block.layers and _kind(block) not in known:
             with block.present():
-                forward = _observed(outline, (), batch, partial(_pass, forwards, i, False))
-                alone = _observed(outline, (), batch, partial(_pass, passes, i, False))
-                seen = _observed(outline, block.layers, batch, partial(_pass, passes, i, True))
-                known[_kind(block)] = seen, alone, forward
+                forward, _ = _observed(outline, (), batch, partial(_pass, forwards, i, False))
+                known[_kind(block)] = _block(outline, block, batch, partial(_pass, passes, i)), forward
     if gradients:
         started = clock(device)
         passes.tail(0, batch)
-        first += clock(device) - started + sum(known[_kind(block)][2] for block in blocks if block.layers)
-    names = {block.name: known[_kind(block)] for block in blocks if block.layers}
-    seen, bare = ({name: each[i] for name, each in names.items()} for i in range(2))
-    return _Tried(first, seen, bare, 0.0)
+        first += clock(device) - started + sum(known[_kind(block)][1] for block in blocks if block.layers)
+    return _Tried.of(first, 0.0, {block.name: known[_kind(block)][0] for block in blocks if block.layers})
 
 
 def _pass(passes: BlockwisePasses, index: int, last: bool, observer: Observer) -> None:
@@ -271,23 +335,28 @@ def _kind(block: Block) -> Any:
 
 
 def _observed(
-    outline: Outline, layers: Sequence[PrunableLayer], batch: Batch, run: Callable[[Observer], None]
-) -> float:
-    """Seconds of a batch under the hooks of all layers."""
+    outline: Outline,
+    layers: Sequence[PrunableLayer],
+    batch: Batch,
+    run: Callable[[Observer], None],
+    gradients: bool = True,
+) -> tuple[float, float]:
+    """Seconds of a batch under the hooks of all layers, and those of making memory for their sums."""
     schedule, count, device = outline.schedule, batch_size(batch), outline.storage.device
-    wanted = {layer.name for layer in layers if schedule.lams[layer.name] < 1}
+    wanted = {layer.name for layer in layers if gradients and schedule.lams[layer.name] < 1}
     plans = {layer.name: _affordable(outline, layer, count) for layer in layers}
     compressed = any(plans[name].column_block is not None for name in wanted)
-    samples = STAGED if compressed else count
+    samples, storage = STAGED if compressed else count, _Clocked(device)
     started = clock(device)
-    with Observer(layers, schedule.diagonal, wanted, samples, Storage(device), plans) as observer:
+    with Observer(layers, schedule.diagonal, wanted, samples, storage, plans) as observer:
         run(observer)
     passed = clock(device)
     for layer in layers:
         if observer.reached(layer):
             observer.take(layer)
     # Samples wait to be compressed together.
-    return passed - started + (clock(device) - passed) * (count / STAGED if compressed else 1)
+    taken = (clock(device) - passed) * (count / STAGED if compressed else 1)
+    return passed - started - storage.seconds + taken, storage.seconds
 
 
 def _affordable(outline: Outline, layer: PrunableLayer, samples: int) -> Plan:
@@ -314,117 +383,6 @@ def _length(batch: Batch) -> int:
 
 def _elements(batch: Batch) -> int:
     return next(iter(batch.values())).numel()
-
-
-def _solving(outline: Outline) -> dict[str, float]:
-    """Seconds in the solver of every layer; those alike are tried once."""
-    kinds = {
-        layer.name: (problem_size(outline, layer), pattern_of(outline.selection, layer))
-        for layer in outline.selection.layers
-    }
-    parts = {layer.name: layer.groups if layer.form.separate else 1 for layer in outline.selection.layers}
-    counts: dict[Any, int] = {}
-    for name, kind in kinds.items():
-        counts[kind] = counts.get(kind, 0) + parts[name]
-    solver = outline.selection.solver
-    known = {kind: solver_seconds(solver, kind[1], kind[0], count) for kind, count in counts.items()}
-    return {name: known[kind] * parts[name] for name, kind in kinds.items()}
-
-
-def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: int = 1) -> float:
-    """How long a matrix takes, by random ones: of its size, if that takes no more than `MATRIX_SECONDS`.
-
-    Args:
-        solver: by which algorithm.
-        pattern: that it is pruned by.
-        size: of the matrix.
-        count: of such matrices in the run, in whose time the tries are to be no more than `TRY_SHARE`.
-    """
-    tried, taken = _smaller(solver, pattern, size, FIRST_SIZE, FIRST_SIZE), 0.0
-    while True:
-        taken = _solve(solver, pattern, tried)
-        if taken < MATRIX_SECONDS:  # the first time has what a process needs once
-            taken = min(taken, _solve(solver, pattern, tried))
-        larger = [size, *(_smaller(solver, pattern, size, rows, d_in) for rows, d_in in _SIZES)]
-        operations = solver.work(tried, pattern).operations
-        limit = max(MATRIX_SECONDS, TRY_SHARE * count * taken * solver.work(size, pattern).operations / operations)
-        more = {other: solver.work(other, pattern).operations / operations for other in larger}
-        more = {other: ratio for other, ratio in more.items() if ratio > 1 and other != tried and _fits(other)}
-        affordable = [other for other, ratio in more.items() if taken * ratio < limit]
-        if not affordable and more and taken < limit / 5:  # what is small says too much
-            affordable = [min(more, key=lambda other: more[other])]
-        if not affordable:
-            return taken * solver.work(size, pattern).operations / operations
-        tried = max(affordable, key=lambda other: more[other])
-
-
-_SIZES = (
-    (2048, 2048),
-    (512, 2048),
-    (1024, 1024),
-    (256, 1024),
-    (512, 512),
-    (256, 256),
-    (64, 256),
-    (64, 512),
-    (64, 1024),
-)
-
-
-def _fits(size: ProblemSize) -> bool:
-    return 4 * (size.inputs**2 + size.weights * max(1, size.samples)) < TRY_BYTES
-
-
-def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_in: int) -> ProblemSize:
-    """A part of a matrix, with at most so many rows and inputs; whole groups of both."""
-    width = size.column_block or pattern.width
-    inputs = min(size.inputs, max(width, d_in // width * width))
-    rows = min(size.rows, max(1, rows // size.groups) * size.groups)
-    return dataclasses.replace(size, rows=rows, inputs=inputs, column_block=solver.column_block(inputs, pattern))
-
-
-@torch.no_grad()
-def _solve(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
-    """Seconds of a random matrix, with the losses of its result."""
-    generator = torch.Generator(size.device).manual_seed(0)
-    weight, statistics = random_problem(solver, size, generator)
-    started = clock(size.device)
-    try:
-        objective = statistics.objective(weight, size.lam, size.column_block)
-        result = solver.solve(objective, pattern)
-        weight_losses(objective, result.weight, result.keep, weight.dtype)
-    except FactorizationError:
-        pass  # it has taken its time
-    return clock(size.device) - started
-
-
-def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator) -> tuple[Tensor, LayerStatistics]:
-    """A random weight [d_out, d_in] and statistics of it.
-
-    Args:
-        solver: which decides what statistics are.
-        size: of the matrix.
-        generator: on the device of `size`.
-    """
-    rows, d_in, device = size.rows, size.inputs, size.device
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    inputs = normal(size.groups, min(2 * d_in, 512), d_in)
-    gram = (inputs.mT @ inputs + torch.eye(d_in, device=device)).squeeze(0)
-    weight = normal(rows, d_in) / d_in**0.5
-    if solver.objective.diagonal_only:
-        squares = normal(rows, d_in).square_() if size.samples else None
-        return weight, LayerStatistics(gram.diagonal(dim1=-2, dim2=-1).clone(), squares, size.samples, True)
-    gradients: Fisher | None = None
-    if size.samples:
-        gradients = SampleGradients(normal(size.samples, rows, d_in))
-        if size.compressed:
-            found = gradients.column_blocks(size.size)
-            values = found.gradients.transpose(0, 1)
-            gradients = FisherMatrices(values.mT @ values, size.samples)
-    return weight, LayerStatistics(gram, gradients, size.samples)
 
 
 def _product(outline: Outline) -> float:

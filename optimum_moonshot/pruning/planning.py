@@ -27,7 +27,8 @@ from ..model.losses import is_causal
 from ..model.presence import all_present
 from ..objective.patterns import Experts
 from ..reports.plan import DISK, BlockPlan, Misfit, Moment, Plan, most_of
-from .planned_memory import CPU, Outline, Visit, Walk, walk_blocks
+from .outline import CPU, Outline
+from .planned_memory import Visit, Walk, walk_blocks
 from .planned_phases import allocation, recovery, rotation, saving, writing
 from .planned_reading import Away, blocks_away
 from .planned_time import Seconds, clock, measure

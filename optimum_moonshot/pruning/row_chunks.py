@@ -90,12 +90,16 @@ class RowChunks:
             for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
                 weight[rows] = values.masked_fill_(~keep[rows], 0)
                 losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
+        dtype = self.layer.parameter.dtype
+        results = [finish(whole, *each, damping, solver.damping) for each in zip(weights, keeps, strict=True)]
         return [
             Solved(
-                finish(whole, weight, keep, damping, solver.damping),
+                result.weight.to(dtype),
+                result.damping,
+                result.notes,
                 *map(total_losses, zip(*losses, strict=True)),
                 whole.scales.lam,
                 whole.losses_at_zero,
             )
-            for weight, keep, losses in zip(weights, keeps, lost, strict=True)
+            for result, losses in zip(results, lost, strict=True)
         ]

@@ -144,7 +144,8 @@ class StatisticsSchedule:
             step.observe(observer, last and not fused)
         observer.merge(owners)
         starved = {layer.name: self.experts.starved(layer, observer) for layer in fused if observer.reached(layer)}
-        known = self.experts.all_tokens(step, [layer for layer in fused if starved.get(layer.name)], starved)
+        some = [layer for layer in fused if starved.get(layer.name)]
+        known = self.experts.all_tokens(step, some, starved, {layer.name: observer.sums(layer) for layer in some})
         if fused and last:
             step.skip()
         give_back()

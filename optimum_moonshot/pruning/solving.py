@@ -19,6 +19,7 @@ from .allocation import allocate, block_scores
 from .fisher_allocation import fisher_patterns, gather_curves
 from .layer_solving import Statistics, solve_layer
 from .preparation import Prepared
+from .result_store import sparsity_of
 from .sharing import share_results
 from .statistics_source import StatisticsSource, input_squares
 from .variant import Variant
@@ -139,19 +140,18 @@ def solve(
         raise FactorizationError(f"{layer.name}: {error}") from None
     seconds = (time.perf_counter() - started) / len(patterns)
     found = []
-    for pattern, (result, masked, pruned, used, _) in zip(patterns, solved, strict=True):
-        weight = result.weight.to(layer.parameter.dtype)
+    for pattern, each in zip(patterns, solved, strict=True):
         report = LayerReport(
             name=layer.name,
             shape=layer.shape,
-            sparsity=int((weight == 0).sum()) / weight.numel(),
-            damping=result.damping,
+            sparsity=sparsity_of(each.weight),
+            damping=each.damping,
             seconds=seconds,
             peak_memory=peak_bytes(device),
-            notes=result.notes if known else (),
+            notes=each.notes if known else (),
             asked=pattern.sparsity,
             experts_asked=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
-            **(loss_fields(used, masked, pruned) if known else {"lam": None}),
+            **(loss_fields(each.lam, each.masked, each.pruned) if known else {"lam": None}),
         )
-        found.append((report, weight))
+        found.append((report, each.weight))
     return found

@@ -21,8 +21,8 @@ from ..processes import ALONE, Ranks
 
 # An expert with fewer tokens than one for so many inputs is starved.
 INPUTS_PER_TOKEN = 4
-# (layer, number of the expert) → G of all tokens
-Known = dict[tuple[str, int], Tensor]
+# (layer, number of the expert) of those that have the G of all tokens
+Known = set[tuple[str, int]]
 
 
 def is_starved(tokens: int, d_in: int) -> bool:
@@ -73,36 +73,35 @@ class StarvedExperts:
         tokens = observer.tokens(layer).tolist()
         return [index for index, count in enumerate(tokens) if is_starved(count, layer.shape[1])]
 
-    def all_tokens(self, step: Step, layers: Sequence[PrunableLayer], starved: Mapping[str, list[int]]) -> Known:
-        """G of all tokens of starved experts, by passes of their own; nothing where magnitude stands for it.
+    def all_tokens(
+        self, step: Step, layers: Sequence[PrunableLayer], starved: Mapping[str, list[int]], sums: Mapping[str, Tensor]
+    ) -> Known:
+        """Put G of all tokens in the place of that of starved experts, by a pass; none where magnitude stands for it.
 
         Args:
             step: which shows the layers.
             layers: that have starved experts.
-            starved: layer → the numbers of these.
+            starved: layer → the numbers of these, counted from its first.
+            sums: layer → G of its experts, or the diagonals, which change here: [E, …], or […] of a single one.
         """
         if not self.everyone and self.instead == "magnitude":
-            return {}
-        parts: list[tuple[tuple[str, int], PrunableLayer]] = []
+            return set()
+        parts: dict[tuple[str, int], PrunableLayer] = {}
+        into: dict[str, Tensor] = {}
         for layer in layers:
-            first = layer.form.experts.start
+            own = sums[layer.name] if layer.groups > 1 else sums[layer.name][None]
             for index in starved[layer.name]:
-                span, name = (first + index, first + index + 1), f"{layer.name} of expert {first + index}"
-                part = dataclasses.replace(layer, name=name, span=span, everywhere=True)
-                parts.append(((layer.name, index), part))
-        found: Known = {}
-        for together in self.storage.rounds(parts, self._bytes, lambda: self.ranks.least(self.storage.available())):
-            found |= self._pass(step, together)
-        return found
+                part = layer.expert(index)
+                name = f"{layer.name} of expert {part.form.experts.start}"
+                parts[layer.name, index] = dataclasses.replace(part, name=name, everywhere=True)
+                into[name] = own[index]
+        return self._pass(step, parts, into) if parts else set()
 
-    def _bytes(self, part: tuple[tuple[str, int], PrunableLayer]) -> int:
-        d_in = part[1].shape[1]
-        return 4 * d_in * (1 if self.diagonal else d_in)
-
-    def _pass(self, step: Step, parts: Sequence[tuple[tuple[str, int], PrunableLayer]]) -> Known:
-        layers = [part for _, part in parts]
-        shown, options = True, {"share": False, "ranks": self.ranks}
-        with Observer(layers, self.diagonal, set(), self.samples, self.storage, **options) as observer:
+    def _pass(self, step: Step, parts: Mapping[tuple[str, int], PrunableLayer], into: Mapping[str, Tensor]) -> Known:
+        layers, shown = list(parts.values()), True
+        with Observer(
+            layers, self.diagonal, set(), self.samples, self.storage, share=False, ranks=self.ranks, into=into
+        ) as observer:
             try:
                 step.observe(observer, False)
             except MoonshotError:
@@ -110,9 +109,12 @@ class StarvedExperts:
                     raise
                 shown = False
         if not self.ranks.least(shown):
-            return {}  # such a module goes by magnitude
+            return set()  # such a module goes by magnitude
         observer.merge()
-        return {key: observer.take(part).inputs for key, part in parts if observer.reached(part)}
+        found = {key: part for key, part in parts.items() if observer.reached(part)}
+        for part in found.values():
+            observer.take(part)
+        return set(found)
 
     def complete(
         self, layer: PrunableLayer, statistics: LayerStatistics, starved: list[int], known: Known
@@ -121,18 +123,12 @@ class StarvedExperts:
 
         Args:
             layer: the layer.
-            statistics: by the model's own routing.
+            statistics: of which those in `known` are of all tokens, the others by the model's own routing.
             starved: the numbers of the experts, counted from the layer's first.
             known: what `all_tokens` found.
         """
-        inputs = statistics.inputs if layer.groups > 1 else statistics.inputs[None]
-        unknown = []
-        for index in starved:
-            if (layer.name, index) in known:
-                inputs[index] = known.pop((layer.name, index))
-            else:
-                unknown.append(index)
-        return dataclasses.replace(statistics, unknown=frozenset(unknown))
+        unknown = frozenset(index for index in starved if (layer.name, index) not in known)
+        return dataclasses.replace(statistics, unknown=unknown)
 
     def note(self, layer: PrunableLayer, starved: list[int], known: Known) -> None:
         """Say what becomes of a layer's starved experts, where their own tokens had to do.

@@ -44,7 +44,9 @@ class Student:
         parameters = dict(block.module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.dense = {**parameters, **dict(block.module.named_buffers())}
-        self.tensors = {name: _float32(tensor.detach()) for name, tensor in self.dense.items()}
+        replaced = {names[id(layer.parameter)] for layer, _ in weights}
+        others = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
+        self.tensors = {name: _float32(tensor) for name, tensor in others.items()}
         self.trained: dict[str, TunedLayer] = {}  # by the name of the tensor
         self.keep: Tensors = {}  # bool, True where a weight survives and trains
         for layer, weight in weights:

@@ -1,0 +1,200 @@
+"""What a layer of experts takes: the solver's numbers are those of one expert; nothing is gathered or shown twice."""
+
+import pytest
+import torch
+import transformers as hf
+from models import token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.calibration.footprint import LiveBytes
+from optimum_moonshot.calibration.layer_statistics import LayerStatistics
+from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.data.batches import split_batches
+from optimum_moonshot.model.calls import run_model
+from optimum_moonshot.model.experts import _Watched
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
+from optimum_moonshot.pruning.planned_time import _line, _Tried
+from optimum_moonshot.pruning.result_store import weight_sums
+from optimum_moonshot.pruning.solving import solve
+from optimum_moonshot.pruning.starved_experts import StarvedExperts
+from optimum_moonshot.pruning.student import Student
+from optimum_moonshot.solvers import make_solver
+
+EXPERTS = 64
+
+
+def mixtral(experts=EXPERTS, **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_local_experts=experts)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=64)
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**sizes, **heads, **changes})).eval()
+
+
+def experts(model):
+    return [layer for layer in find_structure(model).layers() if layer.form.separate]
+
+
+def statistics(layer, diagonal):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(layer.groups, 40, layer.shape[1], generator=generator)
+    gram = inputs.mT @ inputs
+    return LayerStatistics(gram.diagonal(dim1=1, dim2=2).clone() if diagonal else gram, None, 8, diagonal)
+
+
+@pytest.mark.parametrize("solver", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.7)])
+def test_results_are_of_the_layers_dtype_and_the_rest_of_one_expert(solver, shares):
+    made, layer = make_solver(solver, {}), experts(mixtral().bfloat16())[0]
+    known, patterns = statistics(layer, made.objective.diagonal_only), [Unstructured(share) for share in shares]
+    peaks = []
+    for count in (1, EXPERTS):
+        some = layer.expert(0) if count == 1 else layer
+        own = next(known.groups(EXPERTS)) if count == 1 else known
+        with LiveBytes() as live:
+            found = solve(made, some, own, 1.0, patterns)
+        peaks.append(live.peak)
+    weights = len(shares) * layer.parameter.nbytes
+    assert {weight.dtype for _, weight in found} == {torch.bfloat16}
+    assert weights <= peaks[1] <= weights + 1.2 * peaks[0] < weights + 2 * layer.parameter.numel() * len(shares)
+
+
+@pytest.mark.parametrize("solver", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_expert_is_solved_as_if_alone_to_the_bit(solver, dtype):
+    made, pattern = make_solver(solver, {}), Unstructured(0.6)
+    layer = experts(mixtral(experts=4).to(dtype))[1]
+    known = statistics(layer, made.objective.diagonal_only)
+    ((report, weight),) = solve(made, layer, known, 1.0, [pattern])
+    zeros = 0
+    for index, own in enumerate(known.groups(4)):
+        matrix = layer.matrix.unflatten(0, (4, -1))[index]
+        if made.objective.diagonal_only:
+            objective = DiagonalQuadratic.build(matrix, own.inputs, None, 8, 1.0)
+        else:
+            objective = Quadratic.build(matrix, own.inputs, None, 1.0)
+        alone = made.solve(objective, pattern).weight.to(dtype)
+        zeros += int((alone == 0).sum())
+        assert torch.equal(weight.unflatten(0, (4, -1))[index], alone)
+    assert report.sparsity == zeros / weight.numel()
+
+
+def test_sums_of_a_dense_weight_come_expert_by_expert():
+    layer = experts(mixtral())[0]
+    with LiveBytes() as live:
+        told = weight_sums(layer)
+    assert live.peak < 4 * 8 * layer.parameter[0].numel()
+    total = float(told.split()[-2])
+    assert total == pytest.approx(float(layer.matrix.double().sum()), rel=1e-9)
+    with torch.no_grad():
+        layer.parameter[5, 3, 2] += 1e-3
+    assert weight_sums(layer) != told
+
+
+def test_a_student_has_the_pruned_weights_in_float32_and_not_the_dense_ones_too():
+    (block,) = find_structure(mixtral().bfloat16()).blocks
+    weights = [(layer, layer.matrix.clone()) for layer in block.layers]
+    size = sum(weight.numel() for _, weight in weights)
+    with LiveBytes() as live:
+        student = Student(block, weights, {layer.name for layer, _ in weights})
+    assert {name for name in student.tensors} == {*dict(block.module.named_parameters())}
+    assert (4 + 1) * size <= live.peak < 6 * size
+
+
+class Passes:
+    """The batches, through the model."""
+
+    def __init__(self, model):
+        self.model, self.batches = model, split_batches(token_batches(), 1)
+        self.tokens = sum(batch["input_ids"].numel() for batch in self.batches)
+
+    def observe(self, observer, last):
+        with torch.no_grad():
+            for index, batch in enumerate(self.batches):
+                observer.begin(index, 1, None)
+                run_model(self.model, batch)
+                observer.end()
+
+
+def shown(model, diagonal=False):
+    """All tokens to all experts: what was found, into which sums, and the passes."""
+    passes, layers = Passes(model), experts(model)
+    sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
+    everyone = StarvedExperts("all", "all", diagonal, len(passes.batches), Storage(torch.device("cpu")), [])
+    starved = {layer.name: list(range(layer.groups)) for layer in layers}
+    found = everyone.all_tokens(passes, layers, starved, sums)
+    assert len(found) == sum(map(len, starved.values()))
+    return sums, passes
+
+
+def test_an_expert_is_shown_every_token_once(monkeypatch):
+    """The last one alone comes after others, which its tokens have for their other choices."""
+    rows, original = {}, _Watched.product
+
+    def counted(self, key, expert, turned, inputs, output):
+        if self.showing is not None:
+            rows[key] = rows.get(key, 0) + inputs[..., 0].numel()
+        return original(self, key, expert, turned, inputs, output)
+
+    monkeypatch.setattr(_Watched, "product", counted)
+    _, passes = shown(mixtral(experts=6))
+    assert rows == dict.fromkeys(("gate_up_proj", "down_proj"), passes.tokens * (6 + 1))
+
+
+def test_an_expert_in_pieces_is_shown_all_of_them():
+    """A module may multiply an expert's tokens some at a time."""
+    model, other = mixtral(experts=6), mixtral(experts=6)
+    module = other.model.layers[0].mlp.experts
+    whole = type(module).forward
+
+    def in_pieces(hidden, index, weights):
+        cut = len(hidden) // 3
+        parts = [(hidden[some], index[some], weights[some]) for some in (slice(0, cut), slice(cut, None))]
+        return torch.cat([whole(module, *part) for part in parts])
+
+    module.forward = in_pieces
+    for name, sums in shown(model)[0].items():
+        torch.testing.assert_close(shown(other)[0][name], sums, rtol=1e-4, atol=1e-5)
+
+
+def test_all_tokens_take_no_memory_beside_the_sums():
+    model = mixtral(hidden_size=48)
+    gram = statistics(experts(model)[0], False).inputs.nbytes
+    with LiveBytes() as live:
+        sums, _ = shown(model)
+    made = sum(map(torch.Tensor.nbytes.__get__, sums.values()))
+    assert live.peak < made + gram  # these are made inside as well
+
+
+def plan(**fields):
+    config = hf.MixtralConfig(**mixtral().config.to_dict())
+    asked = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16, lam=1)
+    return MoonshotPruner.plan_for(config, MoonshotConfig(**{**asked, **fields}))
+
+
+def test_a_plan_counts_the_pass_that_starved_experts_take():
+    """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. Another pass leads on to the next block."""
+    passes = {how: plan(starved_experts=how).blocks[0].passes for how in ("all", "magnitude", "routed")}
+    assert passes == {"all": 3, "magnitude": 2, "routed": 1}
+    assert plan(num_samples=16).blocks[0].passes == 2
+    assert plan(num_samples=16, expert_tokens="all").blocks[0].passes == 3
+
+
+def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():
+    solving = [moment for moment in plan(solver="wanda").moments if moment.phase == "solver"]
+    peak = max(solving, key=lambda moment: moment.total("cpu"))
+    gate_up, down = EXPERTS * 48 * 16 * 4, EXPERTS * 16 * 24 * 4
+    assert peak.where.endswith("down_proj") and peak.items["results"]["cpu"] >= gate_up
+    assert down < peak.items["solver"]["cpu"] < 1.5 * down
+
+
+def test_what_does_not_grow_with_the_tokens_is_not_counted_up():
+    def tried(seconds, once=5.0):
+        return _Tried(seconds, {"block": 2 * seconds}, {"block": seconds}, 0.0, {"block": once}, {"block": 0.0})
+
+    found = _line([(16, tried(1.0)), (64, tried(1.5))], 256)
+    assert found.first == pytest.approx(3.5) and found.block["block"] == pytest.approx(7.0)
+    assert found.once == {"block": 5.0}
+    assert _line([(16, tried(1.0))], 64).first == pytest.approx(4.0)
+    assert _line([(16, tried(1.0)), (64, tried(0.9))], 256).first == pytest.approx(0.9)
