@@ -23,7 +23,7 @@ LIBRARY = find_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")
 SETS = LIBRARY.instruction_sets if LIBRARY else ()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [*range(1, 18), 30, 70, 100, 150]  # few, a chunk, and few after it, the widest chunk, and few after it
+ROWS = [*range(1, 18), 30, 40, 60, 70, 90, 100, 120, 150]  # few, and chunks of every width
 NMS = [NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32), NM(1, 4)]
 GUARDED = Path(__file__).with_name("guarded_kernels.py")
 ROOT = Path(__file__).parents[1]
