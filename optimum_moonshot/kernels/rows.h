@@ -334,6 +334,14 @@ INLINE void NAME(finish_chunk)(const packed_matrix *w, const product *job, int64
     }
 }
 
+/* Sums of some inputs go into those of all: many small sums lose less than one long one. */
+INLINE void NAME(collect)(float *sums, float *all, int64_t count) {
+    for (int64_t i = 0; i < count; i += FLANES) {
+        FSTORE(all + i, FADD(FLOAD(all + i), FLOAD(sums + i), FSET(1)));
+        FSTORE(sums + i, FSET(0));
+    }
+}
+
 /* A chunk of inputs and up to SHARED rows of W, of which only what is stored is multiplied. */
 INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                         const int vectors) {
@@ -342,8 +350,10 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
     const int64_t ahead = (int64_t)sizeof(T) * columns * w->stored / w->d_out / d_in + 32; /* bytes: as most rows have */
     const T *end = (const T *)w->values + w->stored, *p[SHARED + 1];
     const float *x = (const float *)job->x + x_row * d_in;
-    float sums[(SHARED + 1) * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
+    float sums[SHARED * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
+    float all[SHARED * FVECTORS * FLANES] __attribute__((aligned(64)));
     memset(sums, 0, (size_t)((last - first) * width) * sizeof *sums);
+    memset(all, 0, (size_t)((last - first) * width) * sizeof *all);
     for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
     p[last - first] = p[0];
     for (int64_t start = 0; start < d_in; start += columns) {
@@ -368,8 +378,9 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
             next_x += x_ahead;
             NAME(add_bits)(words, values, x + start * width, to, vectors);
         }
+        if ((start + columns) % LONG_SUM == 0 || start + columns >= d_in) NAME(collect)(sums, all, (last - first) * width);
     }
-    NAME(finish_chunk)(w, job, first, last, x_row, sums, width);
+    NAME(finish_chunk)(w, job, first, last, x_row, all, width);
 }
 
 static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
