@@ -386,8 +386,9 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
 static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
         width = NAME(chunk)(job->rows - x_row);
+        const int64_t together = width > 64 ? SHARED : SHARED / 4; /* few sums stay in the first-level cache */
         for (int64_t row = first, next; row < last; row = next) {
-            next = last - row < SHARED ? last : row + SHARED;
+            next = last - row < together ? last : row + together;
             switch (width / FLANES) {
             case 1: NAME(group)(w, job, row, next, x_row, 1); break;
             case 2: NAME(group)(w, job, row, next, x_row, 2); break;
