@@ -171,21 +171,24 @@ INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_r
     ((T *)job->y)[x_row * w->d_out + row] = Y_OF(sum);
 }
 
-/* One row of inputs: every value is multiplied where it is expanded. */
-static void NAME(vector)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
-    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+/* One row of inputs, or two: every value is multiplied where it is expanded. */
+INLINE void NAME(vectors)(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int rows) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
     const T *values = w->values, *end = values + w->stored;
     const X *x = job->x;
     for (int64_t row = first; row < last; row++) {
         const T *p = values + row_start(w, row);
         const uint8_t *meta = w->meta + row * bytes;
-        ACC sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+        ACC sums[2][4] = {{ZERO(), ZERO(), ZERO(), ZERO()}, {ZERO(), ZERO(), ZERO(), ZERO()}};
 #define ADD(raw, column, step)                                                                                         \
     PRAGMA_UNROLL for (int k = 0; k < PARTS; k++)                                                                      \
-        sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
+        PRAGMA_UNROLL for (int j = 0; j < rows; j++)                                                                   \
+            sums[j][((step) * PARTS + k) & 3] = MULTIPLY(sums[j][((step) * PARTS + k) & 3], PART(raw, k),              \
+                                                         LOAD(x + j * stride + (column) + k * LANES))
         EACH_STEP(p, end, meta, d_in, AHEAD, AHEAD_BITS, ADD);
 #undef ADD
-        NAME(finish)(w, job, 0, row, SUM(PLUS(PLUS(sums[0], sums[1]), PLUS(sums[2], sums[3]))));
+        PRAGMA_UNROLL for (int j = 0; j < rows; j++)
+            NAME(finish)(w, job, j, row, SUM(PLUS(PLUS(sums[j][0], sums[j][1]), PLUS(sums[j][2], sums[j][3]))));
     }
 }
 
@@ -405,7 +408,11 @@ static void NAME(many)(const packed_matrix *w, const product *job, int64_t first
 
 __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     if (job->rows == 1) {
-        NAME(vector)(w, job, first, last);
+        NAME(vectors)(w, job, first, last, 1);
+        return;
+    }
+    if (job->rows == 2) {
+        NAME(vectors)(w, job, first, last, 2);
         return;
     }
     if (job->rows > FEW) {
