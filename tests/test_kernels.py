@@ -23,7 +23,7 @@ LIBRARY = find_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="installed without a C compiler")
 SETS = LIBRARY.instruction_sets if LIBRARY else ()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [*range(1, 18), 30, 70, 100, 150]  # few, a chunk, and few after it, the widest chunk, and few after it
+ROWS = [*range(1, 18), 30, 40, 60, 70, 90, 100, 120, 150]  # few, and chunks of every width
 NMS = [NM(2, 4), NM(4, 8), NM(8, 16), NM(16, 32), NM(1, 4)]
 GUARDED = Path(__file__).with_name("guarded_kernels.py")
 ROOT = Path(__file__).parents[1]
@@ -165,7 +165,7 @@ def test_more_rows_than_are_taken_at_once(kernels):
 def test_groups_of_rows_strips_of_inputs_and_many_rows_together(kernels, dtype):
     """Whole numbers, whose sums are exact: what is left out or added twice is seen."""
     generator = torch.Generator().manual_seed(0)
-    for d_out, d_in, rows in ((300, 600, 70), (33, 777, 530), (600, 90, 81)):
+    for d_out, d_in, rows in ((300, 600, 70), (33, 777, 530), (600, 90, 81), (260, 1100, 140)):
         dense = torch.randint(-1, 2, (d_out, d_in), generator=generator).to(dtype)
         inputs = torch.randint(-1, 2, (rows, d_in), generator=generator).to(dtype)
         bias = torch.randint(-9, 9, (d_out,), generator=generator).to(dtype)

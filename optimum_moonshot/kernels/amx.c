@@ -44,33 +44,6 @@ static void configure(void) {
 
 INLINE int64_t depth_blocks(int64_t d_in) { return (d_in + WORD - 1) / WORD * (WORD / DEPTH); }
 
-/* 16 rows of 16 lanes of 32 bits become columns. */
-INLINE void transpose(__m512i *r) {
-    __m512i t[SIDE];
-    PRAGMA_UNROLL for (int i = 0; i < SIDE; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    PRAGMA_UNROLL for (int i = 0; i < SIDE; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    PRAGMA_UNROLL for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    PRAGMA_UNROLL for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
-    }
-}
-
 INLINE __m256i halves_of_floats(__m512 floats, const int dtype) {
     return dtype == F16 ? _mm512_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT) : (__m256i)_mm512_cvtneps_pbh(floats);
 }

@@ -4,6 +4,33 @@
 /* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
 #define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
 
+/* 16 rows of 16 lanes of 32 bits become columns. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[16];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+    }
+}
+
 #define ACC __m512
 #define ZERO() _mm512_setzero_ps()
 #define PLUS(a, b) _mm512_add_ps(a, b)
@@ -17,6 +44,7 @@
 #define FSET(x) _mm512_set1_ps(x)
 #define FADD(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #define FVECTORS 8
+#define TURN(r) transpose((__m512i *)(r))
 
 #define X float
 #define LANES 16

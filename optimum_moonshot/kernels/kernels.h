@@ -62,6 +62,7 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define AT_ONCE 512 /* rows of inputs of a product at most: more, and their outputs, leave no room for W in the caches */
 
 #define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
+#define LONG_SUM 1024 /* inputs at most that are added up one after another */
 
 #ifndef AHEAD
 #define AHEAD 2048

@@ -21,7 +21,8 @@
  *   ROWS_OF_X           rows of inputs that are multiplied together
  *   FLOATS, FLANES      a vector of float32 and how many it has
  *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  it from memory, to memory, of one value; acc + a * b
- *   FVECTORS            how many sums of that kind fit into registers: a power of two
+ *   FVECTORS            how many sums of that kind fit into registers, as often again unless they are all in use
+ *   TURN(r)             FLANES such vectors become their columns; without it values are moved one by one
  */
 
 #ifndef PLACE
@@ -99,22 +100,38 @@ __attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t
     }
 }
 
-/* Many rows of inputs are taken in chunks of whole vectors: the widest where it is three quarters full, and at last the
- * narrowest that is enough. What is left of up to FEW rows is taken as few rows are. */
+/* Many rows of inputs are taken in as few chunks of whole vectors as there are registers for, of the same size if they
+ * can be: this is the first one's. */
 INLINE int64_t NAME(chunk)(int64_t rows) {
-    int64_t vectors = FVECTORS;
-    while (vectors > 1 && vectors / 2 * FLANES >= rows) vectors /= 2;
-    if (vectors == FVECTORS && 4 * rows <= 3 * vectors * FLANES) vectors /= 2;
-    return vectors * FLANES;
+    const int64_t vectors = (rows + FLANES - 1) / FLANES, chunks = (vectors + FVECTORS - 1) / FVECTORS;
+    return (vectors + chunks - 1) / chunks * FLANES;
+}
+
+/* Up to FLANES columns of up to FLANES rows, `stride` apart, become rows of FLANES, zeros beyond the last. */
+INLINE void NAME(turn_square)(const T *in, int64_t stride, int64_t rows, int64_t columns, float *out, int64_t width) {
+#ifdef TURN
+    if (rows == FLANES && columns == FLANES) {
+        FLOATS r[FLANES];
+        PRAGMA_UNROLL for (int i = 0; i < FLANES; i++) r[i] = FLOATS_AT(in + i * stride);
+        TURN(r);
+        PRAGMA_UNROLL for (int i = 0; i < FLANES; i++) FSTORE(out + i * width, r[i]);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < columns; i++) {
+        for (int64_t row = 0; row < rows; row++) out[i * width + row] = FLOAT_OF(in[row * stride + i]);
+        for (int64_t row = rows; row < FLANES; row++) out[i * width + row] = 0;
+    }
 }
 
 /* A chunk as [d_in, width] floats. */
 static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int64_t width) {
-    if (rows < width) memset(out, 0, (size_t)(d_in * width) * sizeof(float));
-    for (int64_t start = 0; start < d_in; start += 16) {
-        const int64_t last = d_in - start < 16 ? d_in : start + 16;
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = start; i < last; i++) out[i * width + row] = FLOAT_OF(in[row * d_in + i]);
+    for (int64_t start = 0; start < d_in; start += WORD) { /* what is written stays in the first-level cache */
+        const int64_t last = d_in - start < WORD ? d_in : start + WORD;
+        for (int64_t row = 0; row < width; row += FLANES)
+            for (int64_t i = start; i < last; i += FLANES)
+                NAME(turn_square)(in + row * d_in + i, d_in, rows - row < FLANES ? rows - row : FLANES,
+                                  last - i < FLANES ? last - i : FLANES, out + i * width + row, width);
     }
 }
 
@@ -122,9 +139,8 @@ static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int6
 INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
 
 __attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
-    const int64_t few = rows < FEW ? rows : FEW;
-    return (rows > FEW ? (rows + FVECTORS * FLANES) * d_in * (int64_t)sizeof(float) : 0) +
-           few * NAME(stride)(d_in) * (int64_t)sizeof(X);
+    if (rows > FEW) return (rows + FLANES - 1) / FLANES * FLANES * d_in * (int64_t)sizeof(float);
+    return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
 }
 
 /* Rows of inputs as `several` reads them. */
@@ -138,13 +154,15 @@ static void NAME(pad)(const T *in, int64_t rows, int64_t d_in, X *to) {
 }
 
 __attribute__((unused)) static void NAME(prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared) {
-    const T *in = x;
-    int64_t row = 0;
-    for (int64_t width; rows > FEW && rows - row > FEW; row += width) {
-        width = NAME(chunk)(rows - row);
-        NAME(turn)(in + row * d_in, rows - row < width ? rows - row : width, d_in, (float *)prepared + row * d_in, width);
+    if (rows <= FEW) {
+        NAME(pad)(x, rows, d_in, prepared);
+        return;
     }
-    if (row < rows) NAME(pad)(in + row * d_in, rows - row, d_in, (X *)((float *)prepared + row * d_in));
+    for (int64_t row = 0, width; row < rows; row += width) {
+        width = NAME(chunk)(rows - row);
+        NAME(turn)((const T *)x + row * d_in, rows - row < width ? rows - row : width, d_in,
+                   (float *)prepared + row * d_in, width);
+    }
 }
 
 INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_row, int64_t row, float sum) {
@@ -153,21 +171,24 @@ INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_r
     ((T *)job->y)[x_row * w->d_out + row] = Y_OF(sum);
 }
 
-/* One row of inputs: every value is multiplied where it is expanded. */
-static void NAME(vector)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
-    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8;
+/* One row of inputs, or two: every value is multiplied where it is expanded. */
+INLINE void NAME(vectors)(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int rows) {
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
     const T *values = w->values, *end = values + w->stored;
     const X *x = job->x;
     for (int64_t row = first; row < last; row++) {
         const T *p = values + row_start(w, row);
         const uint8_t *meta = w->meta + row * bytes;
-        ACC sums[4] = {ZERO(), ZERO(), ZERO(), ZERO()};
+        ACC sums[2][4] = {{ZERO(), ZERO(), ZERO(), ZERO()}, {ZERO(), ZERO(), ZERO(), ZERO()}};
 #define ADD(raw, column, step)                                                                                         \
     PRAGMA_UNROLL for (int k = 0; k < PARTS; k++)                                                                      \
-        sums[((step) * PARTS + k) & 3] = MULTIPLY(sums[((step) * PARTS + k) & 3], PART(raw, k), LOAD(x + (column) + k * LANES))
+        PRAGMA_UNROLL for (int j = 0; j < rows; j++)                                                                   \
+            sums[j][((step) * PARTS + k) & 3] = MULTIPLY(sums[j][((step) * PARTS + k) & 3], PART(raw, k),              \
+                                                         LOAD(x + j * stride + (column) + k * LANES))
         EACH_STEP(p, end, meta, d_in, AHEAD, AHEAD_BITS, ADD);
 #undef ADD
-        NAME(finish)(w, job, 0, row, SUM(PLUS(PLUS(sums[0], sums[1]), PLUS(sums[2], sums[3]))));
+        PRAGMA_UNROLL for (int j = 0; j < rows; j++)
+            NAME(finish)(w, job, j, row, SUM(PLUS(PLUS(sums[j][0], sums[j][1]), PLUS(sums[j][2], sums[j][3]))));
     }
 }
 
@@ -253,8 +274,8 @@ INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float 
 
 /* sums [vectors * FLANES] += the values where the bits are, times the inputs [WORDS_OF * 64, vectors * FLANES]. */
 INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
-    /* Up to four sums wait for each other's additions: every other value has sums of its own then. */
-    const int sets = vectors > 4 ? 1 : 2;
+    /* Few sums wait for each other's additions: every other value has sums of its own then. */
+    const int sets = vectors == FVECTORS ? 1 : 2;
     FLOATS acc[2][FVECTORS];
     PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[0][j] = FLOAD(sums + j * FLANES);
     if (sets > 1) PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[1][j] = FSET(0);
@@ -282,18 +303,64 @@ INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const flo
     }
 }
 
-enum { NAME(GROUP) = 64 };
+/* Up to FLANES rows of sums become columns of rows of SHARED. */
+INLINE void NAME(turn_sums)(const float *sums, int64_t width, int64_t rows, float *turned) {
+#ifdef TURN
+    if (rows >= FLANES) {
+        FLOATS r[FLANES];
+        PRAGMA_UNROLL for (int i = 0; i < FLANES; i++) r[i] = FLOAD(sums + i * width);
+        TURN(r);
+        PRAGMA_UNROLL for (int i = 0; i < FLANES; i++) FSTORE(turned + i * SHARED, r[i]);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < FLANES; i++)
+        for (int64_t row = 0; row < rows && row < FLANES; row++) turned[i * SHARED + row] = sums[row * width + i];
+}
 
-/* A chunk of inputs and some rows of W, of which only what is stored is multiplied. */
+/* The outputs of up to SHARED rows of W and a chunk of inputs, whose sums are [rows of W, width]. */
+INLINE void NAME(finish_chunk)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
+                               const float *sums, int64_t width) {
+    float turned[FLANES * SHARED] __attribute__((aligned(64)));
+    for (int64_t j = 0; j < width && x_row + j < job->rows; j += FLANES) {
+        for (int64_t row = 0; row < last - first; row += FLANES)
+            NAME(turn_sums)(sums + row * width + j, width, last - first - row, turned + row);
+        for (int64_t k = 0; k < FLANES && x_row + j + k < job->rows; k++) {
+            const float *from = turned + k * SHARED;
+            T *y = (T *)job->y + (x_row + j + k) * w->d_out + first;
+            const T *bias = (const T *)job->bias;
+            if (bias)
+                for (int64_t i = 0; i < last - first; i++) y[i] = Y_OF(from[i] + FLOAT_OF(bias[first + i]));
+            else
+                for (int64_t i = 0; i < last - first; i++) y[i] = Y_OF(from[i]);
+        }
+    }
+}
+
+/* Sums of some inputs go into those of all: many small sums lose less than one long one. */
+INLINE void NAME(collect)(float *sums, float *all, int64_t count) {
+    for (int64_t i = 0; i < count; i += FLANES) {
+        FSTORE(all + i, FADD(FLOAD(all + i), FLOAD(sums + i), FSET(1)));
+        FSTORE(sums + i, FSET(0));
+    }
+}
+
+/* A chunk of inputs and up to SHARED rows of W, of which only what is stored is multiplied. */
 INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                         const int vectors) {
-    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES;
-    const T *end = (const T *)w->values + w->stored, *p[NAME(GROUP)];
+    const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES, columns = WORDS_OF(vectors) * WORD;
+    const int64_t x_ahead = (columns * width * 4 / 64 + last - first - 1) / (last - first) * 64;
+    const int64_t ahead = (int64_t)sizeof(T) * columns * w->stored / w->d_out / d_in + 32; /* bytes: as most rows have */
+    const T *end = (const T *)w->values + w->stored, *p[SHARED + 1];
     const float *x = (const float *)job->x + x_row * d_in;
-    float sums[NAME(GROUP) * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
-    memset(sums, 0, sizeof sums);
+    float sums[SHARED * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
+    float all[SHARED * FVECTORS * FLANES] __attribute__((aligned(64)));
+    memset(sums, 0, (size_t)((last - first) * width) * sizeof *sums);
+    memset(all, 0, (size_t)((last - first) * width) * sizeof *all);
     for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
-    for (int64_t start = 0; start < d_in; start += WORDS_OF(vectors) * WORD)
+    p[last - first] = p[0];
+    for (int64_t start = 0; start < d_in; start += columns) {
+        const char *next_x = (const char *)(x + (start + columns) * width);
         for (int64_t row = first; row < last; row++) {
             const uint8_t *meta = w->meta + row * bytes + start / 8;
             const int second = WORDS_OF(vectors) > 1 && d_in - start > WORD;
@@ -301,40 +368,51 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
                                        second ? read_word(meta + 8, d_in - start - WORD) : 0};
             const int64_t count = __builtin_popcountll(words[0]) + __builtin_popcountll(words[1]);
             const T *here = p[row - first];
+            float *to = sums + (row - first) * width;
             const float *values = NAME(floats)(here, count, end, buffer);
             p[row - first] = here + count;
-            for (int64_t line = 0; line < count * (int64_t)sizeof(T); line += 64)
+            /* What is next of this row, of the next row, and of the inputs. */
+            for (int64_t line = 0; line < ahead; line += 64) {
                 __builtin_prefetch((const char *)(here + count) + line, 0, 2);
-            NAME(add_bits)(words, values, x + start * width, sums + (row - first) * width, vectors);
+                __builtin_prefetch((const char *)p[row - first + 1] + line, 0, 3);
+            }
+            for (int64_t line = 0; line < width; line += 16) __builtin_prefetch(to + width + line, 1, 3);
+            for (int64_t line = 0; line < x_ahead; line += 64) __builtin_prefetch(next_x + line, 0, 2);
+            next_x += x_ahead;
+            NAME(add_bits)(words, values, x + start * width, to, vectors);
         }
-    for (int64_t j = 0; j < width && x_row + j < job->rows; j++)
-        for (int64_t row = first; row < last; row++) NAME(finish)(w, job, x_row + j, row, sums[(row - first) * width + j]);
+        if ((start + columns) % LONG_SUM == 0 || start + columns >= d_in) NAME(collect)(sums, all, (last - first) * width);
+    }
+    NAME(finish_chunk)(w, job, first, last, x_row, all, width);
 }
 
 static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
-    int64_t x_row = 0;
-    for (int64_t width; job->rows - x_row > FEW; x_row += width) {
+    for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
         width = NAME(chunk)(job->rows - x_row);
+        const int64_t together = width > 64 ? SHARED : SHARED / 4; /* few sums stay in the first-level cache */
         for (int64_t row = first, next; row < last; row = next) {
-            next = last - row < NAME(GROUP) ? last : row + NAME(GROUP);
+            next = last - row < together ? last : row + together;
             switch (width / FLANES) {
-            case 8: NAME(group)(w, job, row, next, x_row, 8); break;
-            case 4: NAME(group)(w, job, row, next, x_row, 4); break;
+            case 1: NAME(group)(w, job, row, next, x_row, 1); break;
             case 2: NAME(group)(w, job, row, next, x_row, 2); break;
-            default: NAME(group)(w, job, row, next, x_row, 1);
+            case 3: NAME(group)(w, job, row, next, x_row, 3); break;
+            case 4: NAME(group)(w, job, row, next, x_row, 4); break;
+            case 5: NAME(group)(w, job, row, next, x_row, 5); break;
+            case 6: NAME(group)(w, job, row, next, x_row, 6); break;
+            case 7: NAME(group)(w, job, row, next, x_row, 7); break;
+            default: NAME(group)(w, job, row, next, x_row, FVECTORS);
             }
         }
-    }
-    if (x_row < job->rows) {
-        const product left = {(const float *)job->x + x_row * w->d_in, job->rows - x_row, job->bias,
-                              (T *)job->y + x_row * w->d_out};
-        NAME(several)(w, &left, first, last);
     }
 }
 
 __attribute__((unused)) static void NAME(multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     if (job->rows == 1) {
-        NAME(vector)(w, job, first, last);
+        NAME(vectors)(w, job, first, last, 1);
+        return;
+    }
+    if (job->rows == 2) {
+        NAME(vectors)(w, job, first, last, 2);
         return;
     }
     if (job->rows > FEW) {
