@@ -9,9 +9,10 @@ What is repeated, and from where:
 * passes, from the first block on: with fewer bytes of caches on the device, or with smaller batches;
 * a recovery, from the block where it was: with smaller batches.
 
-The order is that of what it costs: fewer layers at once and smaller slices first, which take passes and time alone;
-batches change results by rounding. Nothing grows again in a run. When nothing is left to be halved, the error of the
-device goes on (device_memory.py). Each halving is noted for the report.
+What is large is halved first: layers that are gathered at once, then caches, then batches, and then what is small;
+chunks of a layer come last, since each takes a pass. Batches change results by the rounding of the model. Nothing grows
+again in a run. What cannot be halved is tried once more, with the memory that the failure gave back; then the error of
+the device goes on (device_memory.py). Each time is noted for the report.
 
 Several processes halve alike, and repeat a round together, because they agree at its ends (`Retrying.together`,
 `Retrying.lost`). A process that is out of memory between two meetings of a piece of work cannot repeat it alone.
@@ -34,18 +35,18 @@ from ..processes import ALONE, Ranks
 from ..runtime.freed import give_back
 
 Value = TypeVar("Value")
-# Caches that take no more than one part in so many of the device's first budget are not why it is out of memory.
-SMALL_CACHES = 4
+# Statistics or caches that take no more than one part in so many of the budget are not why the device is full.
+SMALL = 8
 # What becomes smaller, in the order in which it does; after those of `ANEW` the passes begin anew.
-WAYS = ("rounds", "caches", "batches", "chunks", "all caches")
-ANEW = ("caches", "batches", "all caches")
+WAYS = ("large rounds", "large caches", "batches", "rounds", "chunks", "caches", "again")
+ANEW = ("large caches", "batches", "caches")
 _SAID = {
     "rounds": "statistics gathered at once halved",
     "caches": "caches on the device halved",
     "batches": "batches halved, which changes results by rounding",
     "chunks": "rows or experts gathered at once halved",
     "slices": "rows solved at once halved",
-    "again": "solved again with what was free then",
+    "again": "tried again with what was free then",
 }
 
 
@@ -93,7 +94,7 @@ class Retrying:
 
     def __init__(self, storage: Storage, ranks: Ranks = ALONE):
         self.storage, self.ranks, self.device = storage, ranks, storage.device
-        self.small = storage.limits[self.device] // SMALL_CACHES
+        self.small = storage.limits[self.device] // SMALL
         self.samples: int | None = None  # of a batch, at most
         self.slices: int | None = None  # bytes of a solver's slice of rows, at most
         self.failed: str | None = None  # what the device said in the round that is going on
@@ -101,6 +102,7 @@ class Retrying:
         self.cached = 0  # bytes of caches on the device then
         self.changes: dict[str, _Change] = {}
         self.told: list[str] = []  # of all processes
+        self.again: set[str] = set()  # where what cannot be halved was tried once more
 
     @property
     def notes(self) -> list[str]:
@@ -186,7 +188,6 @@ class Retrying:
         Raises:
             torch.OutOfMemoryError: others take part, who would wait in vain; or a pass for a chunk of it did not fit.
         """
-        repeated = False
         while True:
             met = self.ranks.met
             with cutting(self.slices) as cuts:
@@ -199,10 +200,10 @@ class Retrying:
             if cuts.largest:
                 self._note("slices", where, _bytes(cuts.largest), _bytes(cuts.largest // 2))
                 self.slices = cuts.largest // 2
-            elif repeated:
+            elif where in self.again:
                 break
             else:
-                repeated = True
+                self.again.add(where)
                 self._note("again", where, "", "")
         if not alone and self.ranks.size > 1:
             raise torch.OutOfMemoryError(told)
@@ -269,7 +270,7 @@ class Retrying:
 
     def _halve(self, where: str, batches: Sequence[Batch], schedule: Halvable | None, ranks: Ranks) -> bool:
         told, self.failed = self.failed, None
-        ways = self._ways(batches, schedule)
+        ways = [*self._ways(batches, schedule), None if where in self.again else (0, 0)]
         first = next((index for index, values in enumerate(ways) if values is not None), len(ways))
         index = ranks.least(first)
         if index == len(ways):
@@ -280,27 +281,34 @@ class Retrying:
         return way in ANEW
 
     def _ways(self, batches: Sequence[Batch], schedule: Halvable | None) -> list[tuple[int, int] | None]:
-        """What each of `WAYS` is now and would be, or None where it is as small as it can be."""
+        """What each of `WAYS` but the last is now and would be, or None where it is as small as it can be."""
         samples = max(map(batch_size, batches), default=1)
+        rounds = None if schedule is None else schedule.halved(parts=False)
         caches = (self.cached, self.cached // 2) if self.cached and self.storage.next_place else None
         return [
-            None if schedule is None else schedule.halved(parts=False),
+            rounds if rounds is not None and rounds[0] > self.small else None,
             caches if self.cached > self.small else None,
             (samples, (samples + 1) // 2) if samples > 1 and not self.in_solver else None,
+            rounds,
             None if schedule is None else schedule.halved(parts=True),
             caches,
         ]
 
     def _apply(self, way: str, where: str, before: int, after: int) -> None:
+        if way == "again":
+            self.again.add(where)
+            self._note(way, where, "", "")
+            return
         if way == "batches":
             self.samples = after
             self._note(way, where, f"{before} samples", f"{after}")
             return
+        way = way.removeprefix("large ")
         if way in ("rounds", "chunks"):
             self.storage.most = 2 * after  # of which a round takes half
         else:
             self.storage.caches = after
-        self._note(way.removeprefix("all "), where, _bytes(before), _bytes(after))
+        self._note(way, where, _bytes(before), _bytes(after))
 
     def _note(self, kind: str, where: str, before: str, after: str) -> None:
         change = self.changes.setdefault(kind, _Change(where, before, after))
