@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from models import GROUPED, make, spread, token_batches
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, devices
 from optimum_moonshot.calibration import passes
 from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
@@ -28,6 +28,12 @@ def small(name):
     if name == "mixtral":
         return spread(hf.MixtralForCausalLM(hf.MixtralConfig(**two, num_local_experts=4)))
     return spread(hf.LlamaForCausalLM(hf.LlamaConfig(**two))) if name == "llama" else make(name)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """All that collecting garbage does here is to take time."""
+    monkeypatch.setattr(devices.gc, "collect", lambda: 0)
 
 
 class Full:

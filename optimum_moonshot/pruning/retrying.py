@@ -116,7 +116,9 @@ class Retrying:
         """Tell all processes what has become smaller in each."""
         if self.ranks.size > 1:
             found = self.ranks.gather(self._own_notes())
-            self.told = [f"rank {rank}: {note}" for rank, notes in enumerate(found) for note in notes]
+            shared = [note for note in found[0] if all(note in notes for notes in found)]
+            own = [f"rank {rank}: {note}" for rank, notes in enumerate(found) for note in notes if note not in shared]
+            self.told = shared + own
 
     def by_one(self) -> "Retrying":
         """For work that one of several processes does, while the others wait for its end."""
@@ -212,8 +214,12 @@ class Retrying:
 
     def lost(self) -> bool:
         """Whether the round that has ended is to be done again, in all processes the same."""
-        self.failed = next((told for told in self.ranks.gather(self.failed) if told is not None), None)
-        return self.failed is not None
+        found = [
+            (told, solving) for told, solving in self.ranks.gather((self.failed, self.in_solver)) if told is not None
+        ]
+        if found:
+            self.failed, self.in_solver = found[0][0], any(solving for _, solving in found)
+        return bool(found)
 
     def moved(self, here: bool) -> bool:
         """Whether the passes have moved on in some process.
