@@ -299,6 +299,23 @@ def test_what_failed_is_gone_before_it_is_done_again(monkeypatch, name, place, a
     assert all(left[:still]) and left[still:] and not any(left[still:])
 
 
+def test_a_run_without_data_goes_on(monkeypatch):
+    def magnitude():
+        done = pruner(solver="magnitude", lam=None)
+        report = done.prune(progress=False)
+        return {name: tensor.clone() for name, tensor in done.model.state_dict().items()}, report
+
+    expected, _ = magnitude()
+    with monkeypatch.context() as patch:
+        full = Full(patch, PLACES["solver"], {2, 3})  # again at once, and then again with what is left
+        found, report = magnitude()
+    assert full.raised == 2 and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "out of memory on cpu 2 times, first at model.layers.0.self_attn.v_proj: tried again" in told(report)[0]
+    Full(monkeypatch, PLACES["solver"], None)
+    with pytest.raises(MoonshotError, match="out of device memory"):
+        magnitude()
+
+
 def test_a_sweep_goes_on(monkeypatch):
     def swept():
         done = pruner()

@@ -90,6 +90,10 @@ class StatisticsSource:
         prepared = self.prepared
         if prepared.data is None:
             yield self._without_data()
+            while prepared.retrying.lost():
+                prepared.retrying.halve("a layer", [])
+                prepared.retrying.release()
+                yield self._without_data()
             return
         while not (yield from self._passed(prepared.data.num_samples)):
             prepared.retrying.release()
