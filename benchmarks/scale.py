@@ -117,7 +117,7 @@ def apart(folder: Path, output: Path | None, fields: dict, offload: str | None) 
 def record(found: dict, kind: str, key: str, row: dict) -> None:
     found.setdefault(kind, {})[key] = row
     RESULT.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print(kind, key, f"{row['seconds']:.0f} s, peak {row['peak'] / 2**30:.2f} GiB", flush=True)
+    print(kind, key, f"{row['process']:.0f} s, peak {row['peak'] / 2**30:.2f} GiB", flush=True)
 
 
 def cost(found: dict, kind: str) -> None:
@@ -178,12 +178,14 @@ def show(found: dict) -> None:
     for kind, rows in found.items():
         if kind == "machine":
             continue
-        print(f"\n| {kind} | seconds | peak, GiB | model, GiB | read, times |\n|---|---:|---:|---:|---:|")
+        print(f"\n| {kind} | seconds | of one core | peak, GiB | model, GiB | read, times |")
+        print("|---|---:|---:|---:|---:|---:|")
         for key, row in rows.items():
             size = row.get("bytes", 0)
             times = f"{row['read'] / size:.1f}" if size else ""
             held = f"{size / 2**30:.2f}" if size else ""
-            print(f"| {key} | {row['seconds']:.0f} | {row['peak'] / 2**30:.2f} | {held} | {times} |")
+            cost = f"{row['seconds']:.0f} | {row['process']:.0f} | {row['peak'] / 2**30:.2f}"
+            print(f"| {key} | {cost} | {held} | {times} |")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
-from .checkpoint.offloaded_loading import folder_of_its_model, offload_options
+from .checkpoint.offloaded_loading import check_place, folder_of_its_model, offload_options
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
 from .checkpoint.skeleton import model_class, skeleton
@@ -197,13 +197,22 @@ class MoonshotPruner:
         Raises:
             MoonshotError: what `prune` would refuse before its first layer, or a model whose inputs cannot be made up.
         """
+        return self._planned(calibration, loss, forward, resume_dir, _room(device_memory, host_memory))
+
+    def _planned(
+        self,
+        calibration: Any,
+        loss: Callable[[Any, Batch], Tensor] | None,
+        forward: Forward | None,
+        resume_dir: str | os.PathLike[str] | None,
+        room: Room | None,
+        offload: str | None = None,
+    ) -> Plan:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
-        sizes = {"device_memory": device_memory, "host_memory": host_memory}
-        given = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
-        room = None if not any(given.values()) else Room(given["device_memory"], given["host_memory"])
         data = self.config.calibration if calibration is None else calibration
         subject = self._subject(loss, False, ALONE)
-        return make_plan(subject, self._config(), data, forward, resume_dir is not None, room)
+        with rest_present(self.model):
+            return make_plan(subject, self._config(), data, forward, resume_dir is not None, room, offload)
 
     @classmethod
     def plan_for(
@@ -214,6 +223,7 @@ class MoonshotPruner:
         resume_dir: str | os.PathLike[str] | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
+        offload: str | None = None,
         **options: Any,
     ) -> Plan:
         """The bytes and passes of `prune` for a model whose weights need not be here: its config.json is enough.
@@ -222,15 +232,17 @@ class MoonshotPruner:
             name_or_config: a Hub repository or a local folder, or a configuration of transformers.
             config: what would be done.
             resume_dir, device_memory, host_memory: as for `plan`.
+            offload: where its decoder layers would be, as for `from_pretrained`.
             options: for `AutoConfig.from_pretrained`, such as `revision`, `token`, `trust_remote_code`; and `dtype`.
 
         Raises:
             MoonshotError: as `plan`; or a configuration that names no model.
             OSError: there is no such model.
         """
-        model = skeleton(name_or_config, **options)
-        pruner = cls(model, config)
-        return pruner.plan(resume_dir=resume_dir, device_memory=device_memory, host_memory=host_memory)
+        if offload is not None:
+            check_place(offload)
+        pruner = cls(skeleton(name_or_config, **options), config)
+        return pruner._planned(None, None, None, resume_dir, _room(device_memory, host_memory), offload)
 
     def rotate(
         self,
@@ -519,6 +531,13 @@ class MoonshotPruner:
         for store in self._unsaved:
             store.discard()
         self._unsaved = []
+
+
+def _room(device_memory: int | str | None, host_memory: int | str | None) -> Room | None:
+    """The memory of another machine, as a caller says it; None where it is this one."""
+    sizes = {"device_memory": device_memory, "host_memory": host_memory}
+    given = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
+    return None if not any(given.values()) else Room(given["device_memory"], given["host_memory"])
 
 
 def _load(

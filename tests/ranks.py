@@ -26,6 +26,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.passes import BlockwisePasses
 from optimum_moonshot.calibration.sums import GradientSums, Gram
+from optimum_moonshot.model.layers import visited
+from optimum_moonshot.model.presence import all_present
 from optimum_moonshot.pruning import solving, tuning
 
 SIZES = (1, 2, 4)
@@ -59,6 +61,20 @@ def prune(name="llama", data=None, **settings):
     pruner = MoonshotPruner(model(name), MoonshotConfig(**settings))
     report = pruner.prune(data, progress=False)
     return found(pruner.model, report)
+
+
+def from_disk(name="llama", **settings):
+    """As `prune`, of a model whose layers stay in its files."""
+    config = MoonshotConfig(**{"pattern": "2:4", "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings})
+    pruner = MoonshotPruner.from_pretrained(stored(name), config, offload="disk")
+    report = pruner.prune(token_batches(config.num_samples, size=1 if name == "mixtral" else 2), progress=False)
+    with all_present(visited(pruner.model)):
+        return found(pruner.model, report)
+
+
+def stored(name):
+    """A folder with a model."""
+    return FOLDER / "stored" / name
 
 
 def found(pruned, report):
@@ -141,6 +157,14 @@ CASES = {
     "sweep": sweep,
     "sweep by a metric": lambda: sweep(metric=of_weights, work_dir=FOLDER / f"metric-{processes()}"),
     "path": path,
+    "from disk": from_disk,
+    "from disk, recomputed and recovered": lambda: from_disk(
+        lam=1, recompute=True, recover="blockwise", recover_steps=4
+    ),
+    "from disk, owl": lambda: from_disk(pattern="unstructured", sparsity=0.5, allocation="owl"),
+    "experts from disk": lambda: from_disk(
+        "mixtral", pattern="unstructured", sparsity=0.5, solver="wanda", allocation="fisher", num_samples=16
+    ),
     "self": lambda: prune(data="self", sequence_length=12),
 }
 
@@ -339,6 +363,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     hf.utils.logging.disable_progress_bar()
     FOLDER = folder = Path(sys.argv[1])
+    for name in ("llama", "mixtral"):
+        make(name).save_pretrained(stored(name))
     for size in map(int, sys.argv[2:]) if len(sys.argv) > 2 else SIZES:
         started = time.perf_counter()
         codes = start(work, folder, size, "done")

@@ -4,7 +4,6 @@
 it will have, in milliseconds, and whether its weights are there or not.
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..model.offload import bare_copy
 
 
 class LiveBytes(TorchDispatchMode):
@@ -71,4 +72,4 @@ def shape_of(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for tensor in [*module.parameters(), *module.buffers()]:
             made: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
-        return copy.deepcopy(module, memo)
+        return bare_copy(module, memo)

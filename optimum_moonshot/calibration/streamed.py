@@ -90,7 +90,7 @@ class StreamedPasses(BlockwisePasses):
             self._outputs()
         for index, batch in enumerate(self.batches):
             if self.gradients:
-                self._tail(index, batch)
+                self.tail(index, batch)
             progress(1)
 
     def _arguments(self, index: int, batch: Batch) -> None:
@@ -135,8 +135,13 @@ class StreamedPasses(BlockwisePasses):
                 output = self._output(self.highest, index, call.hidden)
                 self.deltas[index] = self.storage.put(output, "output gradients")
 
-    def _tail(self, index: int, batch: Batch) -> None:
-        """The gradient of the last block's output, by the head alone."""
+    def tail(self, index: int, batch: Batch) -> None:
+        """The gradient of the last block's output, by the head alone.
+
+        Args:
+            index: of the batch; the output stands where its gradient will be, in `deltas`.
+            batch: the inputs.
+        """
         device = model_device(self.model)
         batch = to_device(batch, device)
         last = self.deltas[index].to(device, copy=True).requires_grad_(True)

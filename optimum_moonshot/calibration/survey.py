@@ -10,7 +10,7 @@ the last block, the gradients differ from block to block.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ def survey(
     """
     looking = _Look(blocks, batch, gradients, look)
     if looking.samples > 1:
-        looking.second = _arguments(model, blocks, take(batch, 1, 2))
+        found = without_weights(model, blocks, take(batch, 1, 2))
+        looking.second = None if found is None else found.arguments
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
             stack.callback(block.module.register_forward_pre_hook(partial(looking.enter, i), with_kwargs=True).remove)
@@ -132,9 +133,22 @@ class _Look:
         return outputs[0]
 
 
+class Unweighted(NamedTuple):
+    """A pass of a model whose blocks gave back what they read."""
+
+    extras: Extras  # by which they could
+    arguments: list[tuple[Any, ...]]  # of every block
+
+
 @torch.no_grad()
-def _arguments(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> list[tuple[Any, ...]] | None:
-    """Every block's arguments, seen without their weights, whatever they return; None where that cannot be seen."""
+def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> Unweighted | None:
+    """Every block's arguments, seen without their weights, whatever they return; None where that cannot be seen.
+
+    Args:
+        model: that has them.
+        blocks: all of them.
+        batch: on the model's device.
+    """
     for extra in (None, 0, 1, 2, 3):
         found: list[tuple[Any, ...]] = []
         shapes: set[torch.Size] = set()
@@ -147,10 +161,11 @@ def _arguments(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> lis
         with ExitStack() as stack, suppress(MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError):
             for block in blocks:
                 stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.enter_context(passing_on(blocks, [extra] * len(blocks)))
+            extras: Extras = [extra] * len(blocks)
+            stack.enter_context(passing_on(blocks, extras))
             run_model(model, batch)
             if len(found) == len(blocks) and len(shapes) == 1:
-                return found
+                return Unweighted(extras, found)
     return None
 
 

@@ -33,7 +33,7 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
     Raises:
         MoonshotError: a place that there is not, or a model without blocks.
     """
-    require(place in PLACES, f'offload={place!r}: use "disk" or "cpu"')
+    check_place(place)
     device = str(default_device()) if device is None else device
     require(isinstance(device, str | int | torch.device), f"device_map={device!r}: with offload=, name one device")
     require(place == "disk" or str(device) != "cpu", 'offload="cpu": the model is on the CPU anyway; use "disk"')
@@ -45,6 +45,11 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
         "device_map": device_map,
         "offload_folder": tempfile.mkdtemp(prefix="moonshot-offload-", dir=folder),
     }
+
+
+def check_place(place: str) -> None:
+    """Raise `MoonshotError` for anything but a place where blocks can be."""
+    require(place in PLACES, f'offload={place!r}: use "disk" or "cpu"')
 
 
 @contextmanager

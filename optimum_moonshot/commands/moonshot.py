@@ -32,7 +32,7 @@ from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
-from .planning import add_plan_options, check_plan_options, make_plan
+from .planning import add_plan_options, check_plan_options, make_plan, offload_place
 from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
@@ -97,7 +97,6 @@ def prune(args: argparse.Namespace) -> None:
     calibration = calibration_source(args, config)
     check_data("--eval", args.eval)
     check_plan_options(args)
-    expect(not (args.dry_run and args.offload), "--dry-run: a plan is of the model in memory; leave --offload out")
     if args.dry_run:
         print(make_plan(args, config, device, calibration))
         return
@@ -111,7 +110,7 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     """The work of `prune`, and what to tell of it."""
     from .. import MoonshotPruner
 
-    place = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    place = offload_place(args, device)
     pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
     if not place:
         pruner.model.to(device)

@@ -8,6 +8,7 @@ What is written during a visit is kept beside the weights that were loaded, as s
 where those are there, else in unnamed files. The checkpoint that they come from never changes.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -201,6 +202,23 @@ def hooked(module: nn.Module) -> list[Any]:
 def is_offloaded(model: nn.Module) -> bool:
     """Whether some of a model's weights are elsewhere between calls."""
     return any(hooked(module) for module in model.modules())
+
+
+def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a module without the hooks that bring weights, and without these.
+
+    Args:
+        module: which stays as it is.
+        memo: of `copy.deepcopy`, what stands for the tensors.
+    """
+    if not is_offloaded(module):
+        return copy.deepcopy(module, memo)
+    from accelerate.hooks import ModelHook, remove_hook_from_module
+
+    for each in module.modules():
+        known = (vars(each).get("_hf_hook"), vars(each).get(_OWN))
+        memo |= {id(own): ModelHook() for own in known if own is not None}
+    return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
 def weights_of(model: nn.Module, block: nn.Module) -> Weights:

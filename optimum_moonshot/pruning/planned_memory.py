@@ -17,6 +17,7 @@ from ..model.layers import Block, PrunableLayer
 from ..objective.problem_size import ProblemSize, ruler_bytes
 from ..objective.row_slices import slice_bytes
 from ..reports.plan import DISK, Bytes, Misfit, Moment
+from .planned_reading import Away
 from .schedule import StatisticsSchedule
 from .selection import Selection
 
@@ -43,6 +44,7 @@ class Outline:
     storage: Storage
     resumes: bool  # results lie in a folder
     kind: type[StatisticsSchedule] = StatisticsSchedule  # which decides what is gathered together
+    away: Away | None = None  # blocks that are elsewhere
 
     @property
     def kept(self) -> int:
@@ -195,8 +197,13 @@ class Walk:
         self.moments.append(Moment(phase, where, {what: found for what, found in items.items() if found}))
 
     def result(self, layer: PrunableLayer) -> None:
-        """A layer's pruned weight is kept."""
-        self.add("results", DISK if self.outline.resumes else str(CPU), weight_bytes(layer))
+        """A layer's pruned weight is kept; on disk in the bytes that its zeros leave."""
+        size, away = weight_bytes(layer), self.outline.away
+        on_disk = self.outline.resumes or (away is not None and away.place == DISK)
+        if on_disk:
+            kept = 1 - pattern_of(self.outline.selection, layer).sparsity
+            size = min(size, round(kept * size) + layer.shape[0] * layer.shape[1] // 8)
+        self.add("results", DISK if on_disk else str(CPU), size)
 
 
 def weight_bytes(layer: PrunableLayer) -> int:
@@ -251,7 +258,8 @@ def walk_blocks(walk: Walk, phase: str = "calibration", solves: bool = True) -> 
     gradients = outline.selection.needs_gradients
     for chain in outline.chains:
         wanted = [i for i, block in enumerate(chain) if block.layers]
-        span = chain[wanted[0] : wanted[-1] + 1]
+        behind = outline.away is not None and gradients  # then the loss is that of the head alone
+        span = chain[wanted[0] :] if behind else chain[wanted[0] : wanted[-1] + 1]
         caches = _capture(walk, phase, span, gradients)
         order = list(reversed(span)) if gradients else list(span)
         for block in order:

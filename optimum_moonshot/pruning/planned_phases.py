@@ -18,8 +18,8 @@ from .tuning import part_size
 TRAINED_BYTES = 4 * 6 + 1
 # The same of a matrix that a rotation is learned for: itself, rotated twice, its scores, and their gradients.
 LEARNED_BYTES = 4 * 7
-# What `save_pretrained` puts in one file at most.
-SHARD_BYTES = 50 * 10**9
+# What `save_pretrained` puts in one file at most, and what it does of a model whose blocks are elsewhere.
+SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 
 
 def rotation(walk: Walk, model: nn.Module) -> None:
@@ -134,7 +134,9 @@ def trained_bytes(block: Block, outline: Outline) -> int:
 
 
 def writing(walk: Walk) -> None:
-    """Each pruned weight gives its place to the dense one, in host memory."""
+    """Each pruned weight gives its place to the dense one, in host memory; those that are elsewhere stay there."""
+    if walk.outline.away is not None:
+        return
     layers = walk.outline.selection.layers
     largest = max(map(weight_bytes, layers))
     dense = sum(map(weight_bytes, layers)) if walk.outline.resumes else 0
@@ -152,6 +154,9 @@ def saving(walk: Walk, model_bytes: int) -> None:
         walk: notes the moments.
         model_bytes: of the model.
     """
-    if walk.storage.device.type != "cpu":
+    away = walk.outline.away
+    if away is not None:
+        walk.add("weights of a file", str(CPU), min(model_bytes, max(STREAMED_BYTES, away.largest)))
+    elif walk.storage.device.type != "cpu":
         walk.add("weights of a file", str(CPU), min(model_bytes, SHARD_BYTES))
     walk.moment("saving", "the model")

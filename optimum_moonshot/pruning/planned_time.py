@@ -31,11 +31,13 @@ from ..solvers import Solver
 from .fisher_allocation import ROWS, SHARE, SPARSITIES, sampled_count
 from .layer_solving import weight_losses
 from .planned_memory import Outline, Visit, pattern_of, problem_size
+from .planned_reading import bring_seconds, streamed_try, times_read
 from .preparation import Subject
 from .tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 
-# Seconds that a try of the passes, or of a matrix, may take by what a smaller one took.
-BATCH_SECONDS, MATRIX_SECONDS = 1.5, 0.7
+# Seconds that a try of the passes, or of a matrix, may take by what a smaller one took; or a share of what it says
+# that the run will take.
+BATCH_SECONDS, MATRIX_SECONDS, TRY_SHARE = 1.5, 0.7, 0.02
 # What a plan allocates for a try, at most.
 TRY_BYTES = 2**29
 # Bytes a second that are written where nothing is known of the disk.
@@ -56,6 +58,7 @@ class Seconds:
     solving: dict[str, float]  # layer → its solver
     product: float  # of one floating-point operation in a product
     ready: float  # looking at the model and the data
+    bringing: float = 0.0  # all weights that are elsewhere, once
 
     def of_block(self, block: Block, visits: Sequence[Visit], outline: Outline) -> float:
         """Passes and solver of one block.
@@ -97,6 +100,8 @@ class Seconds:
         if config.recover is not None:
             samples = config.recover_steps * STEP_SAMPLES + outline.samples * (2 + EVALUATIONS / HELDOUT_SHARE)
             found["recovery"] = samples * sum(self.block.values()) + (solving * 6 if config.recover == "gradual" else 0)
+        if outline.away is not None:
+            found["reading"] = self.bringing * times_read(outline.selection)
         found["saving"] = sum(p.nbytes for p in _parameters(outline)) / DISK_RATE
         return {**found, "total": sum(found.values())}
 
@@ -139,7 +144,9 @@ def measure(subject: Subject, outline: Outline, data: CalibrationData, ready: fl
     try:
         with frozen(subject.model):
             first, block, bare, whole = _passes(subject, outline, data.batches[0])
-            return Seconds(first, block, bare, whole, _solving(outline), _product(outline), ready)
+            bringing, checking = (0.0, 0.0) if outline.away is None else bring_seconds(outline.chains[0])
+            ready += checking
+            return Seconds(first, block, bare, whole, _solving(outline), _product(outline), ready, bringing)
     finally:
         torch.random.set_rng_state(random)
 
@@ -153,16 +160,17 @@ def _passes(subject: Subject, outline: Outline, batch: Batch) -> "_Tried":
         found = _try(subject, outline, some)
         taken = clock(outline.storage.device) - started
         share = batch_size(some) * (1.0 if tokens is None else _length(some) / tokens)
+        limit = max(BATCH_SECONDS, TRY_SHARE * outline.samples / share * (found.first + sum(found.block.values())))
         larger = next(
             (
                 other
                 for other in (batch, _cut(batch, 1, None), _cut(batch, 1, 256))
-                if _elements(other) > _elements(some) and taken * _elements(other) / _elements(some) < BATCH_SECONDS
+                if _elements(other) > _elements(some) and taken * _elements(other) / _elements(some) < limit
             ),
             None,
         )
         if larger is None:
-            if taken < BATCH_SECONDS:  # the first time of a size has what a process needs once
+            if taken < limit:  # the first time of a size has what a process needs once
                 again = _try(subject, outline, some)
                 found = found.least(again)
             return found.times(1 / share)
@@ -190,6 +198,10 @@ class _Tried(NamedTuple):
 
 
 def _try(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
+    return _try_present(subject, outline, batch) if outline.away is None else _try_away(subject, outline, batch)
+
+
+def _try_present(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
     selection, device = outline.selection, outline.storage.device
     gradients, structure = selection.needs_gradients, selection.structure
     first, blocks, bare, whole = 0.0, {}, {}, 0.0
@@ -217,6 +229,32 @@ def _try(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
         everything = FullModelPasses(subject.model, structure.blocks, [batch], gradients, subject.loss)
         whole = _observed(outline, rest, batch, everything.run)
     return _Tried(first, blocks, bare, whole)
+
+
+def _try_away(subject: Subject, outline: Outline, batch: Batch) -> _Tried:
+    """A block of each kind is brought; the time for that does not count."""
+    gradients, device, blocks = outline.selection.needs_gradients, outline.storage.device, outline.chains[0]
+    started = clock(device)
+    forwards = streamed_try(subject.model, blocks, batch, False, subject.loss)
+    first = clock(device) - started
+    passes = streamed_try(subject.model, blocks, batch, gradients, subject.loss)
+    known: dict[Any, tuple[float, float, float]] = {}
+    order = range(passes.lowest, passes.highest + 1)
+    for i in reversed(order) if gradients else order:
+        block = blocks[i]
+        if block.layers and _kind(block) not in known:
+            with block.present():
+                forward = _observed(outline, (), batch, partial(_pass, forwards, i, False))
+                alone = _observed(outline, (), batch, partial(_pass, passes, i, False))
+                seen = _observed(outline, block.layers, batch, partial(_pass, passes, i, True))
+                known[_kind(block)] = seen, alone, forward
+    if gradients:
+        started = clock(device)
+        passes.tail(0, batch)
+        first += clock(device) - started + sum(known[_kind(block)][2] for block in blocks if block.layers)
+    names = {block.name: known[_kind(block)] for block in blocks if block.layers}
+    seen, bare = ({name: each[i] for name, each in names.items()} for i in range(2))
+    return _Tried(first, seen, bare, 0.0)
 
 
 def _pass(passes: BlockwisePasses, index: int, last: bool, observer: Observer) -> None:
@@ -280,23 +318,27 @@ def _elements(batch: Batch) -> int:
 
 def _solving(outline: Outline) -> dict[str, float]:
     """Seconds in the solver of every layer; those alike are tried once."""
-    known: dict[Any, float] = {}
-    found = {}
-    for layer in outline.selection.layers:
-        size, pattern = problem_size(outline, layer), pattern_of(outline.selection, layer)
-        if (size, pattern) not in known:
-            known[size, pattern] = solver_seconds(outline.selection.solver, pattern, size)
-        found[layer.name] = known[size, pattern] * (layer.groups if layer.form.separate else 1)
-    return found
+    kinds = {
+        layer.name: (problem_size(outline, layer), pattern_of(outline.selection, layer))
+        for layer in outline.selection.layers
+    }
+    parts = {layer.name: layer.groups if layer.form.separate else 1 for layer in outline.selection.layers}
+    counts: dict[Any, int] = {}
+    for name, kind in kinds.items():
+        counts[kind] = counts.get(kind, 0) + parts[name]
+    solver = outline.selection.solver
+    known = {kind: solver_seconds(solver, kind[1], kind[0], count) for kind, count in counts.items()}
+    return {name: known[kind] * parts[name] for name, kind in kinds.items()}
 
 
-def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
+def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: int = 1) -> float:
     """How long a matrix takes, by random ones: of its size, if that takes no more than `MATRIX_SECONDS`.
 
     Args:
         solver: by which algorithm.
         pattern: that it is pruned by.
         size: of the matrix.
+        count: of such matrices in the run, in whose time the tries are to be no more than `TRY_SHARE`.
     """
     tried, taken = _smaller(solver, pattern, size, FIRST_SIZE, FIRST_SIZE), 0.0
     while True:
@@ -305,17 +347,28 @@ def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize) -> float
             taken = min(taken, _solve(solver, pattern, tried))
         larger = [size, *(_smaller(solver, pattern, size, rows, d_in) for rows, d_in in _SIZES)]
         operations = solver.work(tried, pattern).operations
+        limit = max(MATRIX_SECONDS, TRY_SHARE * count * taken * solver.work(size, pattern).operations / operations)
         more = {other: solver.work(other, pattern).operations / operations for other in larger}
         more = {other: ratio for other, ratio in more.items() if ratio > 1 and other != tried and _fits(other)}
-        affordable = [other for other, ratio in more.items() if taken * ratio < MATRIX_SECONDS]
-        if not affordable and more and taken < MATRIX_SECONDS / 5:  # what is small says too much
+        affordable = [other for other, ratio in more.items() if taken * ratio < limit]
+        if not affordable and more and taken < limit / 5:  # what is small says too much
             affordable = [min(more, key=lambda other: more[other])]
         if not affordable:
             return taken * solver.work(size, pattern).operations / operations
         tried = max(affordable, key=lambda other: more[other])
 
 
-_SIZES = ((1024, 1024), (256, 1024), (512, 512), (256, 256), (64, 256), (64, 512), (64, 1024))
+_SIZES = (
+    (2048, 2048),
+    (512, 2048),
+    (1024, 1024),
+    (256, 1024),
+    (512, 512),
+    (256, 256),
+    (64, 256),
+    (64, 512),
+    (64, 1024),
+)
 
 
 def _fits(size: ProblemSize) -> bool:

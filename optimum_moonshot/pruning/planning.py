@@ -18,17 +18,18 @@ from ..calibration.memory import Storage, free_memory
 from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
+from ..devices import is_gpu
 from ..errors import MoonshotError, reason, require
 from ..model.calls import Forward, called_by, frozen, model_device
 from ..model.facts import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.layers import Block
 from ..model.losses import is_causal
-from ..model.offload import is_offloaded
 from ..model.presence import all_present
 from ..objective.patterns import Experts
 from ..reports.plan import DISK, BlockPlan, Misfit, Moment, Plan, most_of
 from .planned_memory import CPU, Outline, Visit, Walk, walk_blocks
 from .planned_phases import allocation, recovery, rotation, saving, writing
+from .planned_reading import Away, blocks_away
 from .planned_time import Seconds, clock, measure
 from .preparation import Subject, prepare, with_room
 from .selection import Selection, select
@@ -53,6 +54,7 @@ def make_plan(
     forward: Forward | None = None,
     resumes: bool = False,
     room: Room | None = None,
+    offload: str | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -63,21 +65,24 @@ def make_plan(
         forward: (model, inputs) → output, or None for a plain call.
         resumes: whether the run's results go to a folder.
         room: what a machine other than this one has.
+        offload: "cpu" or "disk", where a model without weights would have its blocks; one with weights has them where
+            they are.
 
     Raises:
         MoonshotError: a model or data that cannot be pruned so, or of which no plan can be made.
     """
     require(config.pattern != Experts.kind, "plan: pattern='experts' has no plan; its statistics are a few numbers")
     model, own = subject.model, model_device(subject.model)
-    away = "plan: the model is offloaded, of which no plan can be made; plan_for plans the model in memory"
-    require(not is_offloaded(model), away)
     weights, started = own.type != "meta", clock(own)
     selection = select(model, config)
+    away = blocks_away(selection.structure, offload)
+    on_cpu = away is not None and away.place == "cpu" and (room is None or room.device is None) and not is_gpu(own)
+    require(not on_cpu, 'offload="cpu": the model is on the CPU anyway; use "disk", or say device_memory')
     batches = example_batches(subject, selection, calibration)
     text = "input_ids" in batches[0] and not _given(calibration)
     with called_by(model, forward) if weights else nullcontext():
-        data, storage, chains = _ready(subject, selection, batches, weights, room)
-        outline, notes = _outline(subject, selection, data, storage, chains, forward, resumes)
+        data, storage, chains = _ready(subject, selection, batches, weights, room, away)
+        outline, notes = _outline(subject, selection, data, storage, chains, forward, resumes, away)
         walk, blocks = _walk(outline, model, text)
         ready = clock(own) - started
         seconds = measure(subject, outline, data, ready) if weights and room is None else None
@@ -140,11 +145,16 @@ def _images(subject: Subject, selection: Selection, count: int, generator: torch
 
 
 def _ready(
-    subject: Subject, selection: Selection, batches: list[Batch], weights: bool, room: Room | None
+    subject: Subject,
+    selection: Selection,
+    batches: list[Batch],
+    weights: bool,
+    room: Room | None,
+    away: Away | None,
 ) -> tuple[CalibrationData, Storage, tuple[Sequence[tuple[Block, ...]], Sequence[Block]] | None]:
     """The data in the batches that pass, the memory there is, and, where the model has weights, its chains."""
     model, config = subject.model, selection.config
-    if weights:
+    if weights and away is None:
         prepared = prepare(subject, selection, batches)
         data = prepared.data
         assert data is not None
@@ -159,14 +169,14 @@ def _ready(
         data, chains = with_room(data, selection, model), None
         if selection.needs_losses and any(layer.form.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
-    device, free = _free(model, room)
+    device, free = _free(model, room, away)
     return data, Storage(device, config.max_memory_bytes, config.offload_dir, free), chains
 
 
-def _free(model: nn.Module, room: Room | None) -> tuple[torch.device, dict[torch.device, int]]:
-    """Where the model will be, and what is free there beside it, and in host memory."""
+def _free(model: nn.Module, room: Room | None, away: Away | None) -> tuple[torch.device, dict[torch.device, int]]:
+    """Where the model will be, and what is free there beside what it always has there, and in host memory."""
     room, own = room or Room(), model_device(model)
-    held = model_bytes(model)
+    held = model_bytes(model) - (0 if away is None else away.total)
     device = own
     if own.type == "meta":
         device = CPU if room.device is None else torch.device("cuda")
@@ -176,7 +186,8 @@ def _free(model: nn.Module, room: Room | None) -> tuple[torch.device, dict[torch
         total = (host if own.type != "meta" else host - held) if room.device is None else room.device - held
         return device, {device: max(0, total)}
     on_device = known.get(device, 0) if room.device is None else room.device - held
-    return device, {device: max(0, on_device), CPU: host}
+    host -= away.total if away is not None and away.place == str(CPU) and own.type == "meta" else 0
+    return device, {device: max(0, on_device), CPU: max(0, host)}
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -193,6 +204,7 @@ def _outline(
     chains: tuple[Sequence[tuple[Block, ...]], Sequence[Block]] | None,
     forward: Forward | None,
     resumes: bool,
+    away: Away | None,
 ) -> tuple[Outline, list[str]]:
     model, notes = subject.model, list(data.notes)
     largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
@@ -207,6 +219,8 @@ def _outline(
         footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
     if chains is None:
         chains = chain_names(footprint, selection.structure.blocks)
+        alone = "plan: the model's layers are no chain: without offload= they can be pruned, and planned"
+        require(away is None or (len(chains[0]) == 1 and not chains[1]), alone)
     outline = Outline(
         selection=selection,
         chains=tuple(chains[0]),
@@ -219,6 +233,7 @@ def _outline(
         itemsize=selection.layers[0].parameter.dtype.itemsize,
         storage=storage,
         resumes=resumes,
+        away=away,
     )
     return outline, notes
 
@@ -236,8 +251,13 @@ def _walk(outline: Outline, model: nn.Module, text: bool) -> tuple[Walk, dict[st
     """Through all phases, in the run's order."""
     walk, config = Walk(outline), outline.selection.config
     walk.add("reading text", str(CPU), TEXT_BYTES if text else 0)
+    away = outline.away or Away(0, 0, DISK)
+    device = str(outline.storage.device)
+    walk.add("weights of a block", device, away.largest)
     if config.rotation is not None:
+        walk.add("weights of a block", device, away.total - away.largest)  # all of them are there
         rotation(walk, model)
+        walk.add("weights of a block", device, away.largest - away.total)
     if config.allocation == "fisher":
         allocation(walk)
     blocks = {block.name: (block, found) for block, found in walk_blocks(walk)}
@@ -277,6 +297,7 @@ def _plan(
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "bytes": model_bytes(model),
             "weights": weights,
+            "away": None if outline.away is None else dataclasses.asdict(outline.away),
         },
         data={
             "num_samples": data.num_samples,
@@ -297,12 +318,18 @@ def _plan(
 
 def _too_large(model: nn.Module, outline: Outline, room: Room | None) -> list[Misfit]:
     """That the model alone exceeds the device of another machine."""
-    device, held = outline.storage.device, model_bytes(model)
+    device, away = outline.storage.device, outline.away
+    held = model_bytes(model) - (0 if away is None else away.total)
     has = None if room is None else room.host if room.device is None and device.type == "cpu" else room.device
-    if has is None or held <= has:
-        return []
-    mend = "a narrower dtype, or a larger device" + ("" if device.type == "cpu" else '; or hold it on the "cpu"')
-    return [Misfit(str(device), "loading", "the model", held, has, mend)]
+    found = []
+    if has is not None and held > has:
+        places = '"disk"' if device.type == "cpu" else '"cpu" or "disk"'
+        mend = "a narrower dtype, or a larger device" + ("" if away else f"; or its layers elsewhere: offload={places}")
+        found.append(Misfit(str(device), "loading", "the model", held, has, mend))
+    if away is not None and away.place == str(CPU) and room is not None and room.host and away.total > room.host:
+        mend = 'offload="disk"'
+        found.append(Misfit(str(CPU), "loading", "the model's layers", away.total, room.host, mend))
+    return found
 
 
 def _row(
@@ -355,6 +382,7 @@ def _mend(moment: Moment, place: str, outline: Outline) -> str:
         ],
         "activations": ["lower batch_size" if outline.batch > 1 else "lower sequence_length"],
         "logits": ["lower batch_size" if outline.batch > 1 else "lower sequence_length"],
+        "weights of a block": ["a narrower dtype"] if outline.selection.config.rotation is None else ["no rotation"],
         "results": ["give a resume_dir"] if not outline.resumes else ["a machine with more memory"],
     }
     return ", or ".join(options.get(most, ["a machine with more memory"]))

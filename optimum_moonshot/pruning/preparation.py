@@ -120,12 +120,11 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     """
     check_attention(selection)
     elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
-    if elsewhere:
-        require(subject.ranks.size == 1, "several processes: a model that is offloaded is pruned by one")
-    else:
+    if not elsewhere:
         check_weights(selection)
     if subject.ranks.size > 1:
-        _check_alike(subject.ranks, selection)
+        subject.ranks.agree("the configuration", f"{selection.config.fingerprint()} {selection.lam}")
+        subject.ranks.agree("the model", _told(selection, elsewhere))
     data = None
     if calibration is not None and subject.ranks.first:
         data = _read(subject, selection, calibration, kept)
@@ -163,17 +162,26 @@ def _surveyed(prepared: Prepared) -> Prepared:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = _one_by_one(data, unshown)
     surveyed = Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
+    if subject.ranks.size > 1:
+        subject.ranks.agree("the model", "\n".join(surveyed.sums))
     return dataclasses.replace(prepared, data=data, surveyed=surveyed)
 
 
-def _check_alike(ranks: Ranks, selection: Selection) -> None:
-    """Several processes prune one model in one way, or would wait for each other in vain."""
-    ranks.agree("the configuration", f"{selection.config.fingerprint()} {selection.lam}")
+def _told(selection: Selection, elsewhere: bool) -> str:
+    """What several processes compare of their models, or would wait for each other in vain.
+
+    Args:
+        selection: of this process.
+        elsewhere: whether blocks are: then where, and their weights are compared once they are brought.
+    """
+    if elsewhere:
+        away = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
+        return "\n".join([*away, *(f"{layer.name} {layer.shape}" for layer in selection.layers)])
     sums = []
     for layer in selection.structure.layers_present():
         bits = layer.parameter.detach().contiguous().view(torch.uint8)
         sums.append(f"{layer.name} {layer.shape} {layer.parameter.dtype} {int(bits.sum(dtype=torch.int64))}")
-    ranks.agree("the model", "\n".join(sums))
+    return "\n".join(sums)
 
 
 def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:

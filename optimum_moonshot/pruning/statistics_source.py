@@ -297,7 +297,9 @@ def _streamed_squares(prepared: Prepared) -> dict[str, Tensor]:
     structure, samples = prepared.selection.structure, prepared.data.num_samples
     whole = FullModelPasses(prepared.model, structure.blocks, prepared.batches, False, prepared.subject.loss)
     for step in itertools.chain(streamed(prepared, prepared.batches, False).steps(), whole.steps(structure.outside)):
-        with Observer(step.layers, True, set(), samples, prepared.storage, share=False) as observer:
+        options = {"share": False, "ranks": prepared.ranks}
+        with Observer(step.layers, True, set(), samples, prepared.storage, **options) as observer:
             step.observe(observer, True)
+        observer.merge()
         found |= {layer.name: observer.take(layer).inputs for layer in step.layers if observer.reached(layer)}
     return found

@@ -65,7 +65,7 @@ class Plan:
     """What `MoonshotPruner.plan` found; nothing was pruned."""
 
     config: dict[str, Any]
-    model: dict[str, Any]  # class, parameters, bytes, device; whether its weights are there
+    model: dict[str, Any]  # class, parameters, bytes; whether its weights are there; "away": bytes that are elsewhere
     data: dict[str, Any]  # num_samples, sequence_length, batches, batch_size
     device: str
     room: Bytes  # free by place when the plan was made, without the model; of the disk None asks nobody
@@ -150,9 +150,14 @@ class Plan:
     def _summary(self) -> list[str]:
         model, data = self.model, self.data
         kind = "" if model["weights"] else ", without its weights"
-        lines = [
-            f"model: {model['class']}, {model['parameters']:,} parameters, {gib(model['bytes'])} on {self.device}{kind}"
-        ]
+        away = model["away"]
+        there = f"{gib(model['bytes'])} on {self.device}"
+        if away:
+            there = (
+                f"{gib(model['bytes'] - away['total'])} on {self.device}, {gib(away['total'])} in "
+                f"{'host memory' if away['place'] == 'cpu' else 'files'}, of which a block at a time comes to it"
+            )
+        lines = [f"model: {model['class']}, {model['parameters']:,} parameters, {there}{kind}"]
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
         for phase in dict.fromkeys(moment.phase for moment in self.moments):
@@ -166,7 +171,8 @@ class Plan:
             f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
             for place, size in self.peaks.items()
         )
-        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: beside the model, at most {peaks}")
+        beside = "what is always there of the model" if away else "the model"
+        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: beside {beside}, at most {peaks}")
         return lines
 
     def _most(self, phase: str, place: str) -> Moment:
