@@ -98,7 +98,8 @@ class MoonshotConfig:
         batch_size: samples that pass through a layer at a time. Memory and speed, not the result, depend on it.
         seed: of the choice of calibration samples. Equal seeds give bit-identical models.
         max_memory: bytes ("8GiB" works) that statistics and caches may take on the model's device; what exceeds it
-            goes to host memory. None is 60% of what is free when pruning starts.
+            goes to host memory. None is 60% of what is free when pruning starts. Less of it is used from where the
+            device is out of memory.
         offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
             without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in six

@@ -4,12 +4,17 @@ Everything else asks here, so that one place knows CUDA, and a stand-in for it (
 that was left on the host.
 """
 
+import gc
+import re
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+# What torch and the libraries below it say, where the error has no class of its own.
+_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: |you tried to allocate|out of memory|_STATUS_ALLOC_FAILED")
 
 
 def default_device() -> torch.device:
@@ -33,6 +38,20 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no more memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def release_unused(device: torch.device) -> None:
+    """Return what nothing refers to any more, so that larger pieces can be had of it."""
+    gc.collect()
+    if is_gpu(device):
+        torch.cuda.empty_cache()
 
 
 def reset_peak(device: torch.device) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .devices import is_out_of_memory
 from .errors import MoonshotError, reason
 
 Value = TypeVar("Value")
@@ -79,6 +80,7 @@ class Line:
         self.nccl = "nccl" in str(dist.get_backend_config())
         self.place, self.others = _place(), dict[int, psutil.Process | None]()
         self.meetings = itertools.count()
+        self.met = 0  # how often this process has come to one
 
     def open(self) -> None:
         """Wait for all to come, and make their group."""
@@ -109,6 +111,7 @@ class Line:
             MoonshotError: one has failed or died, or does not come.
         """
         key = f"{self.name}/{next(self.meetings)}"
+        self.met += 1
         with self._store_alive():
             come = self.store.add(key, 1)
             if come == self.size:
@@ -317,9 +320,9 @@ class Line:
         self.meet()
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             started = time.monotonic()
             while time.monotonic() - started < LINGER:
                 with self._store_alive():

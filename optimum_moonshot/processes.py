@@ -37,6 +37,11 @@ class Ranks:
         """Whether it is the one that writes files, prints, and shows bars."""
         return self.rank == 0
 
+    @property
+    def met(self) -> int:
+        """How often this process has come to where all meet: work between two of them can be repeated by one alone."""
+        return 0 if self.line is None else self.line.met
+
     def part(self, count: int, rank: int | None = None) -> range:
         """The samples of a process: those of all in order are the samples in order.
 

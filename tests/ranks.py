@@ -6,6 +6,7 @@ One process imports everything and forks the others; each writes what it has fou
 import contextlib
 import copy
 import io
+import itertools
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,11 @@ from models import GROUPED, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
+from optimum_moonshot.calibration.passes import BlockwisePasses
+from optimum_moonshot.calibration.sums import GradientSums, Gram
 from optimum_moonshot.model.layers import visited
 from optimum_moonshot.model.presence import all_present
-from optimum_moonshot.pruning import solving
+from optimum_moonshot.pruning import solving, tuning
 
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
@@ -198,6 +202,39 @@ def fails(at):
         solving.solve = before
 
 
+def full(place, at, where=1):
+    """Meanwhile some calls of a function find the device of one process full; `at` None is all calls."""
+    holder, name = place
+    own, numbers = getattr(holder, name), itertools.count()
+
+    def crowded(*args, **kwargs):
+        number = next(numbers)
+        if rank() == where and (at is None or number in at):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(*args, **kwargs)
+
+    return mock.patch.object(holder, name, crowded)
+
+
+def crowded():
+    """What a run gives of which one process is out of memory: in a pass, in the solver, …; or always."""
+    done = {}
+    for name, place, at in (
+        ("pass", (Gram, "add"), {3, 11}),
+        ("solver", (solving, "solve_layer"), {0, 1, 4}),
+        ("moving on", (BlockwisePasses, "_run_batch"), {1}),
+    ):
+        with full(place, at):
+            done[name] = prune()
+    with full((GradientSums, "add"), {9}):
+        done["experts"] = CASES["more processes than experts"]()
+    with full((tuning.Task, "error"), {3}, where=0):
+        done["recovery"] = CASES["recovery"]()
+    with full((Gram, "add"), None):
+        done["always"] = told(prune)
+    return done
+
+
 def resumable(folder, **settings):
     config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=6, batch_size=2, **settings)
     pruner = MoonshotPruner(model(), config)
@@ -239,6 +276,7 @@ def work(folder, size):
     if size == 1:
         done["six samples"] = resumable(None)
     if size == 2:
+        done["crowded"] = crowded()
         done["differing"] = differing()
         done["failure"] = failure(folder / "resumed")
         done["after the failure"] = CASES["sparsegpt"]()

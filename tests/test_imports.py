@@ -9,8 +9,8 @@ import optimum_moonshot
 PACKAGE = Path(optimum_moonshot.__file__).parent
 # What stands on a floor imports what stands below it, or in the same folder.
 FLOORS = (
-    ("version", "errors"),
-    ("files", "progress", "mapped", "devices", "process_line"),
+    ("version", "errors", "devices"),
+    ("files", "progress", "mapped", "process_line"),
     ("objective", "processes"),
     ("solvers", "recipes"),
     ("config",),

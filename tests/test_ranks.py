@@ -127,6 +127,25 @@ def test_more_processes_go_on_where_fewer_failed(done):
         torch.testing.assert_close(resumed["weights"][name], tensor, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["pass", "solver", "moving on", "experts", "recovery"])
+def test_who_is_out_of_memory_leaves_nobody_waiting(done, name):
+    case = {"experts": "more processes than experts", "recovery": "recovery"}.get(name, "sparsegpt")
+    found, other = (done[2, rank]["crowded"][name] for rank in range(2))
+    assert_same(found, other)
+    for key, tensor in done[1, 0][case]["weights"].items():
+        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-2, atol=1e-3)
+    notes = [note for note in found["said"]["notes"] if "out of memory on cpu " in note]
+    alone = {"solver": "rank 1: ", "recovery": "rank 0: "}.get(name, "")
+    assert any(note.startswith(f"{alone}out of memory") for note in notes)
+    assert len(notes) == len({note.partition("out of memory")[2] for note in notes})
+
+
+def test_who_is_always_out_of_memory_ends_all(done):
+    for rank in range(2):
+        assert "out of device memory: lower max_memory" in done[2, rank]["crowded"]["always"]
+
+
 def test_who_dies_is_named(done):
     assert done["dying", 0] == {"killed": f"MoonshotError: {DIED}"}
 

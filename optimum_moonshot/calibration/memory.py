@@ -44,10 +44,20 @@ class Storage:
         self.used = dict.fromkeys(self.limits, 0)
         self.offload_dir = None if offload_dir is None else Path(offload_dir)
         self.spilled = 0  # bytes that went to disk
+        self.cached = 0  # bytes of caches on the device
+        # Where more has been too much: of what is available, and of caches on the device.
+        self.most: int | None = None
+        self.caches: int | None = None
 
     def available(self) -> int:
-        """Bytes left on the model's device."""
-        return self.limits[self.device] - self.used[self.device]
+        """Bytes left on the model's device, for statistics that are gathered at once."""
+        left = self.limits[self.device] - self.used[self.device]
+        return left if self.most is None else min(left, self.most)
+
+    @property
+    def next_place(self) -> bool:
+        """Whether caches have another place behind the device."""
+        return len(self.limits) > 1 or self.offload_dir is not None
 
     def rounds(
         self, items: Iterable[Item], size_of: Callable[[Item], int], available: Callable[[], int] | None = None
@@ -74,27 +84,37 @@ class Storage:
         if together:
             yield together
 
-    def place(self, size: int) -> torch.device | None:
-        """The first place that has room for so many bytes; None where only the disk is left."""
-        return next((place for place, limit in self.limits.items() if self.used[place] + size <= limit), None)
+    def place(self, size: int, cache: bool = False) -> torch.device | None:
+        """The first place that has room for so many bytes; None where only the disk is left.
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
+        Args:
+            size: bytes.
+            cache: they are one of the caches, which may have less of the device.
+        """
+        full = cache and self.caches is not None and self.cached + size > self.caches
+        places = [place for place in self.limits if not (full and place == self.device)]
+        return next((place for place in places if self.used[place] + size <= self.limits[place]), None)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str, cache: bool = False) -> Tensor:
         """An uninitialised tensor in the first place that has room.
 
         Args:
             shape: any shape.
             dtype: any.
             what: it is for, in errors.
+            cache: as for `place`.
 
         Raises:
             MoonshotError: no room anywhere, or the disk is full.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
-        device = self.place(size)
+        device = self.place(size, cache)
         if device is not None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
+            cached = size if cache and device == self.device else 0
             self.used[device] += size
-            weakref.finalize(tensor, self._release, device, size)
+            self.cached += cached
+            weakref.finalize(tensor, self._release, device, size, cached)
             return tensor
         if self.offload_dir is None:
             raise MoonshotError(
@@ -116,7 +136,7 @@ class Storage:
         return self.empty(shape, dtype, what).zero_()
 
     def put(self, tensor: Tensor, what: str) -> Tensor:
-        """A stored copy of a tensor.
+        """A stored copy of a tensor: a cache.
 
         Args:
             tensor: of any shape, on any device.
@@ -125,10 +145,11 @@ class Storage:
         Raises:
             MoonshotError: no room anywhere, or the disk is full.
         """
-        return self.empty(tensor.shape, tensor.dtype, what).copy_(tensor)
+        return self.empty(tensor.shape, tensor.dtype, what, cache=True).copy_(tensor)
 
-    def _release(self, device: torch.device, size: int) -> None:
+    def _release(self, device: torch.device, size: int, cached: int) -> None:
         self.used[device] -= size
+        self.cached -= cached
 
     def _on_disk(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, what: str) -> Tensor:
         try:

@@ -14,7 +14,7 @@ The model stays dense until the last step is over ("one-shot"), so the order doe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,10 @@ class Step(Protocol):
     def layers(self) -> tuple[PrunableLayer, ...]:
         """Those that are seen."""
 
+    @property
+    def moved(self) -> bool:
+        """Whether the passes have moved on, for some batches at least, so that no other look can be had here."""
+
     def observe(self, observer: Observer, last: bool) -> None:
         """Pass all data under the observer's hooks.
 
@@ -72,6 +76,7 @@ class FullModelStep:
 
     layers: tuple[PrunableLayer, ...]
     passes: "FullModelPasses"
+    moved: ClassVar[bool] = False
 
     def observe(self, observer: Observer, last: bool) -> None:
         self.passes.run(observer)
@@ -136,6 +141,10 @@ class BlockStep:
     passes: "BlockwisePasses"
     index: int
 
+    @property
+    def moved(self) -> bool:
+        return self.passes.moved == self.index
+
     def observe(self, observer: Observer, last: bool) -> None:
         self.passes.run(self.index, observer, last)
 
@@ -171,6 +180,7 @@ class BlockwisePasses:
         self.calls: list[list[BlockCall | None]] = [[None] * len(batches) for _ in blocks]
         self.deltas: list[Tensor | None] = [None] * len(batches)
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
+        self.moved: int | None = None  # the block whose inputs, or gradients, have begun to give way to another's
         wanted = [i for i, block in enumerate(blocks) if block.layers]
         self.lowest, self.highest = wanted[0], wanted[-1]
 
@@ -281,6 +291,7 @@ class BlockwisePasses:
                 torch.autograd.backward(output, self.deltas[index].to(output.device))
         if not propagate:
             return
+        self.moved = i
         if self.gradients:
             self.deltas[index].copy_(hidden.grad)
         else:

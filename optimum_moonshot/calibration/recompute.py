@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +183,7 @@ class RecomputedStep:
 
     layers: Layers
     run: Callable[[Observer], None]
+    moved: ClassVar[bool] = False
 
     def observe(self, observer: Observer, last: bool) -> None:
         self.run(observer)
@@ -297,8 +298,9 @@ class RecomputedPasses:
         """As `_run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
         if self.behind is None:
             arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
-            self.behind = StreamedPasses(*arguments, entrance.extras)
-            self.behind.arguments()
+            behind = StreamedPasses(*arguments, entrance.extras)
+            behind.arguments()
+            self.behind = behind
         self.behind.run_from(i, self.hidden, observer)
         behind = len(self.blocks) - i - 1
         self.forward += 2 * (1 + behind)

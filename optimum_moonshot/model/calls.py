@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import Cache
 
 from ..data.batches import Batch
+from ..devices import is_out_of_memory
 from ..errors import MoonshotError, reason, require, shown
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
@@ -164,9 +165,11 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
     try:
         return model(**inputs) if named else model(*inputs.values())
-    except (MoonshotError, torch.OutOfMemoryError):
+    except MoonshotError:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
         raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
 

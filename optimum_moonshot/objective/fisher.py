@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .linalg import all_finite, diagonal_blocks
+from .row_slices import slices_within
 
 # Rows are read in slices of about this many bytes, so that values kept off the device stream through it.
 SLICE_BYTES = 256 * 2**20
@@ -112,8 +113,7 @@ class Fisher(ABC):
 
     def _slices(self, numbers: int) -> list[slice]:
         """All rows, as many at a time as `SLICE_BYTES` hold, with so many numbers each."""
-        step = max(1, SLICE_BYTES // (4 * numbers))
-        return [slice(start, start + step) for start in range(0, self.count, step)]
+        return slices_within(slice(0, self.count), 4 * numbers, SLICE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,9 @@
-"""Too little memory on the device: an error that says what to lower."""
+"""Too little memory on the device, where nothing can be halved any more: an error that says what to lower."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from ..devices import is_out_of_memory
 from ..errors import MoonshotError
 
 MEND = "lower max_memory, batch_size or num_samples"
@@ -22,5 +21,7 @@ def enough_memory(mend: str = MEND) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise MoonshotError(f"out of device memory: {mend} ({error})") from None

@@ -19,10 +19,12 @@ at the dense model. The results' store keeps every curve, so that a killed run g
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ..calibration.accumulators import Plan
 from ..calibration.layer_statistics import LayerStatistics
@@ -37,11 +39,12 @@ from ..solvers import Solver
 from .allocation import exact_patterns
 from .expert_chunks import ExpertChunks
 from .expert_share import ExpertShare
+from .layer_solving import Statistics
 from .preparation import Prepared
 from .schedule import StatisticsSchedule
 from .sharing import share_curves
 from .starved_experts import is_starved
-from .statistics_source import StatisticsSource
+from .statistics_source import Round, StatisticsSource
 from .variant import Variant
 
 # What the curves are measured at. A matrix's sparsity lies between (`loss_allocation.bounds`).
@@ -167,6 +170,9 @@ class SampledRows(StatisticsSchedule):
     def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
         return super().parts(together) if together[0].form.separate else None
 
+    def _parts_of(self, layer: PrunableLayer) -> tuple[int, int, int]:
+        return super()._parts_of(layer) if layer.form.separate else (1, self.bytes_of(layer), 0)
+
 
 class _Curves:
     """Stands for variants where their statistics are asked for: what they lack is a curve."""
@@ -212,19 +218,30 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
     missing = sum(map(curves.lacks, layers))
     with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
         for together in source.rounds():
-            found = []
-            for layer, statistics in together:
-                assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
-                for patterns, lacking in curves.of(layer).items():
-                    curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
-                    for variant in lacking:
-                        variant.store.put_curve(layer.name, curve)
-                        found.append((variants.index(variant), layer.name, curve))
-                del statistics  # before the next step's are gathered
-                bar.update(1)
-            share_curves(prepared, variants, found)
+            share_curves(prepared, variants, _curves_of(prepared, curves, together, bar))
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
+
+
+def _curves_of(prepared: Prepared, curves: _Curves, together: Round, bar: tqdm) -> list[tuple[int, str, LossCurve]]:
+    """The curves of a round that were found: for which variant, of which layer."""
+    found: list[tuple[int, str, LossCurve]] = []
+
+    def measure(layer: PrunableLayer, statistics: Statistics) -> None:
+        assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
+        for patterns, lacking in curves.of(layer).items():
+            curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
+            for variant in lacking:
+                variant.store.put_curve(layer.name, curve)
+                found.append((curves.variants.index(variant), layer.name, curve))
+
+    with prepared.retrying.attempt(together):
+        for layer, statistics in together:
+            work, alone = partial(measure, layer, statistics), isinstance(statistics, LayerStatistics)
+            if prepared.retrying.solved(layer.name, work, alone):
+                bar.update(1)
+            del statistics, work  # before the next step's are gathered
+    return found
 
 
 def sampled_count(samples: int) -> int:

@@ -12,16 +12,18 @@ loss were those of the dense model (what λ < 1 gains in one shot is gone after 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 
-from ..calibration.memory import Storage
 from ..calibration.observer import Observer
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Pattern
 from ..solvers import Solver
-from .layer_solving import solve_layer
+from .layer_solving import Statistics, solve_layer
+from .retrying import Retrying
 from .schedule import StatisticsSchedule
 from .student import Student, Task, Tensors, TunedLayer
 from .tuning import Tuner
@@ -50,6 +52,7 @@ class StudentStep:
     student: Student
     task: Task
     sizes: list[int]  # samples of each batch
+    moved: ClassVar[bool] = False
 
     @property
     def layers(self) -> tuple[TunedLayer, ...]:
@@ -83,7 +86,7 @@ class Gradual:
         patterns: layer → what it ends with.
         steps: of a block in all; half of them follow the last stage, the others are between stages.
         sizes: samples of each batch.
-        storage: where statistics live.
+        retrying: of the recovery, with the storage where statistics live.
     """
 
     def __init__(
@@ -92,9 +95,10 @@ class Gradual:
         patterns: Callable[[PrunableLayer], Pattern],
         steps: int,
         sizes: list[int],
-        storage: Storage,
+        retrying: Retrying,
     ):
-        self.solver, self.patterns, self.sizes, self.storage = solver, patterns, sizes, storage
+        self.solver, self.patterns, self.sizes, self.retrying = solver, patterns, sizes, retrying
+        self.schedule: StatisticsSchedule | None = None  # of the latest stage
         self.between = steps // (2 * (STAGES - 1))
 
     def tune(self, student: Student, task: Task, tuner: Tuner) -> list[str]:
@@ -108,6 +112,7 @@ class Gradual:
         Raises:
             MoonshotError: activations that are not finite, or too little memory for the statistics.
             FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
+            torch.OutOfMemoryError: the block is to be done again, with smaller chunks.
         """
         pruned = {layer.name: layer.matrix.clone() for layer in student.layers}
         student.to_dense()
@@ -129,15 +134,22 @@ class Gradual:
         """
         wanted = {name: [pattern] for name, pattern in patterns.items()}
         lams = dict.fromkeys(patterns, 1.0)
-        schedule = StatisticsSchedule(self.solver, wanted, lams, sum(self.sizes), self.storage)
-        weights, notes = {}, []
-        for layer, statistics in schedule.statistics(StudentStep(student, task, self.sizes), student.layers):
-            if statistics is None:
-                continue
+        storage, retrying = self.retrying.storage, self.retrying
+        of_run = sum(self.sizes), storage
+        schedule = StatisticsSchedule(self.solver, wanted, lams, *of_run, retrying=retrying)
+        self.schedule = schedule
+        weights: Tensors = {}
+        notes: list[str] = []
+
+        def solve(layer: PrunableLayer, statistics: Statistics) -> None:
             try:
                 (solved,) = solve_layer(self.solver, layer, wanted[layer.name], statistics, 1.0)
             except FactorizationError as error:
                 raise FactorizationError(f"{layer.name}: {error}") from None
             weights[layer.name] = solved.weight
-            notes += [f"{layer.name}: {note}" for note in solved.notes]
+            notes.extend(f"{layer.name}: {note}" for note in solved.notes)
+
+        for layer, statistics in schedule.statistics(StudentStep(student, task, self.sizes), student.layers):
+            if statistics is not None and not retrying.solved(layer.name, partial(solve, layer, statistics)):
+                raise torch.OutOfMemoryError(retrying.failed)
         return weights, notes

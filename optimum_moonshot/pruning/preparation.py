@@ -24,7 +24,9 @@ from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_m
 from ..model.presence import RESIDENT, present_in_turn
 from ..objective.allocation_rules import NEEDING_DATA
 from ..processes import ALONE, Ranks
+from .device_memory import enough_memory
 from .result_store import weight_sums
+from .retrying import Retrying
 from .run_folder import RunFolder
 from .selection import Selection, check_attention, check_weight, check_weights
 from .self_samples import load_self
@@ -67,6 +69,7 @@ class Prepared:
     selection: Selection
     data: CalibrationData | None
     storage: Storage
+    retrying: Retrying
     kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
     surveyed: "Surveyed | None" = None  # where blocks are elsewhere
 
@@ -78,9 +81,17 @@ class Prepared:
     def ranks(self) -> Ranks:
         return self.subject.ranks
 
-    @cached_property
+    @property
     def batches(self) -> list[Batch]:
-        """The calibration batches, of several processes those with this one's samples; none without data."""
+        """The calibration batches, of several processes those with this one's samples; none without data.
+
+        They are as small as the device's memory has turned out to ask for.
+        """
+        samples = self.retrying.samples
+        return self._own_batches if samples is None else split_batches(self._own_batches, samples)
+
+    @cached_property
+    def _own_batches(self) -> list[Batch]:
         if self.data is None or self.ranks.size == 1:
             return [] if self.data is None else self.data.batches
         samples = self.ranks.part(self.data.num_samples)
@@ -93,6 +104,7 @@ class Prepared:
         return to_device(shorten(self.data.batches[0]), model_device(self.model))
 
 
+@enough_memory()
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
     """Check the model and read the data; of several processes the first one reads them for all.
 
@@ -104,7 +116,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
-            process has another model or configuration.
+            process has another model or configuration; too little memory to look at a sample.
     """
     check_attention(selection)
     elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
@@ -123,7 +135,7 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     config = selection.config
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     own = SelfCalibration.of(calibration) is not None
-    prepared = Prepared(subject, selection, data, storage, kept if own else None)
+    prepared = Prepared(subject, selection, data, storage, Retrying(storage, subject.ranks), kept if own else None)
     return _surveyed(prepared) if elsewhere else prepared
 
 

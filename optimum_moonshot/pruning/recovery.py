@@ -17,17 +17,16 @@ from torch import Tensor
 
 from ..calibration.chains import Chains, find_chains
 from ..calibration.passes import BlockwisePasses
-from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, split_batches
 from ..errors import require
 from ..model.calls import frozen
-from ..model.layers import Block, Structure
+from ..model.layers import Block
 from ..model.losses import token_mask
 from ..model.presence import all_present
 from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .preparation import Prepared
-from .result_store import ResultStore
+from .schedule import StatisticsSchedule
 from .statistics_source import streamed
 from .student import Student, Task, Tensors, positions
 from .tuning import Tuner, part_size
@@ -38,25 +37,20 @@ class Recovery:
     """The recovery of one run's results.
 
     Args:
-        passes: over the chain of blocks that it is inside of, of the model as it is dense and frozen, with the
-            calibration data in parts of `part_size` samples at most.
-        structure: what the run prunes.
-        config: how many steps, at which rate, and the seed of their order.
-        store: the pruned weights in, the recovered ones out.
-        gradual: where blocks are pruned once more, in stages.
+        prepared: the model, dense and frozen, and the data.
+        chain: of the blocks that it is inside of.
+        variant: of the run: how many steps, at which rate, and the seed of their order; the pruned weights in its
+            store, which gets the recovered ones.
     """
 
-    def __init__(
-        self,
-        passes: BlockwisePasses,
-        structure: Structure,
-        config: MoonshotConfig,
-        store: ResultStore,
-        gradual: Gradual | None = None,
-    ):
-        self.passes, self.structure, self.config, self.store, self.gradual = passes, structure, config, store, gradual
-        self.blocks, self.batches, self.storage = passes.blocks, passes.batches, passes.storage
-        self.sizes = [batch_size(batch) for batch in self.batches]
+    def __init__(self, prepared: Prepared, chain: tuple[Block, ...], variant: Variant):
+        assert prepared.data is not None  # `plan` refuses to recover without
+        self.prepared, self.blocks, self.variant = prepared, chain, variant
+        self.config, self.structure, self.store = variant.selection.config, variant.selection.structure, variant.store
+        self.retrying, self.storage = prepared.retrying.by_one(), prepared.storage
+        self.batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
+        self.gradual: Gradual | None = None
+        self.where = chain[0].name  # the latest block
 
     @classmethod
     def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
@@ -69,16 +63,15 @@ class Recovery:
         Raises:
             MoonshotError: no data, or no pruned layers inside of a chain of blocks.
         """
-        selection, model = variant.selection, prepared.model
-        config, structure = selection.config, selection.structure
+        model, config, structure = prepared.model, variant.selection.config, variant.selection.structure
         if config.recover is None:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
-        batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
-        probe = prepared.probe
+        part_size(prepared.data.num_samples)
         if prepared.surveyed is not None:  # which found one chain
             found = Chains([structure.blocks], (), ())
         else:
+            probe = prepared.probe
             with frozen(model), all_present(structure.blocks):
                 found = find_chains(model, structure.blocks, probe, False, prepared.subject.loss)
         require(
@@ -89,32 +82,49 @@ class Recovery:
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
-        storage, gradual = prepared.storage, None
-        if config.recover == "gradual":
-            sizes = [batch_size(batch) for batch in batches]
-            gradual = Gradual(selection.solver, variant.pattern_of, config.recover_steps, sizes, storage)
-        chain = found.chains[0]
-        around = [block for block in structure.blocks if block not in chain]
-        passes = (
-            BlockwisePasses(model, chain, batches, False, None, storage, around)
-            if prepared.surveyed is None
-            else streamed(prepared, batches, False)
-        )
-        return cls(passes, structure, config, variant.store, gradual)
+        return cls(prepared, found.chains[0], variant)
+
+    @property
+    def parts(self) -> list[Batch]:
+        """The batches, as small as the device's memory has turned out to ask for."""
+        samples = self.retrying.samples
+        return self.batches if samples is None else split_batches(self.batches, samples)
+
+    @property
+    def schedule(self) -> StatisticsSchedule | None:
+        """Of the latest stage of a block, if there are stages."""
+        return None if self.gradual is None else self.gradual.schedule
 
     def run(self) -> Iterator[Block]:
-        """Recover every block that is not yet; yields each one when it is done."""
-        blocks, passes = self.blocks, self.passes
+        """Recover every block that is not yet; yields each one when it is done.
+
+        Raises:
+            torch.OutOfMemoryError: the device; then this may be called again.
+        """
+        blocks, batches = self.blocks, self.parts
+        passes = self._passes(batches)
+        if self.config.recover == "gradual":
+            sizes, patterns = [batch_size(batch) for batch in batches], self.variant.pattern_of
+            steps, solver = self.config.recover_steps, self.variant.selection.solver
+            self.gradual = Gradual(solver, patterns, steps, sizes, self.retrying)
         passes.capture()
         dense = [call.hidden for call in passes.calls[passes.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
-        masks = [self._mask(batch, hidden) for batch, hidden in zip(self.batches, dense, strict=True)]
+        masks = [self._mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(passes.lowest, passes.highest + 1):
+            self.where = blocks[i].name
             task = Task(blocks[i].module, passes.calls[i], inputs, dense, masks)
             with blocks[i].present():
                 self._step(i, task, i < passes.highest)
             if blocks[i].layers:
                 yield blocks[i]
+
+    def _passes(self, batches: list[Batch]) -> BlockwisePasses:
+        """Over the chain, of the model as it is dense."""
+        if self.prepared.surveyed is not None:
+            return streamed(self.prepared, batches, False)
+        around = [block for block in self.structure.blocks if block not in self.blocks]
+        return BlockwisePasses(self.prepared.model, self.blocks, batches, False, None, self.storage, around)
 
     def _step(self, i: int, task: Task, leads_on: bool) -> None:
         """Recover block `i`, if it is not yet; its inputs become its outputs where a block follows."""
@@ -148,7 +158,8 @@ class Recovery:
 
     def _recover(self, i: int, student: Student, task: Task) -> tuple[BlockReport, Tensors]:
         started = time.perf_counter()
-        tuner = Tuner(student, task, self.config, i, self.sizes)
+        sizes = [batch_size(batch) for batch in self.batches]
+        tuner = Tuner(student, task, self.config, i, sizes, self.retrying.samples)
         before, pruned = tuner.loss(), student.snapshot()
         notes = tuner.finish() if self.gradual is None else self.gradual.tune(student, task, tuner)
         after = tuner.loss()

@@ -41,6 +41,7 @@ from .statistics_source import StatisticsSource
 from .variant import divided, open_store
 
 
+@enough_memory()
 def run_removal(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, ResultStore]:
@@ -70,10 +71,11 @@ def run_removal(
         removal = _plan(prepared)
     choices = _Choices.open(prepared, removal, resume_dir)
     try:
-        with enough_memory():
-            with frozen(subject.model):
-                choices.gather()
-            removal.apply({mixture.name: choices.kept(mixture) for mixture in removal.mixtures})
+        with frozen(subject.model):
+            retrying = prepared.retrying
+            retrying.repeated(lambda: choices.where, choices.gather, lambda: prepared.batches)
+        retrying.share()
+        removal.apply({mixture.name: choices.kept(mixture) for mixture in removal.mixtures})
     finally:
         choices.store.release()
     total = time.perf_counter() - started
@@ -121,6 +123,7 @@ class _Choices:
     def __init__(self, prepared: Prepared, removal: ExpertRemoval, store: ResultStore):
         self.prepared, self.removal, self.store = prepared, removal, store
         self.selection, self.solving = prepared.selection, 0.0
+        self.where = "the passes over the data"  # the latest mixtures
         self.of_module = {mixture.module: mixture for mixture in removal.mixtures}
         self.notes: list[str] = [*(prepared.data.notes if prepared.data else ()), *store.notes]
 
@@ -171,6 +174,7 @@ class _Choices:
         if not mixtures:
             step.skip()
             return
+        self.where = mixtures[0].name
         samples, gradients = self.prepared.data.num_samples, self.selection.needs_gradients
         storage, ranks = self.prepared.storage, self.prepared.ranks
         with MixtureObserver(mixtures, gradients, samples, storage, ranks) as observer:
@@ -234,7 +238,7 @@ class _Choices:
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
-            notes=[*self.notes, *spilled, *divided(self.prepared.ranks, config)],
+            notes=[*self.notes, *self.prepared.retrying.notes, *spilled, *divided(self.prepared.ranks, config)],
             compaction=compaction,
             parameters=before,
         )

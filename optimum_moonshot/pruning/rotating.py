@@ -119,6 +119,7 @@ def run_rotation(
     return variant.rotated.report, variant.store
 
 
+@enough_memory(f"{MEND}, or set rotation_rows")
 def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rotated:
     """Rotate a model for the patterns that it is going to be pruned by.
 
@@ -142,21 +143,20 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         expected = outputs(model, batch)
     basis = Basis(model, structure.blocks, spaces)
     untied = basis.untied_bytes
-    with enough_memory(f"{MEND}, or set rotation_rows"):
-        try:
-            basis.keep()
-            state = _learned(prepared, store, patterns, basis, batch, expected)
-            changed = state.after < state.before
-            found = rotations(spaces, state) if changed else {}
-            if changed:
-                basis.write(found)
-                with all_present(structure.blocks):
-                    check_same(model, batch, expected, "the learned rotation")
-            else:
-                basis.restore()
-        except BaseException:
+    try:
+        basis.keep()
+        state = _learned(prepared, store, patterns, basis, batch, expected)
+        changed = state.after < state.before
+        found = rotations(spaces, state) if changed else {}
+        if changed:
+            basis.write(found)
+            with all_present(structure.blocks):
+                check_same(model, batch, expected, "the learned rotation")
+        else:
             basis.restore()
-            raise
+    except BaseException:
+        basis.restore()
+        raise
     report = RotationReport(
         spaces={space.name: (space.count, space.width) for space in spaces if changed and _is_rotated(space)},
         refused=refused,
@@ -245,11 +245,16 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     fisher = selection.rotates_by_gradients
     # The passes go backwards where λ < 1, whatever it is.
     prepared = dataclasses.replace(prepared, selection=selection.of_the_dense_model(0.5 if fisher else 1.0))
-    gathering = _Gathering(prepared, spaces, patterns)
+
+    def gathered() -> _Gathering:
+        gathering = _Gathering(prepared, spaces, patterns)
+        for step in StatisticsSource(prepared, [_Everything()]).steps():
+            gathering.step(step)
+        return gathering
+
     try:
         with frozen(prepared.model):
-            for step in StatisticsSource(prepared, [_Everything()]).steps():
-                gathering.step(step)
+            gathering = prepared.retrying.repeated(lambda: "the rotation", gathered, lambda: prepared.batches)
     except MoonshotError as error:
         if not fisher or selection.needs_gradients:
             raise

@@ -75,12 +75,14 @@ def solve_and_write(prepared: Prepared, variant: Variant) -> float:
     subject, recovering = prepared.subject, 0.0
     recovery = Recovery.plan(prepared, variant)
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
-    with enough_memory(), frozen(subject.model), bar:
-        prune_layers(prepared, [variant], bar)
-        if recovery is not None:
-            recovering = recover(prepared, recovery) if subject.ranks.first else 0.0
-            share_recovered(prepared, variant)
-    variant.commit()
+    with enough_memory():
+        with frozen(subject.model), bar:
+            prune_layers(prepared, [variant], bar)
+            if recovery is not None:
+                recovering = recover(prepared, recovery) if subject.ranks.first else 0.0
+                share_recovered(prepared, variant)
+        prepared.retrying.share()
+        variant.commit()
     return recovering
 
 
@@ -88,8 +90,12 @@ def recover(prepared: Prepared, recovery: Recovery) -> float:
     """Recover block after block under a bar; returns the seconds it took."""
     started = time.perf_counter()
     total = sum(bool(block.layers) for block in recovery.blocks)
-    shown = prepared.subject.progress
-    with progress_bar(recovery.run(), desc="recovering", total=total, unit="block", shown=shown) as blocks:
-        for block in blocks:
-            blocks.set_postfix_str(block.name)
+
+    def run() -> None:
+        shown = prepared.subject.progress
+        with progress_bar(recovery.run(), desc="recovering", total=total, unit="block", shown=shown) as blocks:
+            for block in blocks:
+                blocks.set_postfix_str(block.name)
+
+    recovery.retrying.repeated(lambda: recovery.where, run, lambda: recovery.parts, lambda: recovery.schedule)
     return time.perf_counter() - started

@@ -21,6 +21,7 @@ from ..runtime.freed import give_back
 from ..solvers import Solver
 from .expert_chunks import ExpertChunks
 from .expert_share import ExpertShare, is_shared, shares
+from .retrying import Retrying
 from .row_chunks import RowChunks, chunk_rows
 from .starved_experts import StarvedExperts
 
@@ -45,6 +46,7 @@ class StatisticsSchedule:
         storage: where statistics live, within its budget.
         expert_tokens, starved_experts: as in `MoonshotConfig`.
         ranks: the processes that share the samples, and the layers.
+        retrying: of the run; None is one of this schedule's own.
     """
 
     def __init__(
@@ -57,13 +59,17 @@ class StatisticsSchedule:
         expert_tokens: str = "routed",
         starved_experts: str = "all",
         ranks: Ranks = ALONE,
+        retrying: Retrying | None = None,
     ):
         self.solver, self.patterns, self.lams = solver, patterns, lams
         self.samples, self.storage, self.ranks = samples, storage, ranks
         self.diagonal = solver.objective.diagonal_only
         self.notes: list[str] = []
+        self.retrying = Retrying(storage, ranks) if retrying is None else retrying
         experts = expert_tokens, starved_experts, self.diagonal
-        self.experts = StarvedExperts(*experts, samples, storage, self.notes, ranks)
+        self.experts = StarvedExperts(*experts, samples, storage, self.notes, self.retrying)
+        self.latest: tuple[list[PrunableLayer], list[slice] | None] = [], None  # round, and the chunks of its layer
+        self.room = 0  # of a round, when the latest ones were divided
 
     def statistics(self, step: Step, layers: list[PrunableLayer]) -> Iterator[Given]:
         """As `in_rounds`, one after the other."""
@@ -87,6 +93,7 @@ class StatisticsSchedule:
         seen = False
         while rounds:
             together = rounds.pop(0)
+            self.latest = list(together), self.parts(together)
             chunks = self._chunks(together, step)
             seen = chunks is None and not rounds
             if chunks is None:
@@ -96,12 +103,32 @@ class StatisticsSchedule:
                 yield iter([(together[0], chunks)])
                 del chunks  # it may hold a part's statistics
         if not seen:
-            step.skip()
+            self.retrying.together(step.skip)
         give_back()
+
+    def halved(self, parts: bool) -> tuple[int, int] | None:
+        """As `Halvable.halved`, after the latest round."""
+        together, chunks = self.latest
+        if len(together) > 1:
+            sizes = [self._held(layer, self.room) for layer in together]
+            return None if parts else (sum(sizes), max(sum(sizes) // 2, *sizes))
+        if not parts or not together:
+            return None
+        count, fixed, each = self._parts_of(together[0])
+        width = count if chunks is None else max(part.stop - part.start for part in chunks)
+        return None if width == 1 else (fixed + width * each, fixed + -(-width // 2) * each)
+
+    def _parts_of(self, layer: PrunableLayer) -> tuple[int, int, int]:
+        """In how many parts a layer can be gathered; bytes of what all need, and of each."""
+        if layer.form.separate:
+            return layer.groups, 0, -(-self._held(layer, self.room) // layer.groups)
+        if self.lams[layer.name] == 1 or not self.solver.ranks:
+            return 1, self.bytes_of(layer), 0
+        return layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0]
 
     def rounds(self, layers: list[PrunableLayer]) -> list[list[PrunableLayer]]:
         """Layers that one pass serves; the memory that they leave is for solving."""
-        room = self._available() // 2
+        self.room = room = self._available() // 2
         return list(self.storage.rounds(layers, lambda layer: self._held(layer, room), self._available))
 
     def _held(self, layer: PrunableLayer, room: int) -> int:
@@ -140,8 +167,14 @@ class StatisticsSchedule:
         """Pass the data once, and give each of some layers its statistics; without owners, to all processes."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
         fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
-        with Observer(together, self.diagonal, wanted, self.samples, self.storage, plans, ranks=self.ranks) as observer:
-            step.observe(observer, last and not fused)
+
+        def observed() -> Observer:
+            seen = Observer(together, self.diagonal, wanted, self.samples, self.storage, plans, ranks=self.ranks)
+            with seen as observer:
+                step.observe(observer, last and not fused)
+            return observer
+
+        observer = self.retrying.together(observed)
         observer.merge(owners)
         starved = {layer.name: self.experts.starved(layer, observer) for layer in fused if observer.reached(layer)}
         some = [layer for layer in fused if starved.get(layer.name)]

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from ..data.batches import digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
-from ..devices import own_random_numbers
+from ..devices import is_out_of_memory, own_random_numbers
 from ..errors import MoonshotError, reason, require
 from ..model.calls import frozen, model_device
 from ..model.facts import max_positions, takes_images
@@ -165,9 +165,11 @@ def _generate(model: Any, first: Tensor, forced: "Beginnings") -> Tensor:
         return model.generate(
             first, attention_mask=torch.ones_like(first), logits_processor=LogitsProcessorList([forced])
         )
-    except (MoonshotError, torch.OutOfMemoryError):
+    except MoonshotError:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise MoonshotError(f"calibration='self': {type(model).__name__} cannot write ({reason(error)})") from error
 
 

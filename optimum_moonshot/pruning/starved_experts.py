@@ -17,7 +17,7 @@ from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
-from ..processes import ALONE, Ranks
+from .retrying import Retrying
 
 # An expert with fewer tokens than one for so many inputs is starved.
 INPUTS_PER_TOKEN = 4
@@ -44,7 +44,7 @@ class StarvedExperts:
         samples: N.
         storage: where statistics live.
         notes: of the run; those on starved experts are added.
-        ranks: the processes that share the samples.
+        retrying: of the run, which knows the processes that share the samples.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StarvedExperts:
         samples: int,
         storage: Storage,
         notes: list[str],
-        ranks: Ranks = ALONE,
+        retrying: Retrying,
     ):
         self.everyone, self.instead = expert_tokens == "all", starved_experts
         self.diagonal, self.samples, self.storage, self.notes = diagonal, samples, storage, notes
-        self.ranks = ranks
+        self.retrying, self.ranks = retrying, retrying.ranks
 
     @property
     def as_routed(self) -> bool:
@@ -98,16 +98,20 @@ class StarvedExperts:
         return self._pass(step, parts, into) if parts else set()
 
     def _pass(self, step: Step, parts: Mapping[tuple[str, int], PrunableLayer], into: Mapping[str, Tensor]) -> Known:
-        layers, shown = list(parts.values()), True
-        with Observer(
-            layers, self.diagonal, set(), self.samples, self.storage, share=False, ranks=self.ranks, into=into
-        ) as observer:
-            try:
-                step.observe(observer, False)
-            except MoonshotError:
-                if self.everyone:
-                    raise
-                shown = False
+        layers = list(parts.values())
+        options = {"share": False, "ranks": self.ranks, "into": into}
+
+        def observed() -> tuple[Observer, bool]:
+            with Observer(layers, self.diagonal, set(), self.samples, self.storage, **options) as observer:
+                try:
+                    step.observe(observer, False)
+                except MoonshotError:
+                    if self.everyone:
+                        raise
+                    return observer, False
+            return observer, True
+
+        observer, shown = self.retrying.together(observed)
         if not self.ranks.least(shown):
             return set()  # such a module goes by magnitude
         observer.merge()

@@ -1,8 +1,8 @@
 """Every layer of a run with its statistics, in the order in which the passes over the data come by."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Generator, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ..objective.patterns import Pattern
 from ..progress import progress_bar
 from .layer_solving import Statistics
 from .preparation import Prepared
+from .retrying import PassTooLarge
 from .schedule import Given, StatisticsSchedule, solving_cost
 
 UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
@@ -27,6 +28,8 @@ READ = (
     "its weight is read where its forward is not called, so that no inputs are seen: prune it alone by "
     "solver='magnitude' without data and targets=, or name it in ignore="
 )
+# Some layers, each with its statistics; None without data.
+Round = Generator[tuple[PrunableLayer, Statistics | None], None, None]
 
 
 class Wanting(Protocol):
@@ -75,22 +78,67 @@ class StatisticsSource:
         self.notes: list[str] = []
         self.losses: list[Tensor | None] = []
 
-    def rounds(self) -> Iterator[Iterator[tuple[PrunableLayer, Statistics | None]]]:
+    def rounds(self) -> Iterator[Round]:
         """The layers of this process, as many at a time as the memory takes, each to be iterated to its end.
 
-        A layer's block is present meanwhile; the statistics are None without data.
+        A layer's block is present meanwhile; the statistics are None without data. A round inside of
+        `Retrying.attempt` that fails comes again, with those of its layers that still have no result.
+
+        Raises:
+            torch.OutOfMemoryError: too little memory for the smallest piece.
         """
         prepared = self.prepared
         if prepared.data is None:
             yield self._without_data()
+            while prepared.retrying.lost():
+                prepared.retrying.halve("a layer", [])
+                prepared.retrying.release()
+                yield self._without_data()
             return
-        schedule = self._schedule(prepared.data.num_samples)
-        for step in self.steps():
-            for together in schedule.in_rounds(step, [layer for layer in step.layers if self._wanted(layer)]):
-                yield self._reached(together)
-        self.notes += schedule.notes
+        while not (yield from self._passed(prepared.data.num_samples)):
+            prepared.retrying.release()
 
-    def _without_data(self) -> Iterator[tuple[PrunableLayer, None]]:
+    def _passed(self, samples: int) -> Generator[Round, None, bool]:
+        """The rounds of all steps; False where the passes have to begin anew."""
+        schedule, steps, retrying = self._schedule(samples), self.steps(), self.prepared.retrying
+        self.losses = []
+        try:
+            while (step := retrying.together(partial(next, steps, None))) is not None:
+                if not (yield from self._at(step, schedule)):
+                    return False
+        except PassTooLarge as error:
+            retrying.failed, retrying.in_solver = str(error), False
+            retrying.halve("the passes over the data", self.prepared.batches)
+            return False
+        finally:
+            self.notes += schedule.notes
+        return True
+
+    def _at(self, step: Step, schedule: StatisticsSchedule) -> Generator[Round, None, bool]:
+        """The rounds of a step, again while one fails; False where the passes have to begin anew."""
+        retrying = self.prepared.retrying
+        while not (yield from self._once(step, schedule)):
+            layers, _ = schedule.latest
+            more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+            anew = retrying.halve(f"{layers[0].name}{more}", self.prepared.batches, schedule)
+            if retrying.moved(step.moved) or anew:
+                return False
+            retrying.release()
+        return True
+
+    def _once(self, step: Step, schedule: StatisticsSchedule) -> Generator[Round, None, bool]:
+        """The rounds of a step; False where one fails, whose notes are taken back."""
+        known = len(schedule.notes)
+        for together in schedule.in_rounds(step, [layer for layer in step.layers if self._wanted(layer)]):
+            yield self._reached(together)
+            if self.prepared.retrying.lost():
+                again = tuple(f"{layer.name}: " for layer in schedule.latest[0] if self._wanted(layer))
+                schedule.notes[known:] = [note for note in schedule.notes[known:] if not note.startswith(again)]
+                return False
+            known = len(schedule.notes)
+        return True
+
+    def _without_data(self) -> Round:
         structure, ranks = self.prepared.selection.structure, self.prepared.ranks
         wanted = [layer for layer in structure.layers() if self._wanted(layer)]
         owners = ranks.owners([solving_cost(layer) for layer in wanted])
@@ -99,7 +147,7 @@ class StatisticsSource:
             if layer.name in mine:
                 yield layer, None
 
-    def _reached(self, together: Iterator[Given]) -> Iterator[tuple[PrunableLayer, Statistics]]:
+    def _reached(self, together: Iterator[Given]) -> Round:
         for layer, statistics in together:
             if statistics is None:
                 self._skip(layer)
@@ -120,7 +168,7 @@ class StatisticsSource:
         patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
         config = selection.config
         experts = config.expert_tokens, config.starved_experts
-        of_run = self.prepared.storage, *experts, self.prepared.ranks
+        of_run = self.prepared.storage, *experts, self.prepared.ranks, self.prepared.retrying
         return self.schedule(selection.solver, patterns, lams, samples, *of_run)
 
     def steps(self) -> Iterator[Step]:
@@ -223,16 +271,24 @@ def streamed(prepared: Prepared, batches: list[Batch], gradients: bool) -> Strea
 
 def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     """Σ x² of the inputs of every layer that the data reach, [d_in] or [groups, d_in] each, by one forward pass."""
+    layers = prepared.selection.layers
+    passed = _streamed_squares if prepared.surveyed is not None else _observed_squares
+    found = prepared.retrying.repeated(lambda: "the outliers", partial(passed, prepared), lambda: prepared.batches)
+    if isinstance(found, Observer):
+        found.merge()
+        return {layer.name: found.take(layer).inputs for layer in layers if found.reached(layer)}
+    return found
+
+
+def _observed_squares(prepared: Prepared) -> Observer:
+    """What has them, of this process's samples."""
     layers, subject, samples = prepared.selection.layers, prepared.subject, prepared.data.num_samples
-    if prepared.surveyed is not None:
-        return _streamed_squares(prepared)
     with (
         progress_bar(prepared.batches, desc="outliers", unit="batch", shown=subject.progress) as batches,
         Observer(layers, True, set(), samples, prepared.storage, share=False, ranks=prepared.ranks) as observer,
     ):
         FullModelPasses(prepared.model, prepared.selection.structure.blocks, batches, False, subject.loss).run(observer)
-    observer.merge()
-    return {layer.name: observer.take(layer).inputs for layer in layers if observer.reached(layer)}
+    return observer
 
 
 def _streamed_squares(prepared: Prepared) -> dict[str, Tensor]:

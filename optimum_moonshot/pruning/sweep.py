@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,9 @@ def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSou
     total = len(prepared.selection.layers)
     bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
     with enough_memory("lower max_memory or num_samples"), frozen(prepared.model), bar:
-        return prune_layers(prepared, variants, bar)
+        source = prune_layers(prepared, variants, bar)
+        prepared.retrying.share()
+        return source
 
 
 class Sweep:
@@ -354,16 +357,29 @@ def _measure(variant: Variant, meter: Meter) -> SweepEntry:
     )
 
 
+@enough_memory("lower batch_size")
 def mean_loss(prepared: Prepared) -> float:
-    """The mean over the calibration samples of ℓ_n, of the model as it stands."""
+    """The mean over the calibration samples of ℓ_n, of the model as it stands.
+
+    Raises:
+        MoonshotError: too little memory for one sample.
+    """
+    retrying = prepared.retrying
+    own = retrying.repeated(lambda: "the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
+    sums = prepared.ranks.gather(own)
+    retrying.share()
+    return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+def _sum_of_losses(prepared: Prepared) -> tuple[float, int]:
+    """Σ ℓ_n of this process's samples, and how many they are."""
     total, count = 0.0, 0
     for batch in prepared.batches:
         batch = to_device(batch, model_device(prepared.model))
         output = run_model(prepared.model, batch)
         total += float(sample_losses(prepared.model, output, batch, prepared.subject.loss).sum())
         count += batch_size(batch)
-    sums = prepared.ranks.gather((total, count))
-    return sum(total for total, _ in sums) / sum(count for _, count in sums)
+    return total, count
 
 
 def _folder(selection: Selection) -> str:

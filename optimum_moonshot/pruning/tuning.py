@@ -4,6 +4,7 @@ Adam on the block's relative error, without labels. The samples that are held ou
 never ends in a state that is worse on them than the one that it began with.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -47,6 +48,22 @@ def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
     return steps, heldout
 
 
+def divide_parts(sizes: list[int], samples: int | None) -> tuple[list[list[int]], list[int]]:
+    """As `divide`, by the numbers of parts of the batches, each where its batch is.
+
+    Args:
+        sizes: samples of each batch, before it was split.
+        samples: of a part, at most; None leaves the batches whole.
+    """
+    counts = [1 if samples is None else -(-size // samples) for size in sizes]
+    ends = list(itertools.accumulate(counts))
+    parts = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    steps, heldout = divide(sizes)
+    return [[part for index in step for part in parts[index]] for step in steps], [
+        part for index in heldout for part in parts[index]
+    ]
+
+
 class Tuner:
     """Trains one block.
 
@@ -55,13 +72,22 @@ class Tuner:
         task: what it has to learn.
         config: how many steps, at which rate, and the seed of their order.
         number: of the block in its chain; blocks have orders of their own.
-        sizes: samples of each batch of the task.
+        sizes: samples of each batch.
+        samples: of each part that the task has of a batch, at most; None where it has the batches whole.
     """
 
-    def __init__(self, student: Student, task: Task, config: MoonshotConfig, number: int, sizes: list[int]):
+    def __init__(
+        self,
+        student: Student,
+        task: Task,
+        config: MoonshotConfig,
+        number: int,
+        sizes: list[int],
+        samples: int | None = None,
+    ):
         self.student, self.task, self.lr = student, task, config.recover_lr
         self.total = config.recover_steps
-        self.groups, self.heldout = divide(sizes)
+        self.groups, self.heldout = divide_parts(sizes, samples)
         self.order = self._order((config.seed + number) % 2**63)
         self.taken = 0  # steps, of all phases
 

@@ -142,7 +142,11 @@ class Variant:
         """
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
         layers = [store.reports[layer.name] for layer in self.layers]
-        notes = [*self.notes, *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else [])]
+        notes = [
+            *self.notes,
+            *prepared.retrying.notes,
+            *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
+        ]
         if prepared.surveyed is not None:
             place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
             notes.append(f"blocks stayed {place}: one at a time was brought")

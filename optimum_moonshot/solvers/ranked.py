@@ -22,7 +22,7 @@ from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import row_slices, slice_bytes, split_range
+from ..objective.row_slices import row_slices, slice_bytes, slices_within
 from .base import PrunedWeight, Solver, finish
 from .greedy import STEPS, Elimination, removals, take_square
 from .hyperparameters import damping_option
@@ -156,7 +156,7 @@ class Ranked(Solver):
         def eliminate(part: slice) -> None:
             order[part], losses[part] = _eliminate(inverses, weight, part, pattern)
 
-        parallel_map(eliminate, split_range(0, rows, _rows_together(size, weight.device)), weight.device)
+        parallel_map(eliminate, _rows_together(rows, size, weight.device), weight.device)
         check_factored(torch.isfinite(losses))
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
@@ -281,7 +281,7 @@ def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> No
     out.scatter_(1, chosen, (weight.gather(1, chosen) + change).masked_fill_(surplus, 0).to(out.dtype))
 
 
-def _rows_together(size: int, device: torch.device) -> int:
-    if device.type == "cpu":
-        return max(1, CPU_INPUTS // size)
-    return max(1, int(GPU_SHARE * free_bytes(device)) // (4 * size * size))
+def _rows_together(rows: int, size: int, device: torch.device) -> list[slice]:
+    matrix = 4 * size * size
+    room = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_SHARE * free_bytes(device))
+    return slices_within(slice(0, rows), matrix, room)

@@ -25,7 +25,7 @@ from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured, stacked
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
-from ..objective.row_slices import split_range
+from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver, damped, hyperparameter, register_solver
 from .hyperparameters import damping_option
 
@@ -450,13 +450,13 @@ def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]
-    return split_range(0, count, max(1, STATE_BYTES // row))
+    return slices_within(slice(0, count), row, STATE_BYTES)
 
 
 def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
     """Rows whose intermediates pass together."""
     limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
-    return split_range(rows.start, rows.stop, max(1, limit // bytes_per_row))
+    return slices_within(rows, bytes_per_row, limit)
 
 
 def _within(columns: slice, some: slice) -> slice:
