@@ -66,6 +66,9 @@ def check(library: ctypes.CDLL, dtype: int, shape: tuple[int, int], rows: int, c
             assert list((c_int64 * (d_out + 1)).from_address(offsets.address)) == starts
 
 
+ROWS = (1, 2, 17, 70, 150)
+
+
 def main(path: str, *sets: str) -> None:
     library = ctypes.CDLL(path)
     matrix = [c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
@@ -77,9 +80,9 @@ def main(path: str, *sets: str) -> None:
     for name in sets:
         assert library.moonshot_use(name.encode()) == 0
         for dtype in range(3):
-            for d_in in (7, 257):
+            for d_in, shapes in ((7, ROWS), (257, ROWS), (1100, (70,))):  # the last is added up in parts
                 for counts in ([d_in // 2] * 3, [d_in, 0, random.randint(0, d_in)]):
-                    for rows in (1, 17, 70, 150):
+                    for rows in shapes:
                         for damage in (False, True):
                             check(library, dtype, (3, d_in), rows, counts, damage)
 

@@ -212,7 +212,7 @@ assert os.wait()[1] == 0 and (before == 256).all()
 @needs_library
 def test_nothing_is_read_or_written_outside_the_buffers():
     """Every buffer ends, or begins, where a page begins that may not be touched; also with bits that are damaged."""
-    subprocess.run([sys.executable, str(GUARDED), str(library._PATH), *SETS], check=True, timeout=60)
+    subprocess.run([sys.executable, str(GUARDED), str(library._PATH), *SETS], check=True, timeout=120)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         subprocess.run([compiler, *checks, *flags.get(source.name, []), "-c", source, "-o", made], check=True)
     subprocess.run([compiler, "-shared", *checks, *objects, "-ldl", "-o", path], check=True)
     settings = {**os.environ, "LD_PRELOAD": os.path.realpath(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
-    subprocess.run([sys.executable, str(GUARDED), str(path), *SETS], env=settings, check=True, timeout=100)
+    subprocess.run([sys.executable, str(GUARDED), str(path), *SETS], env=settings, check=True, timeout=300)
 
 
 @needs_library
