@@ -48,19 +48,27 @@ def staged(field: str, directory: str | os.PathLike[str], model: bool = True) ->
     directory = Path(directory)
     with writing(field, directory):
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(directory)
-        with (
-            tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory) as staging,
-            contextlib.ExitStack() as lock,
-        ):
-            with contextlib.suppress(OSError):  # a file system without locks
-                lock.enter_context(locked(staging))
-            yield Path(staging)
-            with contextlib.suppress(OSError):
-                lock.enter_context(locked(directory, wait=True))  # of two saves, one comes whole after the other
-            if model:
-                _make_room(Path(staging), directory)
-            _move(Path(staging), directory)
+        with contextlib.ExitStack() as stack:
+            with _in_turn(directory):  # no other save takes a folder for abandoned that is not locked yet
+                _remove_abandoned(directory)
+                made = tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory)
+                staging = Path(stack.enter_context(made))
+                with contextlib.suppress(OSError):  # a file system without locks
+                    stack.enter_context(locked(staging))
+            yield staging
+            with _in_turn(directory):
+                if model:
+                    _make_room(staging, directory)
+                _move(staging, directory)
+
+
+@contextmanager
+def _in_turn(directory: Path) -> Iterator[None]:
+    """Of two saves into a folder, one comes whole after the other, where the file system has locks."""
+    with contextlib.ExitStack() as lock:
+        with contextlib.suppress(OSError):
+            lock.enter_context(locked(directory, wait=True))
+        yield
 
 
 def check_folder(field: str, path: Any) -> None:

@@ -28,7 +28,7 @@ LIBRARY = "optimum_moonshot/kernels/libmoonshot.so"
 
 def build(folder, what, **environment):
     command, settings = [sys.executable, "-c", BUILD.format(what)], {**os.environ, **environment}
-    subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=folder, env=settings, check=True, capture_output=True, timeout=300)
     (made,) = (folder / "dist").iterdir()
     return made
 

@@ -26,6 +26,7 @@ from optimum_moonshot.model.experts import ExpertsForm, expert_keys
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.packing import weight_of
+from optimum_moonshot.pruning.retrying import Retrying
 from optimum_moonshot.pruning.starved_experts import StarvedExperts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -472,7 +473,7 @@ def test_all_tokens_reach_every_expert():
                     run_model(model, batch)
                     observer.end()
 
-    everyone = StarvedExperts("all", "all", False, len(batches), Storage(torch.device("cpu")), [])
+    everyone = StarvedExperts("all", "all", False, len(batches), [], Retrying(Storage(torch.device("cpu"))))
     starved = {gate_up.name: [0, 1, 2, 3], down.name: [1]}
     sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
     found = everyone.all_tokens(Step(), [gate_up, down], starved, sums)

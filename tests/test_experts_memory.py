@@ -17,6 +17,7 @@ from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.pruning.planned_time import _line, _Tried
 from optimum_moonshot.pruning.result_store import weight_sums
+from optimum_moonshot.pruning.retrying import Retrying
 from optimum_moonshot.pruning.solving import solve
 from optimum_moonshot.pruning.starved_experts import StarvedExperts
 from optimum_moonshot.pruning.student import Student
@@ -121,7 +122,7 @@ def shown(model, diagonal=False):
     """All tokens to all experts: what was found, into which sums, and the passes."""
     passes, layers = Passes(model), experts(model)
     sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
-    everyone = StarvedExperts("all", "all", diagonal, len(passes.batches), Storage(torch.device("cpu")), [])
+    everyone = StarvedExperts("all", "all", diagonal, len(passes.batches), [], Retrying(Storage(torch.device("cpu"))))
     starved = {layer.name: list(range(layer.groups)) for layer in layers}
     found = everyone.all_tokens(passes, layers, starved, sums)
     assert len(found) == sum(map(len, starved.values()))

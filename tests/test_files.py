@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,28 @@ def test_two_saves_into_one_folder_come_one_after_the_other(tmp_path, monkeypatc
         list(threads.map(save, "abcd"))
     assert [len(set(turns[start : start + 3])) for start in range(0, 12, 3)] == [1] * 4
     assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {turns[-1]}
+
+
+def test_a_save_that_begins_is_not_taken_for_an_abandoned_one(tmp_path, monkeypatch):
+    """Another one begins between the making of its folder and its lock."""
+    made, others = tempfile.TemporaryDirectory, []
+
+    def save(text):
+        with staged("directory", tmp_path) as folder:
+            (folder / f"{text}.txt").write_text(text)
+
+    def disturbed(**options):
+        folder = made(**options)
+        if not others:
+            others.append(threading.Thread(target=save, args=("second",)))
+            others[0].start()
+            others[0].join(0.3)
+        return folder
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", disturbed)
+    save("first")
+    others[0].join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.txt", "second.txt"]
 
 
 def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):

@@ -201,9 +201,9 @@ def test_wanda_never_stores_a_gradient_per_sample(monkeypatch):
     shapes = []
     original = statistics_module.Storage.empty
 
-    def spy(self, shape, dtype, what):
+    def spy(self, shape, dtype, what, **options):
         shapes.append((tuple(shape), what))
-        return original(self, shape, dtype, what)
+        return original(self, shape, dtype, what, **options)
 
     monkeypatch.setattr(statistics_module.Storage, "empty", spy)
     prune(make("llama"), solver="wanda")
@@ -216,8 +216,8 @@ def test_one_blocks_statistics_live_at_a_time(monkeypatch):
     peaks = []
     original = statistics_module.Storage.empty
 
-    def spy(self, *args):
-        tensor = original(self, *args)
+    def spy(self, *args, **options):
+        tensor = original(self, *args, **options)
         peaks.append(sum(self.used.values()))
         return tensor
 

@@ -67,7 +67,7 @@ class StatisticsSchedule:
         self.notes: list[str] = []
         self.retrying = Retrying(storage, ranks) if retrying is None else retrying
         experts = expert_tokens, starved_experts, self.diagonal
-        self.experts = StarvedExperts(*experts, samples, storage, self.notes, self.retrying)
+        self.experts = StarvedExperts(*experts, samples, self.notes, self.retrying)
         self.latest: tuple[list[PrunableLayer], list[slice] | None] = [], None  # round, and the chunks of its layer
         self.room = 0  # of a round, when the latest ones were divided
 

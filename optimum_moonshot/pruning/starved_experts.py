@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.memory import Storage
 from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..errors import MoonshotError
@@ -42,9 +41,8 @@ class StarvedExperts:
         expert_tokens, starved_experts: as in `MoonshotConfig`.
         diagonal: whether Grams are diagonals.
         samples: N.
-        storage: where statistics live.
         notes: of the run; those on starved experts are added.
-        retrying: of the run, which knows the processes that share the samples.
+        retrying: of the run, which knows where statistics live, and the processes that share the samples.
     """
 
     def __init__(
@@ -53,13 +51,12 @@ class StarvedExperts:
         starved_experts: str,
         diagonal: bool,
         samples: int,
-        storage: Storage,
         notes: list[str],
         retrying: Retrying,
     ):
         self.everyone, self.instead = expert_tokens == "all", starved_experts
-        self.diagonal, self.samples, self.storage, self.notes = diagonal, samples, storage, notes
-        self.retrying, self.ranks = retrying, retrying.ranks
+        self.diagonal, self.samples, self.notes = diagonal, samples, notes
+        self.retrying, self.storage, self.ranks = retrying, retrying.storage, retrying.ranks
 
     @property
     def as_routed(self) -> bool:
