@@ -3,6 +3,7 @@
 python benchmarks/plan_mixtures.py
 """
 
+import itertools
 import time
 
 import transformers as hf
@@ -29,12 +30,14 @@ def main() -> None:
     parser(__doc__).parse_args()
     results = {}
     for name, config in MODELS.items():
-        for lam in (1.0, 0.5):
+        for lam, offload in itertools.product((1.0, 0.5), (None, "disk")):
             started = time.perf_counter()
             asked = MoonshotConfig(sparsity=0.5, lam=lam, num_samples=128, sequence_length=2048, offload_dir="offload")
-            plan = MoonshotPruner.plan_for(config, asked, device_memory=DEVICE, host_memory=HOST)
-            print(f"\n{name}, λ = {lam:g}\n{plan}", flush=True)
-            results[f"{name} λ={lam:g}"] = {**plan.to_dict(), "took": time.perf_counter() - started}
+            machine = {"device_memory": DEVICE, "host_memory": HOST}
+            plan = MoonshotPruner.plan_for(config, asked, **machine, offload=offload)
+            key = f"{name} λ={lam:g}" + ("" if offload is None else f", layers on {offload}")
+            print(f"\n{key}\n{plan}", flush=True)
+            results[key] = {**plan.to_dict(), "took": time.perf_counter() - started}
     write("plan_mixtures", results)
 
 
