@@ -19,7 +19,6 @@ at the dense model. The results' store keeps every curve, so that a killed run g
 import dataclasses
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from .preparation import Prepared
 from .schedule import StatisticsSchedule
 from .sharing import share_curves
 from .starved_experts import is_starved
-from .statistics_source import Round, StatisticsSource
+from .statistics_source import Round, StatisticsSource, work_through
 from .variant import Variant
 
 # What the curves are measured at. A matrix's sparsity lies between (`loss_allocation.bounds`).
@@ -227,7 +226,7 @@ def _curves_of(prepared: Prepared, curves: _Curves, together: Round, bar: tqdm) 
     """The curves of a round that were found: for which variant, of which layer."""
     found: list[tuple[int, str, LossCurve]] = []
 
-    def measure(layer: PrunableLayer, statistics: Statistics) -> None:
+    def measure(layer: PrunableLayer, statistics: Statistics | None) -> None:
         assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
         for patterns, lacking in curves.of(layer).items():
             curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
@@ -235,12 +234,7 @@ def _curves_of(prepared: Prepared, curves: _Curves, together: Round, bar: tqdm) 
                 variant.store.put_curve(layer.name, curve)
                 found.append((curves.variants.index(variant), layer.name, curve))
 
-    with prepared.retrying.attempt(together):
-        for layer, statistics in together:
-            work, alone = partial(measure, layer, statistics), isinstance(statistics, LayerStatistics)
-            if prepared.retrying.solved(layer.name, work, alone):
-                bar.update(1)
-            del statistics, work  # before the next step's are gathered
+    work_through(prepared, together, measure, bar)
     return found
 
 

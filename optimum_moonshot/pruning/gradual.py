@@ -134,9 +134,8 @@ class Gradual:
         """
         wanted = {name: [pattern] for name, pattern in patterns.items()}
         lams = dict.fromkeys(patterns, 1.0)
-        storage, retrying = self.retrying.storage, self.retrying
-        of_run = sum(self.sizes), storage
-        schedule = StatisticsSchedule(self.solver, wanted, lams, *of_run, retrying=retrying)
+        retrying, samples = self.retrying, sum(self.sizes)
+        schedule = StatisticsSchedule(self.solver, wanted, lams, samples, retrying.storage, retrying=retrying)
         self.schedule = schedule
         weights: Tensors = {}
         notes: list[str] = []

@@ -19,10 +19,11 @@ from ..model.layers import Block, Structure
 from ..model.losses import Loss
 from ..model.offload import is_on_disk
 from ..model.presence import RESIDENT
+from ..reports.plan import DISK
 from .result_store import weight_sums
 from .selection import Selection, check_weight
 
-CPU, DISK = "cpu", "disk"
+CPU = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,13 @@ def blocks_away(structure: Structure, offload: str | None) -> Away | None:
     away = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
     if not away:
         return None
-    sizes = [sum(each.nbytes for each in _tensors(block.module)) for block in away]
+    sizes = [module_bytes(block.module) for block in away]
     return Away(max(sizes), sum(sizes), offload or (DISK if is_on_disk(away) else CPU))
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Of all parameters and buffers, shared ones once."""
+    return sum({id(each): each.nbytes for each in _tensors(module)}.values())
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -85,8 +91,8 @@ def bring_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
             check_weight(layer)
             weight_sums(layer)
         checked = time.perf_counter()
-        size = max(1, sum(each.nbytes for each in _tensors(one.module)))
-    total = sum(each.nbytes for block in away for each in _tensors(block.module))
+        size = max(1, module_bytes(one.module))
+    total = sum(module_bytes(block.module) for block in away)
     return (brought - started) * total / size, (checked - brought) * total / size
 
 

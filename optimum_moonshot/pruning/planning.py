@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..calibration.block_footprint import ModelFootprint, chain_names, model_footprint
 from ..calibration.chains import find_chains
@@ -30,7 +30,7 @@ from ..reports.plan import DISK, BlockPlan, Misfit, Moment, Plan, most_of
 from .outline import CPU, Outline
 from .planned_memory import Visit, Walk, walk_blocks
 from .planned_phases import allocation, recovery, rotation, saving, writing
-from .planned_reading import Away, blocks_away
+from .planned_reading import Away, blocks_away, module_bytes
 from .planned_time import Seconds, clock, measure
 from .preparation import Subject, prepare, with_room
 from .selection import Selection, select
@@ -177,7 +177,7 @@ def _ready(
 def _free(model: nn.Module, room: Room | None, away: Away | None) -> tuple[torch.device, dict[torch.device, int]]:
     """Where the model will be, and what is free there beside what it always has there, and in host memory."""
     room, own = room or Room(), model_device(model)
-    held = model_bytes(model) - (0 if away is None else away.total)
+    held = _always_there(model, away)
     device = own
     if own.type == "meta":
         device = CPU if room.device is None else torch.device("cuda")
@@ -191,10 +191,9 @@ def _free(model: nn.Module, room: Room | None, away: Away | None) -> tuple[torch
     return device, {device: max(0, on_device), CPU: max(0, host)}
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, shared ones once."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return sum({id(each): each.numel() * each.dtype.itemsize for each in tensors}.values())
+def _always_there(model: nn.Module, away: Away | None) -> int:
+    """Bytes of a model without its blocks that are elsewhere."""
+    return module_bytes(model) - (0 if away is None else away.total)
 
 
 def _outline(
@@ -265,7 +264,7 @@ def _walk(outline: Outline, model: nn.Module, text: bool) -> tuple[Walk, dict[st
     if config.recover is not None:
         recovery(walk)
     writing(walk)
-    saving(walk, model_bytes(model))
+    saving(walk, module_bytes(model))
     return walk, blocks
 
 
@@ -296,7 +295,7 @@ def _plan(
         model={
             "class": type(model).__name__,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": model_bytes(model),
+            "bytes": module_bytes(model),
             "weights": weights,
             "away": None if outline.away is None else dataclasses.asdict(outline.away),
         },
@@ -320,7 +319,7 @@ def _plan(
 def _too_large(model: nn.Module, outline: Outline, room: Room | None) -> list[Misfit]:
     """That the model alone exceeds the device of another machine."""
     device, away = outline.storage.device, outline.away
-    held = model_bytes(model) - (0 if away is None else away.total)
+    held = _always_there(model, away)
     has = None if room is None else room.host if room.device is None and device.type == "cpu" else room.device
     found = []
     if has is not None and held > has:

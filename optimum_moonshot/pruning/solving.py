@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from .layer_solving import Statistics, solve_layer
 from .preparation import Prepared
 from .result_store import sparsity_of
 from .sharing import share_results
-from .statistics_source import Round, StatisticsSource, input_squares
+from .statistics_source import StatisticsSource, input_squares, work_through
 from .variant import Variant
 
 
@@ -44,32 +43,17 @@ def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> 
     source = StatisticsSource(prepared, variants)
     bar.update(sum(not any(v.lacks(layer) for v in variants) for layer in prepared.selection.layers))
     _allocate(prepared, variants, source)
+
+    def prune(layer: PrunableLayer, statistics: Statistics | None) -> None:
+        prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
+
     for together in source.rounds():
-        solved = _prune_round(prepared, variants, together, bar)
+        solved = work_through(prepared, together, prune, bar)
         bar.update(share_results(prepared, variants, solved))
     for variant in variants:
         variant.notes += source.notes
         require(bool(variant.layers), "no calibration data reached any chosen layer: give data of the kind they read")
     return source
-
-
-def _prune_round(prepared: Prepared, variants: Sequence[Variant], together: Round, bar: tqdm) -> list[PrunableLayer]:
-    """The layers of a round that were solved: all, or those for which the memory was enough."""
-    solved: list[PrunableLayer] = []
-    with prepared.retrying.attempt(together):
-        for layer, statistics in together:
-            bar.set_postfix_str(layer.name)
-            work = partial(_prune_lacking, layer, statistics, variants)
-            alone = statistics is None or isinstance(statistics, LayerStatistics)
-            if prepared.retrying.solved(layer.name, work, alone):
-                solved.append(layer)
-                bar.update(1)
-            del statistics, work  # before the next step's are gathered
-    return solved
-
-
-def _prune_lacking(layer: PrunableLayer, statistics: Statistics | None, variants: Sequence[Variant]) -> None:
-    prune_layer(layer, statistics, [variant for variant in variants if variant.lacks(layer)])
 
 
 def _allocate(prepared: Prepared, variants: Sequence[Variant], source: StatisticsSource) -> None:

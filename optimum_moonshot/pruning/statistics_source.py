@@ -1,13 +1,15 @@
 """Every layer of a run with its statistics, in the order in which the passes over the data come by."""
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from ..calibration.chains import find_chains, parameters_read
+from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.observer import Observer
 from ..calibration.passes import BlockwisePasses, FullModelPasses, Step
 from ..calibration.recompute import RecomputedPasses
@@ -254,6 +256,32 @@ class StatisticsSource:
         )
         yield from passes.steps(probe, selection.needs_gradients)
         self.notes.append(passes.cost)
+
+
+def work_through(
+    prepared: Prepared, together: Round, work: Callable[[PrunableLayer, Statistics | None], None], bar: tqdm
+) -> list[PrunableLayer]:
+    """Do something with every layer of a round; the layers for which the memory was enough, which the bar counts.
+
+    Args:
+        prepared: of the source.
+        together: of `StatisticsSource.rounds`.
+        work: given a layer and its statistics, which it leaves as they are.
+        bar: of the layers.
+
+    Raises:
+        torch.OutOfMemoryError: other processes would wait in vain if it were done again.
+    """
+    done: list[PrunableLayer] = []
+    with prepared.retrying.attempt(together):
+        for layer, statistics in together:
+            bar.set_postfix_str(layer.name)
+            alone = statistics is None or isinstance(statistics, LayerStatistics)
+            if prepared.retrying.solved(layer.name, partial(work, layer, statistics), alone):
+                done.append(layer)
+                bar.update(1)
+            del statistics  # before the next step's are gathered
+    return done
 
 
 def streamed(prepared: Prepared, batches: list[Batch], gradients: bool) -> StreamedPasses:
