@@ -36,9 +36,10 @@ typedef struct {
     uint8_t rows[16];
 } tile_configuration;
 
-static void configure(void) {
+/* Tiles 0 to 4 have rows of `width` bytes, the others of 64. */
+static void configure(int width) {
     tile_configuration all = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) all.bytes[tile] = 64, all.rows[tile] = SIDE;
+    for (int tile = 0; tile < 8; tile++) all.bytes[tile] = (uint16_t)(tile < 5 ? width : 64), all.rows[tile] = SIDE;
     _tile_loadconfig(&all);
 }
 
@@ -83,6 +84,15 @@ static void keep_finite(const char *high, char *finite, int64_t bytes) {
     }
 }
 
+/* 32 inputs of 16 rows of x, with zeros where there are none. */
+INLINE void load_block(const uint16_t *x, int64_t row, int64_t rows, int64_t first, int64_t d_in, __m512i *r) {
+    const int64_t left = d_in - first;
+    const __mmask32 there = left >= DEPTH ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+    x += row * d_in + first;
+    for (int i = 0; i < SIDE; i++, x += d_in)
+        r[i] = row + i < rows && there ? _mm512_maskz_loadu_epi16(there, x) : _mm512_setzero_si512();
+}
+
 /* [strips][rows/16][planes][blocks] tiles of 16 pairs of inputs by 16 rows: a pair of a row is what a sum takes at a
  * time. A strip is in one piece, so that it stays in the second-level cache. */
 INLINE int64_t prepared_bytes(int64_t rows, int64_t d_in, const int dtype) {
@@ -97,13 +107,8 @@ INLINE void prepare(const uint16_t *x, int64_t rows, int64_t d_in, char *prepare
         const int64_t blocks = depth_blocks(d_in - start < STRIP_OF_TILES ? d_in - start : STRIP_OF_TILES);
         for (int64_t side = 0; side < sides; side++, out += own_planes[dtype] * blocks * TILE)
             for (int64_t block = 0; block < blocks; block++) {
-                const int64_t first = start + block * DEPTH, left = d_in - first;
-                const __mmask32 there = left >= DEPTH ? ~0u : left > 0 ? (1u << left) - 1 : 0;
                 __m512i r[SIDE];
-                for (int i = 0; i < SIDE; i++) {
-                    const int64_t row = side * SIDE + i;
-                    r[i] = _mm512_maskz_loadu_epi16(row < rows ? there : 0, x + row * d_in + first);
-                }
+                load_block(x, side * SIDE, rows, start + block * DEPTH, d_in, r);
                 transpose(r);
                 for (int i = 0; i < SIDE; i++) {
                     char *to = out + block * TILE + i * 64;
@@ -273,6 +278,8 @@ INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sum
         }
 }
 
+#include "amx_few.h"
+
 INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int dtype) {
     char tiles[PLANES * BLOCKS * 2 * TILE] __attribute__((aligned(64)));
     float few[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
@@ -282,7 +289,7 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
     const int64_t group = many ? GROUP * PANEL : PANEL;
     strip s = {.w = w};
     memset(tiles, 0, sizeof tiles);
-    configure();
+    configure(64);
     for (s.first = first; s.first < last; s.first = s.last) {
         s.last = last - s.first < group ? last : s.first + group;
         multiply_group(&s, job, tiles, many ? many : few, dtype);
@@ -296,10 +303,13 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
         return prepared_bytes(rows, d_in, dtype);                                                                      \
     }                                                                                                                  \
     static void name##_tiles_prepare(const void *x, int64_t rows, int64_t d_in, void *prepared) {                      \
-        prepare(x, rows, d_in, prepared, dtype);                                                                       \
+        if (dtype == BF16 && rows <= MOST_FEW) prepare_few(x, rows, d_in, prepared);                                   \
+        else prepare(x, rows, d_in, prepared, dtype);                                                                       \
     }                                                                                                                  \
     static void name##_tiles_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {       \
-        multiply(w, job, first, last, dtype);                                                                          \
+        if (dtype == BF16 && job->rows <= SIDE) multiply_few(w, job, first, last, 1);                                  \
+        else if (dtype == BF16 && job->rows <= MOST_FEW) multiply_few(w, job, first, last, 2);                         \
+        else multiply(w, job, first, last, dtype);                                                                          \
     }
 FUNCTIONS(bf16, BF16)
 FUNCTIONS(f16, F16)

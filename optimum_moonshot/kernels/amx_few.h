@@ -1,0 +1,196 @@
+/* A few rows of x in bfloat16: while 16 rows of W are unpacked those before are multiplied, and memory is read in order
+ * meanwhile, so that it takes about as long as memory does. Included by amx.c alone. */
+
+enum {
+    PLACES = 4,             /* tiles of sums */
+    MOST_FEW = 2 * SIDE,    /* rows of x */
+    AHEAD_PANEL = 96 << 10, /* bytes of W that are fetched before they are unpacked: they stay in the second-level cache */
+    PAGE = 4096,
+};
+
+/* Rows of W, up to 16, and inputs, up to a strip, that are unpacked together. */
+typedef struct {
+    int64_t row, rows, start, columns;
+    int place; /* of its sums */
+} unit;
+
+/* Memory that is fetched in order, some lines at a time. */
+typedef struct {
+    const char *at;
+    int64_t lines;
+} stream;
+
+/* A panel is the rows of W whose sums are in tiles at a time; all of it is unpacked and multiplied before the next. */
+typedef struct {
+    const packed_matrix *w;
+    const product *job;
+    int64_t first, last, panel;                 /* rows of W, and how many a panel has */
+    const uint16_t *at[PLACES * SIDE];          /* values of each row of the panel that are unpacked next */
+    stream values, bits;                        /* of the next panel */
+    char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* [blocks], of two units */
+} few;
+
+/* The bytes of a row of a tile of x: fewer than 16 rows of x are narrower tiles, of which the caches hold more. */
+INLINE int64_t few_width(int64_t rows) { return rows <= 2 ? 8 : rows <= 4 ? 16 : rows <= 8 ? 32 : 64; }
+
+/* [blocks][sides] tiles of 16 pairs of inputs. */
+static void prepare_few(const uint16_t *x, int64_t rows, int64_t d_in, char *prepared) {
+    const int64_t width = few_width(rows), blocks = depth_blocks(d_in);
+    const __mmask16 lanes = (__mmask16)((1u << width / 4) - 1);
+    char *out = prepared + HEAD;
+    for (int64_t block = 0; block < blocks; block++)
+        for (int64_t row = 0; row < rows; row += SIDE) {
+            __m512i r[SIDE];
+            load_block(x, row, rows, block * DEPTH, d_in, r);
+            transpose(r);
+            for (int i = 0; i < SIDE; i++, out += width) _mm512_mask_storeu_epi32(out, lanes, r[i]);
+        }
+}
+
+/* The address of a page that is new takes long to find: its first lines are fetched when those of the one before are. */
+INLINE void fetch(stream *s) {
+    for (int64_t i = 0; i < s->lines; i++, s->at += 64) {
+        _mm_prefetch(s->at, _MM_HINT_T1);
+        if (((uintptr_t)s->at & (PAGE - 1)) < 4 * 64) _mm_prefetch(s->at + PAGE, _MM_HINT_T1);
+    }
+}
+
+INLINE stream stream_of(const void *from, const void *to, int64_t times) {
+    return (stream){from, ((const char *)to - (const char *)from + 64 * times - 1) / (64 * times)};
+}
+
+static void fetch_panel(few *s, int64_t row, int64_t times) {
+    const packed_matrix *w = s->w;
+    const int64_t bytes = (w->d_in + 7) / 8, from = row < s->last ? row : s->last;
+    const int64_t to = from + s->panel < s->last ? from + s->panel : s->last;
+    const uint16_t *values = w->values;
+    s->values = stream_of(values + row_start(w, from), values + row_start(w, to), times);
+    s->bits = stream_of(w->meta + from * bytes, w->meta + to * bytes, times);
+}
+
+static void begin_panel(few *s, int64_t row) {
+    const packed_matrix *w = s->w;
+    const int64_t strips = (w->d_in + STRIP_OF_TILES - 1) / STRIP_OF_TILES;
+    if (row == s->first) { /* nobody did before */
+        fetch_panel(s, row, 1);
+        fetch(&s->values);
+        fetch(&s->bits);
+    }
+    fetch_panel(s, row + s->panel, strips * s->panel / 2);
+    for (int64_t i = row; i < row + s->panel && i < s->last; i++)
+        s->at[i - row] = (const uint16_t *)w->values + row_start(w, i);
+}
+
+static unit unit_at(const few *s, int64_t row, int64_t start, int place) {
+    const int64_t rows = s->last - row, columns = s->w->d_in - start;
+    return (unit){row, rows < 0 ? 0 : rows < SIDE ? rows : SIDE, start, columns < STRIP_OF_TILES ? columns : STRIP_OF_TILES,
+                  place};
+}
+
+/* The rows of a panel in a strip, its strips, the panels; without rows after the last. */
+static unit unit_after(const few *s, const unit *now) {
+    const int64_t panel = now->row - now->place * SIDE, row = now->row + SIDE, start = now->start + STRIP_OF_TILES;
+    if (row < panel + s->panel && row < s->last) return unit_at(s, row, now->start, now->place + 1);
+    if (start < s->w->d_in) return unit_at(s, panel, start, 0);
+    return unit_at(s, panel + s->panel, 0, 0);
+}
+
+/* 256 inputs of a row. */
+INLINE const uint16_t *unpack_strip(const uint16_t *values, const uint8_t *meta, char *out) {
+    PRAGMA_UNROLL for (int block = 0; block < BLOCKS; block += 2) {
+        const uint64_t bits = read_word(meta + block * DEPTH / 8, WORD);
+        _mm512_store_si512(out + block * TILE, expand_halves(values, (uint32_t)bits));
+        values += __builtin_popcount((uint32_t)bits);
+        _mm512_store_si512(out + block * TILE + TILE, expand_halves(values, bits >> 32));
+        values += __builtin_popcount((uint32_t)(bits >> 32));
+    }
+    return values;
+}
+
+/* `columns` inputs of a row, a strip at most. */
+INLINE const uint16_t *unpack_row(const uint16_t *values, const uint16_t *end, const uint8_t *meta, int64_t columns,
+                                  char *out) {
+    if (columns == STRIP_OF_TILES && end - values >= STRIP_OF_TILES + DEPTH) return unpack_strip(values, meta, out);
+#define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * TILE, raw)
+    EACH_STEP(values, end, meta, columns, 0, 0, KEEP);
+#undef KEEP
+    return values;
+}
+
+/* The sums of a place, which are in the tiles from sides * place on, += the products of a tile of W. */
+INLINE void multiply_block(const char *w, const char *x, int64_t width, int place, const int sides) {
+    _tile_loadd(4, x, width);
+    _tile_loadd(5, w, 64);
+    if (sides == 2) _tile_loadd(6, x + TILE, 64);
+    switch (sides * place) {
+    case 0:
+        _tile_dpbf16ps(0, 5, 4);
+        if (sides == 2) _tile_dpbf16ps(1, 5, 6);
+        break;
+    case 1: _tile_dpbf16ps(1, 5, 4); break;
+    case 2:
+        _tile_dpbf16ps(2, 5, 4);
+        if (sides == 2) _tile_dpbf16ps(3, 5, 6);
+        break;
+    default: _tile_dpbf16ps(3, 5, 4);
+    }
+}
+
+INLINE void take_sums(int tile, float *sums) {
+#define TAKE(tile)                                                                                                     \
+    _tile_stored(tile, sums, 64);                                                                                      \
+    _tile_zero(tile)
+    switch (tile) {
+    case 0: TAKE(0); break;
+    case 1: TAKE(1); break;
+    case 2: TAKE(2); break;
+    default: TAKE(3);
+    }
+#undef TAKE
+}
+
+/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. */
+INLINE void step(few *s, const unit *now, const unit *before, char *out, const char *tiles, const int sides) {
+    const packed_matrix *w = s->w;
+    const int64_t width = few_width(s->job->rows), step = sides * SIDE * width, bytes = (w->d_in + 7) / 8;
+    const int64_t rows = now->rows, columns = now->columns, blocks = before->rows ? depth_blocks(before->columns) : 0;
+    const char *x = (const char *)s->job->x + HEAD + before->start / DEPTH * step;
+    const uint8_t *meta = w->meta + now->row * bytes + now->start / 8;
+    const uint16_t **at = s->at + now->place * SIDE, *end = (const uint16_t *)w->values + w->stored;
+    const int place = before->place;
+    stream values = s->values, bits = s->bits;
+    for (int64_t block = 0; block < BLOCKS; block++, x += step, at += 2, meta += 2 * bytes, out += 2 * 64) {
+        fetch(&values);
+        fetch(&bits);
+        if (2 * block < rows) at[0] = unpack_row(at[0], end, meta, columns, out);
+        if (2 * block + 1 < rows) at[1] = unpack_row(at[1], end, meta + bytes, columns, out + 64);
+        if (block < blocks) multiply_block(tiles + block * TILE, x, width, place, sides);
+    }
+    s->values = values;
+    s->bits = bits;
+    if (!before->rows || before->start + before->columns < w->d_in) return;
+    for (int i = 0; i < sides; i++) {
+        float sums[SIDE * SIDE] __attribute__((aligned(64))) = {0};
+        take_sums(sides * place + i, sums);
+        write_outputs(w, s->job, before->row, before->rows, i * SIDE, sums, BF16);
+    }
+}
+
+INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int sides) {
+    few s = {.w = w, .job = job, .first = first, .last = last, .panel = PLACES / sides * SIDE};
+    const int64_t unit_bytes = (w->stored / w->d_out * 2 + (w->d_in + 7) / 8) * SIDE;
+    while (s.panel > SIDE && s.panel / SIDE * unit_bytes > AHEAD_PANEL) s.panel /= 2;
+    configure((int)few_width(job->rows));
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    unit before = {0}, now = unit_at(&s, first, 0, 0);
+    for (int turn = 0; before.rows || now.rows; turn ^= 1) {
+        if (now.rows && now.start == 0 && now.place == 0) begin_panel(&s, now.row);
+        step(&s, &now, &before, s.tiles[turn], s.tiles[!turn], sides);
+        before = now;
+        now = unit_after(&s, &now);
+    }
+    _tile_release();
+}
