@@ -2,7 +2,6 @@
  * meanwhile, so that it takes about as long as memory does. Included by amx.c alone. */
 
 enum {
-    PLACES = 4,             /* tiles of sums */
     MOST_FEW = 2 * SIDE,    /* rows of x */
     AHEAD_PANEL = 96 << 10, /* bytes of W that are fetched before they are unpacked: they stay in the second-level cache */
     PAGE = 4096,
@@ -25,7 +24,7 @@ typedef struct {
     const packed_matrix *w;
     const product *job;
     int64_t first, last, panel;                 /* rows of W, and how many a panel has */
-    const uint16_t *at[PLACES * SIDE];          /* values of each row of the panel that are unpacked next */
+    const uint16_t *at[PANEL];                  /* values of each row of the panel that are unpacked next */
     stream values, bits;                        /* of the next panel */
     char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* [blocks], of two units */
 } few;
@@ -177,9 +176,9 @@ INLINE void step(few *s, const unit *now, const unit *before, char *out, const c
 }
 
 INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int sides) {
-    few s = {.w = w, .job = job, .first = first, .last = last, .panel = PLACES / sides * SIDE};
+    few s = {.w = w, .job = job, .first = first, .last = last, .panel = PANEL};
     const int64_t unit_bytes = (w->stored / w->d_out * 2 + (w->d_in + 7) / 8) * SIDE;
-    while (s.panel > SIDE && s.panel / SIDE * unit_bytes > AHEAD_PANEL) s.panel /= 2;
+    if (2 * unit_bytes > AHEAD_PANEL) s.panel = SIDE;
     configure((int)few_width(job->rows));
     _tile_zero(0);
     _tile_zero(1);
