@@ -150,7 +150,7 @@ INLINE void unpack_tiles(strip *s, int64_t from, char *tiles, const int dtype) {
 #define KEEP(raw, column, step)                                                                                        \
     if (dtype == F16) any |= split(raw, out + (column) / DEPTH * 2 * TILE, BLOCKS * 2 * TILE);                         \
     else _mm512_store_si512(out + (column) / DEPTH * 2 * TILE, raw)
-        EACH_STEP(values, end, meta, s->columns, 0, 0, KEEP);
+        EACH_STEP(values, end, meta, s->columns, FETCH_NOTHING, KEEP);
 #undef KEEP
         s->values[i] = values;
     }

@@ -111,7 +111,7 @@ INLINE const uint16_t *unpack_row(const uint16_t *values, const uint16_t *end, c
                                   char *out) {
     if (columns == STRIP_OF_TILES && end - values >= STRIP_OF_TILES + DEPTH) return unpack_strip(values, meta, out);
 #define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * TILE, raw)
-    EACH_STEP(values, end, meta, columns, 0, 0, KEEP);
+    EACH_STEP(values, end, meta, columns, FETCH_NOTHING, KEEP);
 #undef KEEP
     return values;
 }

@@ -64,9 +64,11 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
 #define LONG_SUM 1024 /* inputs at most that are added up one after another */
 
-#ifndef AHEAD
-#define AHEAD 2048
-#define AHEAD_BITS 512
+/* Bytes ahead that are fetched of what is read in order: into the first-level cache, and before into the second. */
+#ifndef NEAR
+#define NEAR 1024
+#define NEAR_BITS 512
+#define FAR 8192
 #endif
 
 #define INLINE static inline __attribute__((always_inline, unused))

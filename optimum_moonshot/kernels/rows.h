@@ -48,17 +48,27 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
     return EXPAND(last, bits);
 }
 
-/* Call ACTION(raw, column, step) for every step of `columns` columns from p and the first bit of meta on; p moves on.
- * Memory `ahead` and `ahead_bits` bytes further is fetched, which need not be there. */
-#define EACH_STEP(p, end, meta, columns, ahead, ahead_bits, ACTION)                                                                       \
+/* Half of the values of two words, and their bits, where memory is read in order. They are fetched twice, far ahead and
+ * near: the address of a new page takes long to find. Nothing that is fetched need be there. */
+#define FETCH_IN_ORDER(p, bits)                                                                                        \
+    do {                                                                                                               \
+        PRAGMA_UNROLL for (size_t line = 0; line < WORD * sizeof *(p); line += 64) {                                   \
+            __builtin_prefetch((const char *)(p) + NEAR + line);                                                       \
+            __builtin_prefetch((const char *)(p) + FAR + line, 0, 2);                                                  \
+        }                                                                                                              \
+        __builtin_prefetch((const char *)(bits) + NEAR_BITS);                                                          \
+    } while (0)
+#define FETCH_NOTHING(p, bits) (void)0
+
+/* Call ACTION(raw, column, step) for every step of `columns` columns from p and the first bit of meta on, and
+ * FETCH(p, bits) for every two words; p moves on. */
+#define EACH_STEP(p, end, meta, columns, FETCH, ACTION)                                                                \
     do {                                                                                                               \
         int64_t column = 0;                                                                                            \
         if ((end) - (p) >= (columns) + COLUMNS) {                                                                      \
             for (; column + 2 * WORD <= (columns); column += 2 * WORD) {                                               \
                 const uint64_t pair[2] = {read_word((meta) + column / 8, WORD), read_word((meta) + column / 8 + 8, WORD)}; \
-                __builtin_prefetch((const char *)(p) + (ahead));                                                          \
-                __builtin_prefetch((const char *)(p) + (ahead) + 64);                                                     \
-                __builtin_prefetch((const char *)(meta) + column / 8 + (ahead_bits));                                              \
+                FETCH(p, (meta) + column / 8);                                                                         \
                 PRAGMA_UNROLL for (int step = 0; step < 2 * STEPS; step++) {                                           \
                     uint64_t bits = (pair[step / STEPS] >> (step % STEPS * COLUMNS)) & STEP_BITS;                                            \
                     RAW raw = EXPAND(p, bits);                                                                         \
@@ -87,13 +97,13 @@ __attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t
         const uint8_t *meta = w->meta + row * bytes;
         int64_t whole = d_in - d_in % WORD;
 #define KEEP(raw, column, step) STORE(out + (column), raw)
-        EACH_STEP(p, end, meta, whole, AHEAD, AHEAD_BITS, KEEP);
+        EACH_STEP(p, end, meta, whole, FETCH_IN_ORDER, KEEP);
 #undef KEEP
         if (whole < d_in) {
             T rest[WORD];
             const uint8_t *bits = meta + whole / 8;
 #define KEEP(raw, column, step) STORE(rest + (column), raw)
-            EACH_STEP(p, end, bits, d_in - whole, AHEAD, AHEAD_BITS, KEEP);
+            EACH_STEP(p, end, bits, d_in - whole, FETCH_IN_ORDER, KEEP);
 #undef KEEP
             memcpy(out + whole, rest, (size_t)(d_in - whole) * sizeof(T));
         }
@@ -185,7 +195,7 @@ INLINE void NAME(vectors)(const packed_matrix *w, const product *job, int64_t fi
         PRAGMA_UNROLL for (int j = 0; j < rows; j++)                                                                   \
             sums[j][((step) * PARTS + k) & 3] = MULTIPLY(sums[j][((step) * PARTS + k) & 3], PART(raw, k),              \
                                                          LOAD(x + j * stride + (column) + k * LANES))
-        EACH_STEP(p, end, meta, d_in, AHEAD, AHEAD_BITS, ADD);
+        EACH_STEP(p, end, meta, d_in, FETCH_IN_ORDER, ADD);
 #undef ADD
         PRAGMA_UNROLL for (int j = 0; j < rows; j++)
             NAME(finish)(w, job, j, row, SUM(PLUS(PLUS(sums[j][0], sums[j][1]), PLUS(sums[j][2], sums[j][3]))));
@@ -248,9 +258,16 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
                     ahead = (const char *)(values + row_start(w, row + i + ROWS_OF_W)) - (const char *)p[i];
                     ahead_bits = ROWS_OF_W * bytes - start / 8;
                 }
+#define FETCH(p, bits)                                                                                                 \
+    do {                                                                                                               \
+        __builtin_prefetch((const char *)(p) + ahead);                                                                 \
+        __builtin_prefetch((const char *)(p) + ahead + 64);                                                            \
+        __builtin_prefetch((const char *)(bits) + ahead_bits);                                                         \
+    } while (0)
 #define KEEP(raw, column, step) STORE_WIDE(out + (column), raw)
-                EACH_STEP(p[i], end, meta, columns, ahead, ahead_bits, KEEP);
+                EACH_STEP(p[i], end, meta, columns, FETCH, KEEP);
 #undef KEEP
+#undef FETCH
             }
             NAME(tiles)(strip, STRIDE, x + start, stride, rows, padded, sums);
         }
