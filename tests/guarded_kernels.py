@@ -85,6 +85,11 @@ def main(path: str, *sets: str) -> None:
                     for rows in shapes:
                         for damage in (False, True):
                             check(library, dtype, (3, d_in), rows, counts, damage)
+            many = [random.randint(0, 520) for _ in range(37)]  # rows of W that are unpacked together
+            for counts in ([260] * 37, many):
+                for rows in (2, 17):
+                    for damage in (False, True):
+                        check(library, dtype, (37, 520), rows, counts, damage)
 
 
 if __name__ == "__main__":

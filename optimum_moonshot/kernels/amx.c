@@ -36,10 +36,14 @@ typedef struct {
     uint8_t rows[16];
 } tile_configuration;
 
+/* What is in memory is read by instructions on tiles that follow: not every compiler knows that they read any. */
+INLINE void store_all(void) { __asm__ volatile("" ::: "memory"); }
+
 /* Tiles 0 to 4 have rows of `width` bytes, the others of 64. */
 static void configure(int width) {
     tile_configuration all = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) all.bytes[tile] = (uint16_t)(tile < 5 ? width : 64), all.rows[tile] = SIDE;
+    store_all();
     _tile_loadconfig(&all);
 }
 
@@ -200,6 +204,7 @@ INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s
                            const int dtype) {
     const int64_t blocks = depth_blocks(s->columns), plane = BLOCKS * 2 * TILE, x_plane = blocks * TILE;
     const int64_t x_step = own_planes[dtype] * x_plane;
+    store_all();
     if (s->start == 0) {
         _tile_zero(0);
         _tile_zero(2);

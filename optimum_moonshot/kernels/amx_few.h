@@ -27,6 +27,7 @@ typedef struct {
     const uint16_t *at[PANEL];                  /* values of each row of the panel that are unpacked next */
     stream values, bits;                        /* of the next panel */
     char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* [blocks], of two units */
+    float sums[SIDE * SIDE] __attribute__((aligned(64)));
 } few;
 
 /* The bytes of a row of a tile of x: fewer than 16 rows of x are narrower tiles, of which the caches hold more. */
@@ -107,9 +108,8 @@ INLINE const uint16_t *unpack_strip(const uint16_t *values, const uint8_t *meta,
 }
 
 /* `columns` inputs of a row, a strip at most. */
-INLINE const uint16_t *unpack_row(const uint16_t *values, const uint16_t *end, const uint8_t *meta, int64_t columns,
-                                  char *out) {
-    if (columns == STRIP_OF_TILES && end - values >= STRIP_OF_TILES + DEPTH) return unpack_strip(values, meta, out);
+static __attribute__((noinline)) const uint16_t *unpack_ragged(const uint16_t *values, const uint16_t *end,
+                                                               const uint8_t *meta, int64_t columns, char *out) {
 #define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * TILE, raw)
     EACH_STEP(values, end, meta, columns, FETCH_NOTHING, KEEP);
 #undef KEEP
@@ -148,8 +148,10 @@ INLINE void take_sums(int tile, float *sums) {
 #undef TAKE
 }
 
-/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. */
-INLINE void step(few *s, const unit *now, const unit *before, char *out, const char *tiles, const int sides) {
+/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. A `whole` unit has 16
+ * rows of a strip, which are not the last that are stored. */
+INLINE void step(few *s, const unit *now, const unit *before, char *out, const char *tiles, const int sides,
+                 const int whole) {
     const packed_matrix *w = s->w;
     const int64_t width = few_width(s->job->rows), step = sides * SIDE * width, bytes = (w->d_in + 7) / 8;
     const int64_t rows = now->rows, columns = now->columns, blocks = before->rows ? depth_blocks(before->columns) : 0;
@@ -158,21 +160,25 @@ INLINE void step(few *s, const unit *now, const unit *before, char *out, const c
     const uint16_t **at = s->at + now->place * SIDE, *end = (const uint16_t *)w->values + w->stored;
     const int place = before->place;
     stream values = s->values, bits = s->bits;
-    for (int64_t block = 0; block < BLOCKS; block++, x += step, at += 2, meta += 2 * bytes, out += 2 * 64) {
+    store_all();
+    for (int64_t block = 0; block < BLOCKS; block++, x += step) {
         fetch(&values);
         fetch(&bits);
-        if (2 * block < rows) at[0] = unpack_row(at[0], end, meta, columns, out);
-        if (2 * block + 1 < rows) at[1] = unpack_row(at[1], end, meta + bytes, columns, out + 64);
+        for (int i = 0; i < SIDE / BLOCKS; i++, at++, meta += bytes, out += 64) {
+            if (whole) *at = unpack_strip(*at, meta, out);
+            else if (SIDE / BLOCKS * block + i < rows) *at = unpack_ragged(*at, end, meta, columns, out);
+        }
         if (block < blocks) multiply_block(tiles + block * TILE, x, width, place, sides);
     }
     s->values = values;
     s->bits = bits;
-    if (!before->rows || before->start + before->columns < w->d_in) return;
-    for (int i = 0; i < sides; i++) {
-        float sums[SIDE * SIDE] __attribute__((aligned(64))) = {0};
-        take_sums(sides * place + i, sums);
-        write_outputs(w, s->job, before->row, before->rows, i * SIDE, sums, BF16);
-    }
+}
+
+INLINE int is_whole(const few *s, const unit *now) {
+    const uint16_t *end = (const uint16_t *)s->w->values + s->w->stored;
+    int whole = now->rows == SIDE && now->columns == STRIP_OF_TILES;
+    for (int i = 0; i < SIDE && whole; i++) whole = end - s->at[now->place * SIDE + i] >= STRIP_OF_TILES + DEPTH;
+    return whole;
 }
 
 INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int sides) {
@@ -187,7 +193,13 @@ INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t fir
     unit before = {0}, now = unit_at(&s, first, 0, 0);
     for (int turn = 0; before.rows || now.rows; turn ^= 1) {
         if (now.rows && now.start == 0 && now.place == 0) begin_panel(&s, now.row);
-        step(&s, &now, &before, s.tiles[turn], s.tiles[!turn], sides);
+        if (is_whole(&s, &now)) step(&s, &now, &before, s.tiles[turn], s.tiles[!turn], sides, 1);
+        else step(&s, &now, &before, s.tiles[turn], s.tiles[!turn], sides, 0);
+        if (before.rows && before.start + before.columns == w->d_in)
+            for (int i = 0; i < sides; i++) {
+                take_sums(sides * before.place + i, s.sums);
+                write_outputs(w, job, before.row, before.rows, i * SIDE, s.sums, BF16);
+            }
         before = now;
         now = unit_after(&s, &now);
     }
