@@ -165,7 +165,8 @@ def test_more_rows_than_are_taken_at_once(kernels):
 def test_groups_of_rows_strips_of_inputs_and_many_rows_together(kernels, dtype):
     """Whole numbers, whose sums are exact: what is left out or added twice is seen."""
     generator = torch.Generator().manual_seed(0)
-    for d_out, d_in, rows in ((300, 600, 70), (33, 777, 530), (600, 90, 81), (260, 1100, 140)):
+    few = ((300, 600, 2), (97, 777, 5), (70, 512, 16), (130, 1100, 30), (75, 600, 47), (99, 300, 64), (50, 3000, 9))
+    for d_out, d_in, rows in (*few, (300, 600, 70), (33, 777, 530), (600, 90, 81), (260, 1100, 140)):
         dense = torch.randint(-1, 2, (d_out, d_in), generator=generator).to(dtype)
         inputs = torch.randint(-1, 2, (rows, d_in), generator=generator).to(dtype)
         bias = torch.randint(-9, 9, (d_out,), generator=generator).to(dtype)

@@ -312,8 +312,7 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
         else prepare(x, rows, d_in, prepared, dtype);                                                                       \
     }                                                                                                                  \
     static void name##_tiles_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {       \
-        if (dtype == BF16 && job->rows <= SIDE) multiply_few(w, job, first, last, 1);                                  \
-        else if (dtype == BF16 && job->rows <= MOST_FEW) multiply_few(w, job, first, last, 2);                         \
+        if (dtype == BF16 && job->rows <= MOST_FEW) bf16_few(w, job, first, last);                                     \
         else multiply(w, job, first, last, dtype);                                                                          \
     }
 FUNCTIONS(bf16, BF16)

@@ -2,7 +2,7 @@
  * meanwhile, so that it takes about as long as memory does. Included by amx.c alone. */
 
 enum {
-    MOST_FEW = 2 * SIDE,    /* rows of x */
+    MOST_FEW = 4 * SIDE,    /* rows of x */
     AHEAD_PANEL = 96 << 10, /* bytes of W that are fetched before they are unpacked: they stay in the second-level cache */
     PAGE = 4096,
 };
@@ -116,22 +116,25 @@ static __attribute__((noinline)) const uint16_t *unpack_ragged(const uint16_t *v
     return values;
 }
 
-/* The sums of a place, which are in the tiles from sides * place on, += the products of a tile of W. */
+/* The sums of a place, which are in the tiles from sides * place on, += the products of a tile of W and those of x. */
 INLINE void multiply_block(const char *w, const char *x, int64_t width, int place, const int sides) {
     _tile_loadd(4, x, width);
     _tile_loadd(5, w, 64);
-    if (sides == 2) _tile_loadd(6, x + TILE, 64);
+    if (sides > 1) _tile_loadd(6, x + TILE, 64);
+    if (sides > 2) _tile_loadd(7, x + 2 * TILE, 64);
     switch (sides * place) {
     case 0:
         _tile_dpbf16ps(0, 5, 4);
-        if (sides == 2) _tile_dpbf16ps(1, 5, 6);
+        if (sides > 1) _tile_dpbf16ps(1, 5, 6);
+        if (sides > 2) _tile_dpbf16ps(2, 5, 7);
+        if (sides < 4) break;
+        _tile_loadd(4, x + 3 * TILE, 64);
+        _tile_dpbf16ps(3, 5, 4);
         break;
     case 1: _tile_dpbf16ps(1, 5, 4); break;
-    case 2:
+    default:
         _tile_dpbf16ps(2, 5, 4);
-        if (sides == 2) _tile_dpbf16ps(3, 5, 6);
-        break;
-    default: _tile_dpbf16ps(3, 5, 4);
+        if (sides > 1) _tile_dpbf16ps(3, 5, 6);
     }
 }
 
@@ -184,7 +187,7 @@ INLINE int is_whole(const few *s, const unit *now) {
 INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int sides) {
     few s = {.w = w, .job = job, .first = first, .last = last, .panel = PANEL};
     const int64_t unit_bytes = (w->stored / w->d_out * 2 + (w->d_in + 7) / 8) * SIDE;
-    if (2 * unit_bytes > AHEAD_PANEL) s.panel = SIDE;
+    if (sides > 2 || 2 * unit_bytes > AHEAD_PANEL) s.panel = SIDE;
     configure((int)few_width(job->rows));
     _tile_zero(0);
     _tile_zero(1);
@@ -204,4 +207,14 @@ INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t fir
         now = unit_after(&s, &now);
     }
     _tile_release();
+}
+
+/* `sides` is how many tiles of x there are. */
+static void bf16_few(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
+    switch ((job->rows + SIDE - 1) / SIDE) {
+    case 1: multiply_few(w, job, first, last, 1); break;
+    case 2: multiply_few(w, job, first, last, 2); break;
+    case 3: multiply_few(w, job, first, last, 3); break;
+    default: multiply_few(w, job, first, last, 4);
+    }
 }

@@ -193,7 +193,7 @@ static void run(task *t, int threads) {
         if (parallel) {
             t->parts = bytes / PART_BYTES < 2 * threads ? 2 * threads : bytes / PART_BYTES;
             if (t->parts > 16 * threads) t->parts = 16 * threads;
-            if (t->job && t->job->rows > FEW && t->parts > rows / SHARED)
+            if (t->job && t->job->rows > 1 && t->parts > rows / SHARED)
                 t->parts = rows / SHARED < 2 * threads ? 2 * threads : rows / SHARED;
             parallel(work, t, (unsigned)threads, 0);
             return;
