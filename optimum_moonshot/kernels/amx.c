@@ -287,17 +287,17 @@ INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sum
 
 INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int dtype) {
     char tiles[PLANES * BLOCKS * 2 * TILE] __attribute__((aligned(64)));
-    float few[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
+    float own[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
     /* With many rows of x, a strip of them is read from the cache by several panels before the next. */
     void *many = NULL;
-    if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof few)) many = NULL;
+    if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof own)) many = NULL;
     const int64_t group = many ? GROUP * PANEL : PANEL;
     strip s = {.w = w};
     memset(tiles, 0, sizeof tiles);
     configure(64);
     for (s.first = first; s.first < last; s.first = s.last) {
         s.last = last - s.first < group ? last : s.first + group;
-        multiply_group(&s, job, tiles, many ? many : few, dtype);
+        multiply_group(&s, job, tiles, many ? many : own, dtype);
     }
     _tile_release();
     free(many);
@@ -309,11 +309,11 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
     }                                                                                                                  \
     static void name##_tiles_prepare(const void *x, int64_t rows, int64_t d_in, void *prepared) {                      \
         if (dtype == BF16 && rows <= MOST_FEW) prepare_few(x, rows, d_in, prepared);                                   \
-        else prepare(x, rows, d_in, prepared, dtype);                                                                       \
+        else prepare(x, rows, d_in, prepared, dtype);                                                                  \
     }                                                                                                                  \
     static void name##_tiles_multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last) {       \
         if (dtype == BF16 && job->rows <= MOST_FEW) bf16_few(w, job, first, last);                                     \
-        else multiply(w, job, first, last, dtype);                                                                          \
+        else multiply(w, job, first, last, dtype);                                                                     \
     }
 FUNCTIONS(bf16, BF16)
 FUNCTIONS(f16, F16)

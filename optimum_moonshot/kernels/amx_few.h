@@ -1,9 +1,11 @@
-/* A few rows of x in bfloat16: while 16 rows of W are unpacked those before are multiplied, and memory is read in order
- * meanwhile, so that it takes about as long as memory does. Included by amx.c alone. */
+/* Up to 64 rows of x in bfloat16: while 16 rows of W are unpacked those before are multiplied, and what comes after is
+ * fetched in the order in which it lies in memory. Included by amx.c alone.
+ */
 
 enum {
-    MOST_FEW = 4 * SIDE,    /* rows of x */
-    AHEAD_PANEL = 96 << 10, /* bytes of W that are fetched before they are unpacked: they stay in the second-level cache */
+    MOST_FEW = 4 * SIDE,    /* rows of x: a tile of sums for each 16 */
+    WIDE_PANEL = 96 << 10,  /* bytes of 32 rows of W at most: these and the next 32 stay in the second-level cache */
+    TOGETHER = SIDE / BLOCKS, /* rows that are unpacked for every tile that is multiplied */
     PAGE = 4096,
 };
 
@@ -19,14 +21,14 @@ typedef struct {
     int64_t lines;
 } stream;
 
-/* A panel is the rows of W whose sums are in tiles at a time; all of it is unpacked and multiplied before the next. */
+/* A panel is the rows of W whose sums are in tiles at a time, 16 or 32. */
 typedef struct {
     const packed_matrix *w;
     const product *job;
-    int64_t first, last, panel;                 /* rows of W, and how many a panel has */
-    const uint16_t *at[PANEL];                  /* values of each row of the panel that are unpacked next */
-    stream values, bits;                        /* of the next panel */
-    char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* [blocks], of two units */
+    int64_t first, last, panel; /* rows of W, and of a panel */
+    const uint16_t *at[PANEL];  /* values of each row of the panel that are unpacked next */
+    stream values, bits;        /* of the next panel */
+    char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* of two units */
     float sums[SIDE * SIDE] __attribute__((aligned(64)));
 } few;
 
@@ -47,15 +49,17 @@ static void prepare_few(const uint16_t *x, int64_t rows, int64_t d_in, char *pre
         }
 }
 
-/* The address of a page that is new takes long to find: its first lines are fetched when those of the one before are. */
+/* The address of a page that is new takes long to find: its first lines are fetched when the page before begins. */
 INLINE void fetch(stream *s) {
-    for (int64_t i = 0; i < s->lines; i++, s->at += 64) {
-        _mm_prefetch(s->at, _MM_HINT_T1);
-        if (((uintptr_t)s->at & (PAGE - 1)) < 4 * 64) _mm_prefetch(s->at + PAGE, _MM_HINT_T1);
-    }
+    const uintptr_t before = (uintptr_t)s->at;
+    for (int64_t i = 0; i < s->lines; i++, s->at += 64) _mm_prefetch(s->at, _MM_HINT_T1);
+    if ((before ^ (uintptr_t)s->at) & PAGE)
+        for (int64_t i = 0; i < 4; i++) _mm_prefetch(s->at - (uintptr_t)s->at % PAGE + PAGE + 64 * i, _MM_HINT_T1);
 }
 
+/* All from `from` to `to`, in so many times. */
 INLINE stream stream_of(const void *from, const void *to, int64_t times) {
+    if (from == to) return (stream){from, 0};
     return (stream){from, ((const char *)to - (const char *)from + 64 * times - 1) / (64 * times)};
 }
 
@@ -76,15 +80,16 @@ static void begin_panel(few *s, int64_t row) {
         fetch(&s->values);
         fetch(&s->bits);
     }
-    fetch_panel(s, row + s->panel, strips * s->panel / 2);
+    fetch_panel(s, row + s->panel, strips * s->panel / TOGETHER);
     for (int64_t i = row; i < row + s->panel && i < s->last; i++)
         s->at[i - row] = (const uint16_t *)w->values + row_start(w, i);
 }
 
 static unit unit_at(const few *s, int64_t row, int64_t start, int place) {
     const int64_t rows = s->last - row, columns = s->w->d_in - start;
-    return (unit){row, rows < 0 ? 0 : rows < SIDE ? rows : SIDE, start, columns < STRIP_OF_TILES ? columns : STRIP_OF_TILES,
-                  place};
+    unit at = {row, rows < SIDE ? rows : SIDE, start, columns < STRIP_OF_TILES ? columns : STRIP_OF_TILES, place};
+    if (rows < 0) at.rows = 0;
+    return at;
 }
 
 /* The rows of a panel in a strip, its strips, the panels; without rows after the last. */
@@ -151,25 +156,24 @@ INLINE void take_sums(int tile, float *sums) {
 #undef TAKE
 }
 
-/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. A `whole` unit has 16
- * rows of a strip, which are not the last that are stored. */
+/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. */
 INLINE void step(few *s, const unit *now, const unit *before, char *out, const char *tiles, const int sides,
                  const int whole) {
     const packed_matrix *w = s->w;
-    const int64_t width = few_width(s->job->rows), step = sides * SIDE * width, bytes = (w->d_in + 7) / 8;
+    const int64_t width = few_width(s->job->rows), x_step = sides * SIDE * width, bytes = (w->d_in + 7) / 8;
     const int64_t rows = now->rows, columns = now->columns, blocks = before->rows ? depth_blocks(before->columns) : 0;
-    const char *x = (const char *)s->job->x + HEAD + before->start / DEPTH * step;
+    const char *x = (const char *)s->job->x + HEAD + before->start / DEPTH * x_step;
     const uint8_t *meta = w->meta + now->row * bytes + now->start / 8;
     const uint16_t **at = s->at + now->place * SIDE, *end = (const uint16_t *)w->values + w->stored;
     const int place = before->place;
     stream values = s->values, bits = s->bits;
     store_all();
-    for (int64_t block = 0; block < BLOCKS; block++, x += step) {
+    for (int64_t block = 0; block < BLOCKS; block++, x += x_step) {
         fetch(&values);
         fetch(&bits);
-        for (int i = 0; i < SIDE / BLOCKS; i++, at++, meta += bytes, out += 64) {
+        for (int i = 0; i < TOGETHER; i++, at++, meta += bytes, out += 64) {
             if (whole) *at = unpack_strip(*at, meta, out);
-            else if (SIDE / BLOCKS * block + i < rows) *at = unpack_ragged(*at, end, meta, columns, out);
+            else if (TOGETHER * block + i < rows) *at = unpack_ragged(*at, end, meta, columns, out);
         }
         if (block < blocks) multiply_block(tiles + block * TILE, x, width, place, sides);
     }
@@ -177,6 +181,7 @@ INLINE void step(few *s, const unit *now, const unit *before, char *out, const c
     s->bits = bits;
 }
 
+/* Whether a unit has 16 rows and a strip, none near the end of the values, wherever damaged bits have led. */
 INLINE int is_whole(const few *s, const unit *now) {
     const uint16_t *end = (const uint16_t *)s->w->values + s->w->stored;
     int whole = now->rows == SIDE && now->columns == STRIP_OF_TILES;
@@ -187,7 +192,7 @@ INLINE int is_whole(const few *s, const unit *now) {
 INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int sides) {
     few s = {.w = w, .job = job, .first = first, .last = last, .panel = PANEL};
     const int64_t unit_bytes = (w->stored / w->d_out * 2 + (w->d_in + 7) / 8) * SIDE;
-    if (sides > 2 || 2 * unit_bytes > AHEAD_PANEL) s.panel = SIDE;
+    if (sides > 2 || 2 * unit_bytes > WIDE_PANEL) s.panel = SIDE;
     configure((int)few_width(job->rows));
     _tile_zero(0);
     _tile_zero(1);
