@@ -306,3 +306,8 @@ def test_a_folder_of_fused_experts_goes_with_its_model(tmp_path):
     del pruner
     gc.collect()
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_nothing_and_everything_removed(share, llama, tmp_path):
+    both(llama, tmp_path, solver="wanda", lam=1.0, pattern="unstructured", sparsity=share)

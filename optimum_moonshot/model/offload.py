@@ -82,7 +82,7 @@ class Offloaded:
         self._depth = 0
         self._away: list[Tensor | None] = []  # what stands in the slots when the weights are away
         self._here: list[nn.Parameter | None] = [None] * len(slots)
-        self._versions: list[int] = []
+        self._came: list[tuple[Tensor, int]] = []  # what came for this visit, and its version then
         for slot in slots:
             if not isinstance(slot.hook.weights_map, Kept):
                 slot.hook.weights_map = Kept(slot.hook.weights_map)
@@ -111,8 +111,14 @@ class Offloaded:
                 self._take_away()
 
     def _bring(self) -> None:
-        self._versions = []
+        self._came = []
+        shared: dict[tuple[int, Any], nn.Parameter] = {}  # what stands for a weight, and where it goes → the weight
         for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
+            known = (id(away), slot.hook.execution_device)
+            if known in shared:
+                self._here[index] = slot.table[slot.key] = shared[known]
+                self._came.append((shared[known], shared[known]._version))
+                continue
             stored = slot.hook.weights_map[slot.name]
             if slot.name not in slot.hook.weights_map.changed:
                 Offloaded.read += stored.nbytes
@@ -126,17 +132,20 @@ class Offloaded:
                     self._here[index] = here = nn.Parameter(tensor, requires_grad=away.requires_grad)
                 here.data = tensor
                 here.requires_grad_(away.requires_grad)
-                tensor = here
+                tensor = shared[known] = here
             slot.table[slot.key] = tensor
-            self._versions.append(tensor._version)
+            self._came.append((tensor, tensor._version))
         for slot in self.slots:
             slot.hook.offload = False
 
     def _take_away(self) -> None:
         try:
-            for slot, version in zip(self.slots, self._versions, strict=True):
+            for index, (slot, (came, version)) in enumerate(zip(self.slots, self._came, strict=True)):
                 here = slot.table[slot.key]
-                if here._version != version:
+                if here is not came:  # one of its own in place of one that was shared
+                    self._away[index] = nn.Parameter(here.detach().to("meta"), here.requires_grad)
+                    self._here[index] = None
+                if here is not came or here._version != version:
                     slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
         finally:
             self._put_away()
@@ -182,6 +191,7 @@ class Offloaded:
         """
         for slot, before in zip(self.slots, changes, strict=True):
             slot.hook.weights_map.changed = dict(before)
+        self._spill = None  # what it held for them goes with it; what is left holds on to it
 
 
 def _same(tensor: Tensor) -> Load:
