@@ -61,5 +61,8 @@ def test_experts_that_could_not_be_taken_out_of_layers_on_disk_are_all_there(tmp
         patch.setattr(Offloaded, "_keep", fail)
         with pytest.raises(OSError, match="the disk is full"):
             pruner.prune(token_batches(), progress=False)
-    assert torch.equal(pruner.model(ids, use_cache=False).logits, before) and pruner.model.config.num_local_experts == count
+    assert (
+        torch.equal(pruner.model(ids, use_cache=False).logits, before)
+        and pruner.model.config.num_local_experts == count
+    )
     assert {len(block.mlp.experts.down_proj) for _, block in find_blocks(pruner.model)} == {count}
