@@ -151,6 +151,9 @@ def disk(found: dict, options) -> None:
     fields = {"solver": options.solver, "pattern": "2:4", "lam": options.lam, "num_samples": options.samples,
               "sequence_length": options.length, "batch_size": 4, "max_memory": options.max_memory}  # fmt: skip
     key = f"{options.shape}, {shape['num_hidden_layers']} layers, {options.solver}, λ={options.lam:g}"
+    if options.rotation:
+        fields |= {"rotation": "learned", "rotation_steps": options.rotation, "rotation_rows": 512}
+        key += f", rotated in {options.rotation} steps"
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         source, output = Path(name, "dense"), Path(name, "pruned")
         source.mkdir()
@@ -198,6 +201,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=16)
     arguments.add_argument("--length", type=int, default=128)
     arguments.add_argument("--max-memory", default=None)
+    arguments.add_argument("--rotation", type=int, metavar="STEPS", help="of a learned rotation before")
     arguments.add_argument("--gigabytes", type=float, default=8)
     arguments.add_argument("--folder", help="for the models; default: the system's for temporary files")
     arguments.add_argument("--show", action="store_true")

@@ -94,4 +94,4 @@ class SpillFile:
 def _bytes(tensor: Tensor) -> memoryview:
     """A tensor's memory; of a contiguous one itself, to be written to."""
     flat = tensor.contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from models import CAUSAL, EDGE, GROUPED, make, spread, token_batches
 from safetensors.torch import load_file
+from test_architectures import made
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
 from optimum_moonshot.errors import MoonshotError
@@ -306,3 +307,19 @@ def test_a_folder_of_fused_experts_goes_with_its_model(tmp_path):
     del pruner
     gc.collect()
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_nothing_and_everything_removed(share, llama, tmp_path):
+    both(llama, tmp_path, solver="wanda", lam=1.0, pattern="unstructured", sparsity=share)
+
+
+def test_why_a_layer_stays_dense(tmp_path):
+    made("mamba").save_pretrained(tmp_path)
+    memory, elsewhere = (
+        MoonshotPruner.from_pretrained(tmp_path, settings(), offload=place) for place in (None, "disk")
+    )
+    for pruner in (memory, elsewhere):
+        pruner.prune(token_batches(), progress=False)
+    assert elsewhere.report.skipped == memory.report.skipped
+    assert any("read where its forward is not called" in reason for reason in memory.report.skipped.values())

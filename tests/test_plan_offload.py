@@ -51,9 +51,11 @@ def test_it_is_the_plan_in_memory_but_for_where_weights_and_results_are(name, la
     assert "in files, of which a block at a time" in str(away)
 
 
-@pytest.mark.parametrize("lam", [1.0, 0.5])
-def test_what_is_planned_is_what_lives(lam, tmp_path):
-    pruner = opened(saved(tmp_path / "dense"), lam=lam)
+@pytest.mark.parametrize(
+    "fields", [{"lam": 1.0}, {"lam": 0.5}, {"lam": 0.5, "rotation": "learned", "rotation_steps": 2}], ids=str
+)
+def test_what_is_planned_is_what_lives(fields, tmp_path):
+    pruner = opened(saved(tmp_path / "dense"), **fields)
     batches = token_batches(samples=8, length=24)
     plan = pruner.plan(batches)
     with LiveBytes() as live:
@@ -76,11 +78,13 @@ def test_it_reads_a_block_of_each_kind_and_leaves_the_model_as_it_was(tmp_path):
     assert model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
 
 
-def test_a_rotation_brings_all_blocks(tmp_path):
+def test_a_rotation_brings_one_block_at_a_time_and_keeps_what_it_changes(tmp_path):
     folder = saved(tmp_path / "dense")
-    plan = opened(folder, rotation="learned", rotation_steps=2).plan()
-    assert item(plan, "weights of a block") == plan.model["away"]["total"]
-    assert item(opened(folder).plan(), "weights of a block") == plan.model["away"]["largest"]
+    turned, plain = (opened(folder, **how).plan() for how in ({"rotation": "learned", "rotation_steps": 2}, {}))
+    for plan in (turned, plain):
+        assert item(plan, "weights of a block") == plan.model["away"]["largest"]
+    assert turned.peaks["disk"] - plain.peaks["disk"] == turned.model["away"]["total"]
+    assert turned.seconds["reading"] > 5 * plain.seconds["reading"]
 
 
 def test_a_model_too_large_for_its_device_fits_with_its_layers_elsewhere():

@@ -5,6 +5,7 @@ the rest of the model lies around it, and blocks in which nothing is pruned are 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_map_only
 from ..data.batches import Batch
 from ..errors import MoonshotError
 from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
-from ..model.layers import Block
+from ..model.layers import Block, visited
 from ..model.losses import Loss, loss_gradient
+from ..model.presence import present_in_turn
 
 
 class Chains(NamedTuple):
@@ -166,13 +168,26 @@ class _Reads(TorchFunctionMode):
 
 
 @torch.no_grad()
-def parameters_read(model: nn.Module, batch: Batch) -> set[nn.Parameter]:
-    """The parameters that a forward pass gives to any function, in the call of their own module or elsewhere.
+def parameters_read(model: nn.Module, batch: Batch) -> set[str]:
+    """The names of parameters that a forward pass gives to any function, in the call of their own module or elsewhere.
 
     Args:
-        model: in evaluation mode, its weights present.
+        model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
         batch: a small sample on its device.
     """
-    with _Reads() as reads:
+    names, found = {module: name for name, module in model.named_modules()}, set()
+
+    def note(module: nn.Module) -> None:
+        prefix = f"{names[module]}." if names[module] else ""
+        every = module.named_parameters(remove_duplicate=False)
+        found.update(prefix + name for name, parameter in every if parameter in reads.parameters)
+
+    @contextmanager
+    def within(block: nn.Module) -> Iterator[None]:
+        yield
+        note(block)
+
+    with _Reads() as reads, present_in_turn(visited(model), within):
         run_model(model, batch)
-    return reads.parameters
+    note(model)
+    return found

@@ -8,8 +8,8 @@ gave. So the model without some experts is the model whose router does not know 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -23,7 +23,10 @@ from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
 from .calls import first_tensor, run_model, without_caches
 from .configurations import Edit, edited, whole_numbers
+from .layers import presence_in, visited
 from .mixtures import Mixture, Mixtures
+from .offload import Offloaded
+from .presence import RESIDENT, Weights, present_in_turn
 
 # Fields that count a router's groups of experts, and how many of them it looks into.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
@@ -104,32 +107,49 @@ class ExpertRemoval:
         Args:
             keep: mixture → the numbers of the experts that stay, int64, ascending.
         """
-        self._apply(lambda tensor, axis, name: tensor.index_select(axis, keep[name].to(tensor.device)))
+
+        def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
+            return tensor.index_select(axis, keep[name].to(tensor.device))
+
+        with ExitStack() as undo:
+            for weights, some in self._by_place().items():
+                if isinstance(weights, Offloaded):
+                    undo.callback(weights.restore, weights.changes())
+                with weights.present():  # those that came for this alone come as they were next time
+                    self._cut(some, cut, undo if weights is RESIDENT else ExitStack())
+            self._configure(undo)
+            undo.pop_all()
         for each in self.sliced.values():
             each.tensor.grad = None  # it was that of all experts
 
-    def _apply(self, cut: Cut) -> Callable[[], None]:
-        """The smaller model, and what makes it the old one again."""
-        undo = ExitStack()
-        try:
-            for each in self.sliced.values():
-                old = each.tensor.data
-                undo.callback(each.put, old)
-                each.put(cut(old, each.axis, each.mixture))
-            for name, values in self.attributes.items():
-                module = self.model.get_submodule(name)
-                for attribute, value in values.items():
-                    undo.callback(setattr, module, attribute, getattr(module, attribute))
-                    setattr(module, attribute, value)
-            for path, value in self.edit.items():
-                for config in _configurations(self.model, path):
-                    field = path.rpartition(".")[2]
-                    undo.callback(setattr, config, field, getattr(config, field))
-                    setattr(config, field, value)
-        except BaseException:
-            undo.close()
-            raise
-        return undo.close
+    def _by_place(self) -> dict[Weights, list[Sliced]]:
+        """The tensors by where the weights of their block come from."""
+        inside = {module: block.weights for block in visited(self.model) for module in block.module.modules()}
+        found: dict[Weights, list[Sliced]] = {}
+        for each in self.sliced.values():
+            found.setdefault(inside.get(each.owner, RESIDENT), []).append(each)
+        return found
+
+    @staticmethod
+    def _cut(sliced: Iterable[Sliced], cut: Cut, undo: ExitStack) -> None:
+        """Smaller tensors, until `undo` is closed."""
+        for each in sliced:
+            old = each.tensor.data
+            undo.callback(each.put, old)
+            each.put(cut(old, each.axis, each.mixture))
+
+    def _configure(self, undo: ExitStack) -> None:
+        """The attributes and settings of the smaller model, until `undo` is closed."""
+        for name, values in self.attributes.items():
+            module = self.model.get_submodule(name)
+            for attribute, value in values.items():
+                undo.callback(setattr, module, attribute, getattr(module, attribute))
+                setattr(module, attribute, value)
+        for path, value in self.edit.items():
+            for config in _configurations(self.model, path):
+                field = path.rpartition(".")[2]
+                undo.callback(setattr, config, field, getattr(config, field))
+                setattr(config, field, value)
 
     @torch.no_grad()
     def _rehearse(self, probe: Batch) -> None:
@@ -138,15 +158,27 @@ class ExpertRemoval:
         Raises:
             MoonshotError: it does not run.
         """
-        undo = self._apply(lambda tensor, axis, name: tensor.narrow(axis, 0, self.left))
+
+        def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
+            return tensor.narrow(axis, 0, self.left)
+
+        @contextmanager
+        def within(block: nn.Module) -> Iterator[None]:
+            modules = set(block.modules())
+            with ExitStack() as undo:
+                self._cut((each for each in self.sliced.values() if each.owner in modules), cut, undo)
+                yield
+
         try:
-            run_model(self.model, probe)
+            with ExitStack() as undo:
+                self._cut(self._by_place().get(RESIDENT, ()), cut, undo)
+                self._configure(undo)
+                undo.enter_context(present_in_turn(visited(self.model), within))
+                run_model(self.model, probe)
         except MoonshotError as error:
             raise MoonshotError(
                 f"pattern='experts': with {self.left} of {self.mixtures.count} experts it does not run: {error}"
             ) from None
-        finally:
-            undo()
 
     @torch.no_grad()
     def _try_other_places(self, probe: Batch) -> None:
@@ -165,20 +197,24 @@ class ExpertRemoval:
 
                 module = self.model.get_submodule(name)
                 hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            hooks.enter_context(present_in_turn(visited(self.model)))
             run_model(self.model, probe)
         size = self.mixtures.count // self.pattern.groups
         order = torch.arange(self.mixtures.count).view(-1, size).roll(1, 1).flatten()
+        present = presence_in(self.model)
         for name, owner in owners.items():
-            turned = {
-                key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
-                for key, each in self.sliced.items()
-                if each.mixture == name
-            }
-            require(
-                owner in calls and _agree(self.model.get_submodule(owner), turned, *calls[owner]),
-                f"{owner}: its experts cannot leave: something else than the router's scores says which tokens they "
-                "get",
-            )
+            module = self.model.get_submodule(owner)
+            with present(module):
+                turned = {
+                    key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
+                    for key, each in self.sliced.items()
+                    if each.mixture == name
+                }
+                require(
+                    owner in calls and _agree(module, turned, *calls[owner]),
+                    f"{owner}: its experts cannot leave: something else than the router's scores says which tokens "
+                    "they get",
+                )
 
     def _owner(self, mixture: Mixture) -> str:
         """The name of the smallest module with all tensors that have an axis of this mixture's experts."""

@@ -8,7 +8,7 @@ kind of layer multiplies and how its weight becomes a matrix is in forms.py.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -151,6 +151,16 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def visited(model: nn.Module) -> list[Block]:
     """The model's blocks, to bring their weights one after the other."""
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
+
+
+def presence_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    """What makes a context in which a module's weights are in the model, where those outside of the blocks are.
+
+    Args:
+        model: whose modules will be asked for.
+    """
+    inside = {module: block for block in visited(model) for module in block.module.modules()}
+    return lambda module: inside[module].present() if module in inside else nullcontext()
 
 
 def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:

@@ -19,6 +19,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
 from .experts import expert_keys, routing, with_others
+from .layers import presence_in, visited
+from .presence import present_in_turn
 
 # Bytes of the contributions that are in memory at a time.
 ROOM = 64 * 2**20
@@ -258,7 +260,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     """The mixtures of a model, tried on a small batch.
 
     Args:
-        model: in evaluation mode, its weights present.
+        model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
         probe: its inputs, on its device.
 
     Raises:
@@ -272,6 +274,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     with ExitStack() as hooks:
         for look in looks:
             look.enter(hooks)
+        hooks.enter_context(present_in_turn(visited(model)))
         run_model(model, probe)
     understood = [look for look in looks if look.chosen and not look.reason]
     counts = {look.mixture.count for look in understood}
@@ -282,8 +285,10 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
         f"pattern='experts': {name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; as many must go "
         "of every layer",
     )
+    present = presence_in(model)
     for look in understood:
-        look.check()
+        with present(look.around):
+            look.check()
     return Mixtures(tuple(look.mixture for look in understood), counts.pop(), max(look.chosen for look in understood))
 
 

@@ -21,7 +21,13 @@ from ..packing.squeezed import spilled
 from .presence import RESIDENT, Block, Weights
 
 Load = Callable[[], Tensor]
-Changes = list[dict[str, Load]]  # of every slot's map
+
+
+class Changes(NamedTuple):
+    """What was written to weights that are elsewhere, slot by slot."""
+
+    written: list[dict[str, Load]]  # of its map
+    standing: list[Tensor]  # in its place between visits
 
 
 class Kept(Mapping[str, Tensor]):
@@ -80,9 +86,9 @@ class Offloaded:
         self.slots, self.folder = slots, folder
         self._spill: SpillFile | None = None
         self._depth = 0
-        self._away: list[Tensor | None] = []  # what stands in the slots when the weights are away
+        self._away: list[Tensor] = []  # what stands in the slots when the weights are away
         self._here: list[nn.Parameter | None] = [None] * len(slots)
-        self._versions: list[int] = []
+        self._came: list[tuple[int, int, int]] = []  # the state of what came for this visit
         for slot in slots:
             if not isinstance(slot.hook.weights_map, Kept):
                 slot.hook.weights_map = Kept(slot.hook.weights_map)
@@ -111,8 +117,14 @@ class Offloaded:
                 self._take_away()
 
     def _bring(self) -> None:
-        self._versions = []
+        self._came = []
+        shared: dict[tuple[int, Any], nn.Parameter] = {}  # what stands for a weight, and where it goes → the weight
         for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
+            known = (id(away), slot.hook.execution_device)
+            if known in shared:
+                self._here[index] = slot.table[slot.key] = shared[known]
+                self._came.append(_state(shared[known]))
+                continue
             stored = slot.hook.weights_map[slot.name]
             if slot.name not in slot.hook.weights_map.changed:
                 Offloaded.read += stored.nbytes
@@ -126,17 +138,21 @@ class Offloaded:
                     self._here[index] = here = nn.Parameter(tensor, requires_grad=away.requires_grad)
                 here.data = tensor
                 here.requires_grad_(away.requires_grad)
-                tensor = here
+                tensor = shared[known] = here
             slot.table[slot.key] = tensor
-            self._versions.append(tensor._version)
+            self._came.append(_state(tensor))
         for slot in self.slots:
             slot.hook.offload = False
 
     def _take_away(self) -> None:
         try:
-            for slot, version in zip(self.slots, self._versions, strict=True):
+            for index, (slot, before) in enumerate(zip(self.slots, self._came, strict=True)):
                 here = slot.table[slot.key]
-                if here._version != version:
+                if id(here) != before[0]:  # one of its own in place of one that was shared
+                    self._here[index] = None
+                if id(here) != before[0] or here.shape != self._away[index].shape:
+                    self._away[index] = _stand_in(here)
+                if _state(here) != before:
                     slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
         finally:
             self._put_away()
@@ -172,7 +188,8 @@ class Offloaded:
 
     def changes(self) -> Changes:
         """What was written so far; `restore` goes back to it."""
-        return [dict(slot.hook.weights_map.changed) for slot in self.slots]
+        written = [dict(slot.hook.weights_map.changed) for slot in self.slots]
+        return Changes(written, self._away[:] if self._depth else [slot.table[slot.key] for slot in self.slots])
 
     def restore(self, changes: Changes) -> None:
         """Forget what was written since.
@@ -180,12 +197,29 @@ class Offloaded:
         Args:
             changes: what `changes` returned.
         """
-        for slot, before in zip(self.slots, changes, strict=True):
+        for slot, before in zip(self.slots, changes.written, strict=True):
             slot.hook.weights_map.changed = dict(before)
+        if self._depth:
+            self._away = changes.standing[:]
+        else:
+            for slot, standing in zip(self.slots, changes.standing, strict=True):
+                slot.table[slot.key] = standing
+        self._spill = None  # what it held for them goes with it; what is left holds on to it
 
 
 def _same(tensor: Tensor) -> Load:
     return lambda: tensor
+
+
+def _state(tensor: Tensor) -> tuple[int, int, int]:
+    """Differs once a tensor is another one, or was written to, or holds other memory."""
+    return id(tensor), tensor._version, tensor.data_ptr()
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """What stands for a tensor while it is elsewhere."""
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 _OWN = "_moonshot_weights"  # the attribute of a block, or of the model for the rest, that has its `Offloaded`

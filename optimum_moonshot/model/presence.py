@@ -5,11 +5,12 @@ away is a matter of the block's `Weights`. So a model's blocks may lie on disk, 
 those who calibrate, solve, recover and write need not know.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class Weights(Protocol):
@@ -44,23 +45,58 @@ class Block(Protocol):
         """Where its weights come from."""
 
 
+# A context to be in as long as a module's weights are present.
+Within = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
 @contextmanager
-def present_in_turn(blocks: Sequence[Block]) -> Iterator[None]:
-    """While the model runs as a whole, forwards, each block's weights are present for the time of its call."""
+def present_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """While the model runs as a whole, forwards, each block's weights are present for the time of its call.
+
+    Args:
+        blocks: of the model.
+        within: a context for each call of a block whose weights come for it.
+    """
     with ExitStack() as stack:
         for block in blocks:
             if block.weights is not RESIDENT:
-                _bring_for_calls(block, stack)
+                _bring_for_calls(block, stack, within)
         yield
 
 
-def _bring_for_calls(block: Block, stack: ExitStack) -> None:
+@contextmanager
+def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """As `present_in_turn`, for a run that gradients are asked of afterwards.
+
+    The graph keeps what it needs of the weights for itself: without the hooks here it holds the parameters, which are
+    empty once their block's call is over.
+
+    Args:
+        blocks: of the model.
+        within: a context for each call of a block whose weights come for it.
+    """
+    away = any(block.weights is not RESIDENT for block in blocks)
+    with saved_tensors_hooks(_alias, _same) if away else nullcontext(), present_in_turn(blocks, within):
+        yield
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _bring_for_calls(block: Block, stack: ExitStack, within: Within | None) -> None:
     held: list[ExitStack] = []
 
     def enter(*_: Any) -> None:
-        inside = ExitStack()
-        inside.enter_context(block.weights.present())
-        held.append(inside)
+        with ExitStack() as inside:
+            inside.enter_context(block.weights.present())
+            if within is not None:
+                inside.enter_context(within(block.module))
+            held.append(inside.pop_all())
 
     def leave(*_: Any) -> None:
         held.pop().close()

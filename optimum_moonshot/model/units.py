@@ -25,6 +25,7 @@ from .calls import frozen, model_device, run_model, to_device
 from .facts import max_positions, vocabulary_size
 from .forms import Form
 from .layers import Block, PrunableLayer, Structure, find_structure
+from .presence import differentiated_in_turn
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that could leave alone, and it makes none"
@@ -84,7 +85,8 @@ def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str,
     if not any(block.layers for block in blocks):
         return {}, {}
     with frozen(model):
-        trace = _run_probe(model, blocks, inputs or probe_inputs(model))
+        with differentiated_in_turn(blocks):
+            trace = _run_probe(model, blocks, inputs or probe_inputs(model))
         found: dict[str, Units] = {}
         sizes: dict[str, int] = {}  # found in an earlier decoder layer, to be tried first
         for block in blocks:

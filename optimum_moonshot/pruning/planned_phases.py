@@ -26,13 +26,18 @@ SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6
 def rotation(walk: Walk, model: nn.Module) -> None:
     """A pass of its own; an inverse of the inputs of each group of layers stays; the dense weights go to host memory.
 
+    Of weights that are elsewhere, the rotated ones are put beside them, and stay there for the rest of the run.
+
     Args:
         walk: notes the moments.
         model: that is rotated.
     """
-    outline = walk.outline
+    outline, away = walk.outline, walk.outline.away
     dense = sum(weight_bytes(layer) for layer in outline.selection.layers)
-    walk.add("dense weights", str(CPU), dense)
+    if away is not None:
+        walk.add("rotated weights", away.place, away.total)
+    else:
+        walk.add("dense weights", str(CPU), dense)
     selection = outline.selection.of_the_dense_model(0.5 if outline.selection.rotates_by_gradients else 1.0)
     some = dataclasses.replace(outline, selection=selection, kind=GramsAlone)
     inner = Walk(some, walk.held, walk.moments, walk.misfits)
@@ -49,7 +54,8 @@ def rotation(walk: Walk, model: nn.Module) -> None:
     walk.moment("rotation", "learning", learning=LEARNED_BYTES * largest + 24 * width**2)
     for place, size in kept:
         walk.free("inverses", place, size)
-    walk.add("dense weights", str(CPU), -dense)
+    if away is None:
+        walk.add("dense weights", str(CPU), -dense)
 
 
 class GramsAlone(StatisticsSchedule):

@@ -24,6 +24,8 @@ from .result_store import weight_sums
 from .selection import Selection, check_weight
 
 CPU = "cpu"
+# How often a rotation brings each block besides the steps of learning: to find it, to try it, to gather, to write it.
+ROTATION_READS = 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,8 @@ def times_read(selection: Selection) -> int:
     config: MoonshotConfig = selection.config
     passes = 3 if selection.needs_gradients else 2  # checked, and seen; forwards before it for gradients
     shares = {"fisher": 2, "owl": 1}.get(config.allocation or "", 0)
-    return passes + shares + (config.recover is not None)
+    turned = 0 if config.rotation is None else ROTATION_READS + config.rotation_steps
+    return passes + shares + turned + (config.recover is not None)
 
 
 def bring_seconds(blocks: Sequence[Block]) -> tuple[float, float]:

@@ -255,9 +255,7 @@ def _walk(outline: Outline, model: nn.Module, text: bool) -> tuple[Walk, dict[st
     device = str(outline.storage.device)
     walk.add("weights of a block", device, away.largest)
     if config.rotation is not None:
-        walk.add("weights of a block", device, away.total - away.largest)  # all of them are there
         rotation(walk, model)
-        walk.add("weights of a block", device, away.largest - away.total)
     if config.allocation == "fisher":
         allocation(walk)
     blocks = {block.name: (block, found) for block, found in walk_blocks(walk)}
@@ -382,7 +380,8 @@ def _mend(moment: Moment, place: str, outline: Outline) -> str:
         ],
         "activations": ["lower batch_size" if outline.batch > 1 else "lower sequence_length"],
         "logits": ["lower batch_size" if outline.batch > 1 else "lower sequence_length"],
-        "weights of a block": ["a narrower dtype"] if outline.selection.config.rotation is None else ["no rotation"],
+        "weights of a block": ["a narrower dtype"],
+        "rotated weights": ['offload="disk"' if host else "another offload_dir", "no rotation"],
         "results": ["give a resume_dir"] if not outline.resumes else ["a machine with more memory"],
     }
     return ", or ".join(options.get(most, ["a machine with more memory"]))

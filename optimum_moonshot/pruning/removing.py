@@ -24,7 +24,6 @@ from ..model.compaction import Compaction
 from ..model.expert_removal import ExpertRemoval
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.mixtures import Mixture, find_mixtures
-from ..model.presence import all_present
 from ..objective.patterns import Experts, Pattern
 from ..objective.removal import Removal
 from ..progress import progress_bar
@@ -67,7 +66,7 @@ def run_removal(
         kept = RunFolder(resume_dir, "resume_dir").for_samples()
     prepared = prepare(subject, selection, calibration, kept)
     before = sum(parameter.numel() for parameter in subject.model.parameters())
-    with frozen(subject.model), all_present(selection.structure.blocks):
+    with frozen(subject.model):
         removal = _plan(prepared)
     choices = _Choices.open(prepared, removal, resume_dir)
     try:

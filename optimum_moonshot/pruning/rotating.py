@@ -22,7 +22,6 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
-from ..model.presence import all_present
 from ..objective.patterns import Pattern, Unstructured
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
@@ -36,6 +35,7 @@ from ..rotation.scaling import OutputMoments, scale
 from ..rotation.search import check_same, find, outputs, verify
 from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
+from ..runtime.freed import give_back
 from .device_memory import MEND, enough_memory
 from .preparation import Prepared, Subject, prepare
 from .result_store import ResultStore
@@ -137,10 +137,9 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
     started, model = time.perf_counter(), prepared.model
     structure = prepared.selection.structure
     batch = prepared.probe
-    with all_present(structure.blocks):
-        ordered = [layer.name for layer in prepared.selection.layers if competing(patterns(layer))]
-        spaces, refused = find(model, batch, config.rotation == "heads", ordered, _compared(prepared, patterns))
-        expected = outputs(model, batch)
+    ordered = [layer.name for layer in prepared.selection.layers if competing(patterns(layer))]
+    spaces, refused = find(model, batch, config.rotation == "heads", ordered, _compared(prepared, patterns))
+    expected = outputs(model, batch)
     basis = Basis(model, structure.blocks, spaces)
     untied = basis.untied_bytes
     try:
@@ -150,8 +149,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         found = rotations(spaces, state) if changed else {}
         if changed:
             basis.write(found)
-            with all_present(structure.blocks):
-                check_same(model, batch, expected, "the learned rotation")
+            check_same(model, batch, expected, "the learned rotation")
         else:
             basis.restore()
     except BaseException:
@@ -184,8 +182,7 @@ def _learned(
     state = of_the_first(prepared, store.rotation())
     if state is not None and state.finished:
         return state
-    with all_present(basis.blocks):
-        verify(prepared.model, basis, batch, expected)
+    verify(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
     if prepared.ranks.first:
         state = _finished(prepared, store, basis, objective, state)
@@ -204,6 +201,7 @@ def _finished(
         bar.update(len(state.history) if state else 0)
 
         def done(state: Learned) -> None:
+            give_back()
             bar.update(1)
             bar.set_postfix_str(f"objective {state.after:.4f}")
             if state.done or len(state.history) % SAVED_EVERY == 0:
@@ -302,6 +300,10 @@ class _Gathering:
         with Observer(layers, False, wanted, samples, storage, plans, extra=extra, ranks=ranks) as observer:
             step.observe(observer, True)
         observer.merge()
+        self._take(observer, layers)
+        give_back()  # what is kept is small, and lies above all that it was made of
+
+    def _take(self, observer: Observer, layers: Sequence[PrunableLayer]) -> None:
         together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
         for layer in layers:
             if observer.reached(layer):

@@ -23,7 +23,8 @@ from ..devices import is_out_of_memory, own_random_numbers
 from ..errors import MoonshotError, reason, require
 from ..model.calls import frozen, model_device
 from ..model.facts import max_positions, takes_images
-from ..model.presence import all_present
+from ..model.layers import visited
+from ..model.presence import present_in_turn
 from ..progress import progress_bar
 from .result_store import fingerprint
 from .run_folder import SAMPLES, RunFolder
@@ -59,7 +60,7 @@ def load_self(
     notes: list[str] = []
 
     def write() -> Tensor:
-        with frozen(model), all_present(selection.structure.blocks):
+        with frozen(model), present_in_turn(visited(model)):
             return write_samples(model, beginnings, ends, source, config.num_samples, length, config.seed, progress)
 
     if kept is None:
@@ -125,7 +126,7 @@ def write_samples(
     """Samples [count, length], int64 on the CPU; the global random state stays as it is.
 
     Args:
-        model: in evaluation mode, its weights present.
+        model: in evaluation mode.
         beginnings: token ids, of which each is taken as often as the others, in random order.
         ends: tokens behind which the next beginning follows.
         source: how they are drawn.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..calibration.chains import find_chains, parameters_read
@@ -229,17 +229,18 @@ class StatisticsSource:
 
     def _skip(self, layer: PrunableLayer) -> None:
         """Leave a layer dense that the data do not reach."""
-        reason = READ if layer.parameter in self._parameters_read else UNREACHED
+        named = self.prepared.model.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if parameter is layer.parameter}
+        reason = READ if names & self._parameters_read else UNREACHED
         for variant in self.variants:
             if variant.lacks(layer):
                 variant.skip(layer, reason)
 
     @cached_property
-    def _parameters_read(self) -> set[nn.Parameter]:
+    def _parameters_read(self) -> set[str]:
         """By a pass of its own, which only a layer that no data reach asks for."""
-        model = self.prepared.model
-        with frozen(model), all_present(self.prepared.selection.structure.blocks):
-            return parameters_read(model, self.prepared.probe)
+        with frozen(self.prepared.model):
+            return parameters_read(self.prepared.model, self.prepared.probe)
 
     def _recomputed(self, probe: Batch) -> Iterator[Step]:
         prepared, selection = self.prepared, self.prepared.selection

@@ -2,9 +2,12 @@
 
 Norms' gains go into the matrices behind them, then every axis that holds coordinates of a space is multiplied by its
 rotation. Both are computed from the weights as they were, in float64 (float32 for 16 bits), and rounded once.
+
+Of blocks that are in the model all the time, a copy in host memory says what they were. Those that come for a visit
+alone come as they were, and what they become is put beside that (model/offload.py), a block at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import require
 from ..model.layers import Block
+from ..model.offload import Changes, Offloaded
+from ..model.presence import RESIDENT, Weights
 from .spaces import Place, Space
 from .trace import Axis
 
@@ -54,6 +59,7 @@ class Basis:
         self.untied: list[tuple[nn.Module, str, nn.Parameter]] = []  # with what they shared
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
         self.dense: dict[int, Tensor] = {}  # parameter → as it was, in host memory
+        self.elsewhere: dict[Offloaded, Changes] = {}  # weights of a block → as they were
         self._check_ties()
 
     @property
@@ -92,21 +98,21 @@ class Basis:
             self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model)]
             for config, _ in self.settings:
                 config.tie_word_embeddings = False
-        for change in self._present():
-            parameter = change.at.parameter
-            if id(parameter) not in self.dense:
-                self.dense[id(parameter)] = parameter.detach().to("cpu", copy=True)
+        for block, changes in self._by_block():
+            if isinstance(block, Offloaded):
+                self.elsewhere[block] = block.changes()
+                continue
+            for parameter in (change.at.parameter for change in changes):
+                if id(parameter) not in self.dense:
+                    self.dense[id(parameter)] = parameter.detach().to("cpu", copy=True)
 
-    def _present(self) -> Iterator[_Change]:
-        """Every change, the weights of its block present."""
-        inside = {module: block for block in self.blocks for module in block.module.modules()}
+    def _by_block(self) -> list[tuple[Weights, list[_Change]]]:
+        """The changes by where the weights of their block come from, those of all that are in the model last."""
+        inside = {module: block.weights for block in self.blocks for module in block.module.modules()}
+        found: dict[Weights, list[_Change]] = {}
         for change in self.changes:
-            block = inside.get(change.at.holder)
-            if block is None:
-                yield change
-            else:
-                with block.present():
-                    yield change
+            found.setdefault(inside.get(change.at.holder, RESIDENT), []).append(change)
+        return sorted(found.items(), key=lambda each: each[0] is RESIDENT)
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
@@ -118,26 +124,34 @@ class Basis:
                 basis. A space whose norms' gains are folded stays the function that it was at any rotation, the
                 identity too.
         """
-        done: set[int] = set()
-        for change in self._present():
-            parameter = change.at.parameter
-            if id(parameter) in done:
-                continue
-            done.add(id(parameter))
-            parameter.copy_(_changed(change, self.dense[id(parameter)].to(parameter.device), rotations))
+        for block, changes in self._by_block():
+            if isinstance(block, Offloaded):
+                block.restore(self.elsewhere[block])
+            with block.present():
+                for change in {id(change.at.parameter): change for change in reversed(changes)}.values():
+                    parameter = change.at.parameter
+                    dense = self.dense.get(id(parameter), parameter).to(parameter.device)
+                    parameter.copy_(_changed(change, dense, rotations))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back as it was, bit by bit."""
-        for change in self._present():
-            parameter = change.at.parameter
+        for block, changes in self.elsewhere.items():
+            block.restore(changes)
+        for parameter in (change.at.parameter for change in self.changes):
             if id(parameter) in self.dense:
                 parameter.copy_(self.dense[id(parameter)])
         for holder, name, parameter in self.untied:
             setattr(holder, name, parameter)
         for config, value in self.settings:
             config.tie_word_embeddings = value
-        self.untied, self.settings, self.dense = [], [], {}
+        self.untied, self.settings = [], []
+        self.forget()
+
+    def forget(self) -> None:
+        """No longer keep the weights as they were."""
+        self.dense.clear()
+        self.elsewhere.clear()
 
 
 def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:

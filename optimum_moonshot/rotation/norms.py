@@ -5,12 +5,13 @@ subtracts the mean, with those that fix the vector of ones. What parameter makes
 tried on a copy, not read from a name.
 """
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from ..model.offload import bare_copy
 
 # Two results of a norm agree within this share: some compute in float32 whatever they are given.
 TOLERANCE = 1e-4
@@ -25,20 +26,9 @@ class Norm:
     bias: str | None  # the parameter that is the shift
     offset: float
     slope: float
-    fixes_ones: bool  # n commutes only with orthogonal matrices that fix the vector of ones
-
-    @property
-    def gain(self) -> Tensor | None:
-        """γ [width] in float64; None where it is 1 everywhere."""
-        if self.weight is None:
-            return None
-        gain = self.offset + self.slope * self.module._parameters[self.weight].detach().double()
-        return None if bool((gain == 1).all()) else gain
-
-    @property
-    def shift(self) -> Tensor | None:
-        """β [width] in float64; None without one."""
-        return None if self.bias is None else self.module._parameters[self.bias].detach().double()
+    gain: Tensor | None  # γ [width] in float64, as it was found; None where it is 1 everywhere
+    shift: Tensor | None  # β [width] in float64; None without one
+    fixes_ones: bool = False  # n commutes only with orthogonal matrices that fix the vector of ones
 
     @property
     def neutral(self) -> float:
@@ -75,7 +65,7 @@ def find_norm(module: nn.Module, width: int) -> Norm | None:
 
 
 def _find(module: nn.Module, width: int) -> Norm | None:
-    twin = copy.deepcopy(module).to("cpu").double().eval()
+    twin = bare_copy(module, {}).to("cpu").double().eval()
     twin._forward_hooks.clear()
     twin._forward_pre_hooks.clear()
     actual = {name: parameter.clone() for name, parameter in twin.named_parameters()}
@@ -113,7 +103,9 @@ def _find(module: nn.Module, width: int) -> Norm | None:
             return None
     if weight is None and not _close(empty, signs, 1.0):
         return None  # it is no norm, or a constant
-    found = Norm(module, weight, bias, _whole(offset), slope, False)
+    gain = None if weight is None else _whole(offset) + slope * actual[weight]
+    gain = None if gain is None or bool((gain == 1).all()) else gain
+    found = Norm(module, weight, bias, _whole(offset), slope, gain, None if bias is None else actual[bias])
     values = dict(zeros) | ({} if weight is None else {weight: torch.full_like(actual[weight], found.neutral)})
 
     def bare(inputs: Tensor) -> Tensor:
@@ -123,8 +115,8 @@ def _find(module: nn.Module, width: int) -> Norm | None:
     plain, norm = bare(x), float(bare(x).norm())
     if not _close(bare(5 * x), plain, norm):
         return None
-    expected = plain if found.gain is None else plain * found.gain.cpu()
-    if not _close(call(x, actual), expected if found.shift is None else expected + found.shift.cpu(), norm):
+    expected = plain if found.gain is None else plain * found.gain
+    if not _close(call(x, actual), expected if found.shift is None else expected + found.shift, norm):
         return None
     for fixes_ones in (False, True):
         mirror = random(width)

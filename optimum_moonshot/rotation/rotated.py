@@ -43,7 +43,7 @@ class Rotated:
 
     def forget(self) -> None:
         """Give the memory of the weights as they were back: the model stays as it is."""
-        self.basis.dense.clear()
+        self.basis.forget()
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
-from ..model.layers import find_blocks
+from ..model.layers import visited
+from ..model.presence import present_in_turn
 from ..model.units import find_units
 from .basis import Basis
 from .heads import find_heads
@@ -24,7 +25,7 @@ def find(
     """What may be rotated, or permuted, in a model.
 
     Args:
-        model: its weights present.
+        model: its blocks' weights are brought one after the other where they are elsewhere.
         batch: a small sample; its values do not matter.
         heads_only: leave out the residual stream, and whatever else would untie embeddings.
         ordered: the names of layers that the order of their neurons matters to.
@@ -37,7 +38,7 @@ def find(
         MoonshotError: there are none, or the model does not run on the batch.
     """
     found = trace(model, batch)
-    spaces, refused = find_spaces(found, [name for name, _ in find_blocks(model)])
+    spaces, refused = find_spaces(found, [block.name for block in visited(model)])
     shared = _shared(model)
     spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or not _touches(space, shared)]
     with plain_experts(model):
@@ -77,7 +78,7 @@ def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
         model: in any mode.
         batch: its inputs.
     """
-    with frozen(model), torch.no_grad():
+    with frozen(model), present_in_turn(visited(model)):
         result = run_model(model, to_device(batch, model_device(model)))
     return [leaf.cpu() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

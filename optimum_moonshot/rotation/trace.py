@@ -8,7 +8,7 @@ products are exact in any dtype, tells.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.experts import plain_implementation
 from ..model.forms import find_form
+from ..model.layers import visited
+from ..model.presence import differentiated_in_turn, present_in_turn
 from .norms import Norm, find_norm, may_be_norm
 
 # How far rounding may take a derivative from one that commutes, as a share of it.
@@ -55,6 +57,15 @@ class Node:
     raw: bool = False  # a parameter itself
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
+    own: Tensor | None = None  # what a parameter holds that may be elsewhere again
+
+    def value(self, leaf: Tensor) -> Tensor:
+        """What one of its leaves held in the run.
+
+        Args:
+            leaf: of any shape.
+        """
+        return leaf.detach() if self.own is None else self.own
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         return tensor.movedim(-3, -1) if self.images and tensor.ndim >= 3 else tensor
@@ -82,10 +93,10 @@ class Reading:
 
 
 class Trace:
-    """The nodes of a model, and one run of it.
+    """The nodes of a model, and one run of it, for which the weights of its blocks come in turn.
 
     Args:
-        model: in evaluation mode, its weights present and frozen.
+        model: in evaluation mode and frozen.
         batch: a small random batch.
 
     Raises:
@@ -111,17 +122,23 @@ class Trace:
                 node.inputs.append(read)
             return node.cut(output, generator)
 
-        raw = [node.gives[0].parameter for node in self.nodes if node.raw]
+        raw = [node for node in self.nodes if node.raw]
         with ExitStack() as stack:
             for module, node in by_module.items():
                 if module is not None and not isinstance(node, _Product):
                     stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
-            for parameter, node in zip(raw, (node for node in self.nodes if node.raw), strict=True):
+            for parameter in (node.gives[0].parameter for node in raw):
                 parameter.requires_grad_(True)
                 stack.callback(parameter.requires_grad_, False)
-                node.leaves.append(parameter)
+            _enter(raw, self.model)
             products = {id(node.gives[0].parameter): node for node in self.nodes if isinstance(node, _Product)}
-            stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
+            known = stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
+
+            def within(block: nn.Module) -> AbstractContextManager[None]:
+                _enter(raw, block)
+                return known.of(block)
+
+            stack.enter_context(differentiated_in_turn(visited(self.model), within))
             stack.enter_context(torch.enable_grad())
             self.results = [leaf for leaf in tree_leaves(_run(self.model, batch)) if _is_floating(leaf)]
 
@@ -175,7 +192,7 @@ class Trace:
             same = maker.channels_last(leaf).shape[-1] == width and found is not None
             if same and float((found - turned(before, maker)).norm()) <= tolerance * float(before.norm()):
                 alike.add(place)
-                explained += (before.double() * leaf.detach().double()).sum().cpu()
+                explained += (before.double() * maker.value(leaf).double()).sum().cpu()
             else:
                 other.add(place)
         total = (cotangent.double() * tensor.detach().double()).sum().cpu()
@@ -203,14 +220,38 @@ class _Products(TorchFunctionMode):
 
     Args:
         model: whose parameters are known.
-        see: given the parameter's id, the inputs and the call; what it returns is the result.
+        see: given the parameter's id, the inputs and the call; what it returns is the result. The id is that of what
+            stands in the model now, also where the weights come later.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
         super().__init__()
         self.see = see
-        self.ids = {p.untyped_storage().data_ptr(): id(p) for p in model.parameters() if p.numel()}
+        self.names = {(module, name): id(parameter) for module, name, parameter in _held(model)}
+        self.ids = self._addresses(model)
         self.cast: list[Tensor] = []  # kept, so that their addresses name them
+
+    def _addresses(self, module: nn.Module) -> dict[int, int]:
+        return {
+            parameter.untyped_storage().data_ptr(): self.names[holder, name]
+            for holder, name, parameter in _held(module)
+            if parameter.numel() and not parameter.is_meta
+        }
+
+    @contextmanager
+    def of(self, block: nn.Module) -> Iterator[None]:
+        """Meanwhile the weights of a block are known that are present for so long.
+
+        Args:
+            block: of the model.
+        """
+        before, casts = self.ids, len(self.cast)
+        self.ids = before | self._addresses(block)
+        try:
+            yield
+        finally:  # other tensors may have these addresses next
+            self.ids = before
+            del self.cast[casts:]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,9 +261,28 @@ class _Products(TorchFunctionMode):
                 return self.see(known, args[0], lambda: func(*args, **kwargs))
         result = func(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], nn.Parameter) and _is_floating(result):
-            self.ids[result.untyped_storage().data_ptr()] = id(args[0])
-            self.cast.append(result)
+            known = self.ids.get(args[0].untyped_storage().data_ptr())
+            if known is not None:
+                self.ids[result.untyped_storage().data_ptr()] = known
+                self.cast.append(result)
         return result
+
+
+def _held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter, as often as there are places that hold it."""
+    for holder in module.modules():
+        for name, parameter in holder._parameters.items():
+            if parameter is not None:
+                yield holder, name, parameter
+
+
+def _enter(nodes: Sequence[Node], module: nn.Module) -> None:
+    """Parameters that enter as they are become leaves, those in a module whose values are there."""
+    inside = set(module.modules())
+    for node in nodes:
+        parameter = node.gives[0].parameter
+        if node.gives[0].holder in inside and not parameter.is_meta:
+            node.leaves, node.own = [parameter], parameter.detach()
 
 
 def _cut_product(
@@ -237,22 +297,22 @@ def _cut_product(
 
 def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     """Every node, in the order of the modules; norms and embeddings are known by how they are called."""
-    called: dict[nn.Module, str] = {}
-    widths: dict[nn.Module, int] = {}
+    embeddings: set[nn.Module] = set()
+    norms: dict[nn.Module, Norm | None] = {}
     used: set[int] = set()
 
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
-        if module in called or not _is_floating(output):
+        if module in embeddings or module in norms or not _is_floating(output):
             return
         own = list(module.parameters(recurse=False))
         if find_form(module) is not None:
             return
         if read is None or not read.is_floating_point():
             if len(own) == 1 and own[0].ndim == 2 and own[0].shape[1] == output.shape[-1]:
-                called[module] = "embedding"
+                embeddings.add(module)
         elif may_be_norm(module, read, output):
-            called[module], widths[module] = "norm", read.shape[-1]
+            norms[module] = find_norm(module, read.shape[-1])
 
     def product(known: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
         used.add(known)
@@ -262,12 +322,13 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
         for module in model.modules():
             if next(module.children(), None) is None:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        stack.enter_context(_Products(model, product))
+        products = stack.enter_context(_Products(model, product))
+        stack.enter_context(present_in_turn(visited(model), products.of))
         _run(model, batch)
     nodes: list[Node] = []
     owned: set[int] = set()
     for name, module in model.named_modules():
-        node = _module_node(name, module, called.get(module), widths.get(module, 0))
+        node = _module_node(name, module, module in embeddings, norms.get(module))
         if node is not None:
             nodes.append(node)
             owned |= {id(parameter) for parameter in module.parameters(recurse=False)}
@@ -282,20 +343,17 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     return nodes
 
 
-def _module_node(name: str, module: nn.Module, kind: str | None, width: int) -> Node | None:
+def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
     form = find_form(module)
     if form is not None and form.unprunable() is None:  # also one that the probe does not reach
         out, into = form.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
         reads = (Axis(module, "weight", into),) if form.groups == 1 else ()
         return Node(name, reads, (Axis(module, "weight", out), *bias), images=form.images)
-    if kind == "embedding":
+    if embeds:
         (own,) = module._parameters
         return Node(name, gives=(Axis(module, own, 1),))
-    norm = find_norm(module, width) if kind == "norm" else None
-    if norm is None:
-        return None
-    return Node(name, norm=norm)
+    return None if norm is None else Node(name, norm=norm)
 
 
 @contextmanager
@@ -325,7 +383,7 @@ def trace(model: nn.Module, batch: Batch) -> Trace:
     """As `Trace`, with the model in evaluation mode and frozen meanwhile.
 
     Args:
-        model: its weights present.
+        model: whose blocks' weights may be elsewhere.
         batch: a small random batch.
     """
     with frozen(model), plain_experts(model):

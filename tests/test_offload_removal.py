@@ -1,0 +1,68 @@
+"""Whole experts leave a model whose decoder layers are on disk, as they leave one in memory."""
+
+import pytest
+import torch
+import transformers as hf
+from models import make, token_batches
+from test_expert_removal import FAMILIES, model_of, settled
+from test_offload import assert_equal, offloaded, settings
+
+from optimum_moonshot import MoonshotPruner
+from optimum_moonshot.model.layers import find_blocks
+from optimum_moonshot.model.offload import Offloaded
+
+REMOVED = {"pattern": "experts", "solver": "reap", "sparsity": 0.25, "lam": 0.5}
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "mixtral")]
+)
+def test_experts_are_taken_out_of_layers_on_disk(name, tmp_path, monkeypatch):
+    ids, dense, found = torch.arange(10)[None], tmp_path / "dense", []
+    settled(model_of(name)).save_pretrained(dense)
+    most = []
+    bring = Offloaded._bring
+    monkeypatch.setattr(
+        Offloaded,
+        "_bring",
+        lambda weights: (bring(weights), most.append(sum(not p.is_meta for p in blocks(pruner.model)))),
+    )
+    for place in (None, "disk"):
+        pruner = MoonshotPruner.from_pretrained(dense, settings(**REMOVED), offload=place)
+        every = sum(1 for _ in blocks(pruner.model))
+        pruner.prune(token_batches(), progress=False)
+        pruner.save_pretrained(tmp_path / str(place))
+        loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / str(place))
+        found.append((pruner.model(ids, use_cache=False).logits, loaded(ids, use_cache=False).logits))
+    assert all(torch.equal(logits, found[0][0]) for logits in (*found[0], *found[1]))
+    assert_equal(tmp_path / "disk", tmp_path / "None")
+    assert max(most) < every and all(p.is_meta for p in blocks(pruner.model))
+
+
+def blocks(model):
+    """The parameters of its blocks."""
+    return (parameter for _, block in find_blocks(model) for parameter in block.parameters())
+
+
+def test_experts_that_could_not_be_taken_out_of_layers_on_disk_are_all_there(tmp_path, monkeypatch):
+    ids = torch.arange(10)[None]
+    make("mixtral").save_pretrained(tmp_path)
+    pruner = offloaded(tmp_path, **REMOVED)
+    before, count = pruner.model(ids, use_cache=False).logits, pruner.model.config.num_local_experts
+    taken, keep = [], Offloaded._keep
+
+    def fail(*arguments):
+        if len(taken) == 4:  # in the second layer
+            raise OSError("the disk is full")
+        taken.append(arguments)
+        return keep(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Offloaded, "_keep", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            pruner.prune(token_batches(), progress=False)
+    assert (
+        torch.equal(pruner.model(ids, use_cache=False).logits, before)
+        and pruner.model.config.num_local_experts == count
+    )
+    assert {len(block.mlp.experts.down_proj) for _, block in find_blocks(pruner.model)} == {count}

@@ -1,0 +1,148 @@
+"""A basis learned for a model whose decoder layers are on disk, and what it writes for itself: one layer at a time."""
+
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, GROUPED, make, spread, token_batches
+from safetensors.torch import load_file
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.data.self_calibration import SelfCalibration
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.model.layers import find_blocks
+from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.model.units import find_units, probe_inputs
+from optimum_moonshot.rotation.search import find
+
+OPTIONS = {"pattern": "2:4", "num_samples": 4, "sequence_length": 12, "batch_size": 2, "lam": 0.5}
+ROTATED = {**OPTIONS, "rotation": "learned", "rotation_steps": 2}
+FEW = ("llama", "gpt2", "mixtral")  # the others take too long for every run
+
+
+def shaken(name):
+    """A model whose norms have gains, and shifts, of their own."""
+    model = make(name)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+@pytest.fixture
+def most(monkeypatch):
+    """How many blocks' weights were there at once."""
+    present, most = set(), [0]
+    bring, put_away = Offloaded._bring, Offloaded._put_away
+
+    def count_in(weights):
+        present.add(id(weights))
+        most[0] = max(most[0], len(present))
+        bring(weights)
+
+    def count_out(weights):
+        present.discard(id(weights))
+        put_away(weights)
+
+    monkeypatch.setattr(Offloaded, "_bring", count_in)
+    monkeypatch.setattr(Offloaded, "_put_away", count_out)
+    return most
+
+
+def pruned(folder, place, to):
+    """The weights that a run leaves, or why there was none."""
+    pruner = MoonshotPruner.from_pretrained(folder, MoonshotConfig(**ROTATED), offload=place)
+    try:
+        pruner.prune(token_batches(samples=4), progress=False)
+    except MoonshotError as error:
+        return str(error)
+    pruner.save_pretrained(to)
+    return {name: tensor for path in to.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(found, expected):
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
+)
+def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, most):
+    shaken(name).save_pretrained(tmp_path / "dense")
+    expected = pruned(tmp_path / "dense", None, tmp_path / "memory")
+    assert_same(pruned(tmp_path / "dense", "disk", tmp_path / "disk"), expected)
+    assert most == [1]
+    assert name not in FEW or not isinstance(expected, str)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bloom"])
+def test_the_same_spaces_and_units(name, tmp_path, most):
+    shaken(name).save_pretrained(tmp_path)
+    found = []
+    for place in (None, "disk"):
+        model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
+        batch = probe_inputs(model)
+        spaces, refused = find(model, batch, False)
+        units, why = find_units(model, batch)
+        places = [
+            (space.name, space.width, [(at.at.name, at.at.axis, str(at.index)) for at in space.places])
+            for space in spaces
+        ]
+        foldings = [(folding.norm.gain, len(folding.readers)) for space in spaces for folding in space.foldings]
+        found.append(
+            (str((places, foldings, refused, why)), {name: unit.columns.tolist() for name, unit in units.items()})
+        )
+    assert found[1] == found[0] and most == [1]
+    assert is_offloaded(model) and all(p.is_meta for _, block in find_blocks(model) for p in block.parameters())
+
+
+def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeypatch):
+    shaken("llama").save_pretrained(tmp_path)
+    pruner = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**ROTATED), offload="disk")
+    ids = torch.arange(10)[None]
+    before = pruner.model(ids).logits
+    for moment in ("verify", "gather", "learn", "check_same"):
+        with monkeypatch.context() as patch:
+
+            def fail(*_, **__):
+                raise KeyboardInterrupt
+
+            patch.setattr(f"optimum_moonshot.pruning.rotating.{moment}", fail)
+            with pytest.raises(KeyboardInterrupt):
+                pruner.prune(token_batches(samples=4), progress=False)
+        assert torch.equal(pruner.model(ids).logits, before)
+
+
+def test_a_tied_head_becomes_its_own_where_both_ends_are_on_disk(tmp_path):
+    torch.manual_seed(0)
+    model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "tie_word_embeddings": True})))
+    model.model.norm.weight.data += 0.3 * torch.randn(model.model.norm.weight.shape)
+    model.save_pretrained(tmp_path / "dense")
+    device_map = {"model.embed_tokens": "disk", "model.norm": "disk", "lm_head": "disk", "model.rotary_emb": "cpu"}
+    device_map |= {f"model.layers.{place}": "disk" for place in range(3)}
+    found = []
+    for number, options in enumerate(({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")})):
+        loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
+        pruner = MoonshotPruner(loaded, MoonshotConfig(**ROTATED))
+        pruner.prune(token_batches(samples=4), progress=False)
+        assert pruner.report.rotation.untied_bytes
+        pruner.save_pretrained(tmp_path / str(number))
+        found.append(load_file(tmp_path / str(number) / "model.safetensors"))
+        found.append({"logits": pruner.model(torch.arange(10)[None]).logits})
+    assert "lm_head.weight" in found[0]
+    assert_same(found[2], found[0])
+    assert_same(found[3], found[1])
+
+
+def test_a_model_writes_the_same_samples(tmp_path, most):
+    shaken("llama").save_pretrained(tmp_path)
+    source, found = SelfCalibration(), []
+    for place in (None, "disk"):
+        pruner = MoonshotPruner.from_pretrained(
+            tmp_path, MoonshotConfig(**{**OPTIONS, "solver": "wanda"}), offload=place
+        )
+        found.append(pruner.prune(source, progress=False).calibration["digest"])
+    assert found[0] == found[1] and most == [1]
