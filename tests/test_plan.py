@@ -55,8 +55,21 @@ def test_a_solver_says_what_it_holds(solver, samples, lam):
             objective = statistics.objective(weight, lam, block)
             result = made.solve(objective, pattern)
             weight_losses(objective, result.weight, result.keep, torch.float32)
-        said = max(made.work(size, pattern).bytes, ruler_bytes(size))
+        said = max(made.work(size, pattern).bytes, ruler_bytes(size, made.objective.diagonal_only))
         assert 0.7 * live.peak <= said <= 1.35 * live.peak, (pattern, said / live.peak)
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4)], ids=str)
+def test_a_large_matrix_takes_little_more_than_its_weights_where_diagonals_are_all(pattern):
+    """Of rows that are compared one by one, and of losses, some rows at a time are looked at."""
+    made, size = make_solver("wanda", {}), ProblemSize(4096, 2048)
+    weight, statistics = random_problem(made, size, torch.Generator().manual_seed(0))
+    with LiveBytes() as live, torch.no_grad():
+        objective = statistics.objective(weight, 1.0, None)
+        result = made.solve(objective, pattern)
+        weight_losses(objective, result.weight, result.keep, torch.float32)
+    said = max(made.work(size, pattern).bytes, ruler_bytes(size, True))
+    assert live.peak <= 22 * size.weights and 0.8 * live.peak <= said <= 1.25 * live.peak
 
 
 def test_live_bytes_are_those_of_storages_that_live():

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from ..devices import is_gpu
 from ..errors import MoonshotError, require
+from .row_slices import row_slices
+
+# What choosing holds for every score of a slice, its copy for the selection and the running count of ties above all.
+CHOOSING_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -301,11 +305,15 @@ def smallest(scores: Tensor, count: int) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
-    threshold = kth_smallest(scores, count)
-    below = scores < threshold
-    tied = scores == threshold
-    room = count - below.sum(-1, keepdim=True)
-    return below | (tied & (tied.cumsum(-1) <= room))
+    found = torch.empty_like(scores, dtype=torch.bool)
+    for rows in row_slices(slice(0, len(scores)), CHOOSING_BYTES * scores.shape[-1], scores.device):
+        some = scores[rows]
+        threshold = kth_smallest(some, count)
+        below = some < threshold
+        tied = some == threshold
+        room = count - below.sum(-1, keepdim=True)
+        found[rows] = below | (tied & (tied.cumsum(-1) <= room))
+    return found
 
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:

@@ -57,6 +57,13 @@ class Work:
     operations: float  # in proportion to the time, between matrices of one solver
 
 
-def ruler_bytes(size: ProblemSize) -> int:
-    """What building an objective and measuring its losses takes, for two weights, the pruned and the masked one."""
+def ruler_bytes(size: ProblemSize, diagonal: bool) -> int:
+    """What building an objective and measuring its losses takes, for two weights, the pruned and the masked one.
+
+    Args:
+        size: of the matrix.
+        diagonal: whether the objective has diagonals alone, of which some rows at a time are measured.
+    """
+    if diagonal:
+        return 15 * size.weights + 2 * size.slices(24 * size.inputs) // 3
     return (61 if size.compressed else 53) * size.weights

@@ -13,6 +13,7 @@ weights [d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Rows come in gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -22,7 +23,10 @@ from torch import Tensor
 from ..errors import FactorizationError
 from .fisher import Fisher
 from .linalg import diagonal_blocks
+from .row_slices import row_slices
 
+# What the loss of a weight by diagonals holds for each weight of a slice: differences, squares, products in float64.
+LOSS_BYTES = 24
 # How far below 0 rounding may take a loss that is 0, in proportion to the largest it could be.
 ROUNDING = 1e-5
 
@@ -228,7 +232,7 @@ class DiagonalQuadratic:
         """
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
-        at_zero = _first(_diagonal_terms(weight[None], input_squares, gradient_squares, samples))
+        at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
         found = _with_note(scales(lam, *at_zero, samples=samples), dead)
         return cls(weight, input_squares, gradient_squares, samples, found, at_zero)
 
@@ -242,8 +246,7 @@ class DiagonalQuadratic:
         return diagonal + self.scales.b * self.gradient_squares
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
-        deltas = torch.stack([weight.float() - self.weight for weight in weights])
-        terms = _diagonal_terms(deltas, self.input_squares, self.gradient_squares, self.samples)
+        terms = _diagonal_terms(weights, self.weight, self.input_squares, self.gradient_squares, self.samples)
         return _relative(terms, self.losses_at_zero, self.scales.lam)
 
 
@@ -269,7 +272,7 @@ def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor,
     if dead.all():  # nothing tells the weights apart but themselves, and `scales` says so
         return weight.detach().float(), 0
     of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
-    return weight.detach().float().masked_fill(of_weight, 0), int(dead.sum())
+    return weight.detach().to(torch.float32, copy=True).masked_fill_(of_weight, 0), int(dead.sum())
 
 
 def _with_note(found: Scales, dead: int) -> Scales:
@@ -299,13 +302,24 @@ def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> tuple[Tensor,
 
 
 def _diagonal_terms(
-    deltas: Tensor, input_squares: Tensor, gradient_squares: Tensor | None, samples: int
+    weights: Sequence[Tensor],
+    dense: Tensor | None,
+    input_squares: Tensor,
+    gradient_squares: Tensor | None,
+    samples: int,
 ) -> tuple[Tensor, Tensor | None]:
-    squares = deltas.square()
-    reconstruction = (squares * input_squares).double().sum((1, 2))
-    if gradient_squares is None:
-        return reconstruction, None
-    return reconstruction, (squares * gradient_squares).double().sum((1, 2)) / samples
+    """As `_terms`, of weights [d_out, d_in] that differ from the dense one, or from 0; some rows at a time."""
+    d_out, d_in = weights[0].shape
+    lost = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
+    for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, lost.device):
+        inputs = input_squares if input_squares.ndim == 1 else input_squares[rows]
+        for index, weight in enumerate(weights):
+            some = weight[rows].float()
+            squares = (some if dense is None else some - dense[rows]).square()
+            lost[0, index] += (squares * inputs).double().sum()
+            if gradient_squares is not None:
+                lost[1, index] += (squares * gradient_squares[rows]).double().sum()
+    return lost[0], None if gradient_squares is None else lost[1] / samples
 
 
 def _first(terms: tuple[Tensor, Tensor | None]) -> tuple[float, float | None]:

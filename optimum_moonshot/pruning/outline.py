@@ -114,8 +114,11 @@ def solver_bytes(outline: Outline, layer: PrunableLayer, rows: int | None = None
         outline, layer, rows: as for `problem_size`.
     """
     size = problem_size(outline, layer, rows)
-    work = outline.selection.solver.work(size, pattern_of(outline.selection, layer))
-    return max(work.bytes, ruler_bytes(size)) + (weight_bytes(layer) if layer.form.separate else 0)
+    solver = outline.selection.solver
+    work = solver.work(size, pattern_of(outline.selection, layer))
+    return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + (
+        weight_bytes(layer) if layer.form.separate else 0
+    )
 
 
 def weight_bytes(layer: PrunableLayer) -> int:

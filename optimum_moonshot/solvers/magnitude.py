@@ -25,4 +25,4 @@ class Magnitude(Solver):
         return finish(objective, objective.weight, pattern.keep(objective.weight.abs()))
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        return Work(32 * size.weights, size.weights)
+        return Work(22 * size.weights, size.weights)

@@ -22,8 +22,8 @@ class Wanda(Solver):
     grouped: ClassVar[bool] = True
 
     def solve(self, objective: DiagonalQuadratic, pattern: Pattern) -> PrunedWeight:
-        scores = objective.weight.square() * objective.diagonal()
+        scores = objective.weight.square().mul_(objective.diagonal())
         return finish(objective, objective.weight, pattern.keep_per_row(scores))
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        return Work(32 * size.weights, size.weights)
+        return Work(9 * size.weights + size.slices(24 * size.inputs), size.weights)
