@@ -128,7 +128,8 @@ class Basis:
             if isinstance(block, Offloaded):
                 block.restore(self.elsewhere[block])
             with block.present():
-                for change in {id(change.at.parameter): change for change in reversed(changes)}.values():
+                by_parameter = {id(change.at.parameter): change for change in reversed(changes)}
+                for change in by_parameter.values():  # once, where several places hold it
                     parameter = change.at.parameter
                     dense = self.dense.get(id(parameter), parameter).to(parameter.device)
                     parameter.copy_(_changed(change, dense, rotations))
