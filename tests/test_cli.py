@@ -376,3 +376,14 @@ def test_mistakes_in_a_sweep_are_found_before_loading(capsys, tmp_path, argv, wo
     status, lines = failure(capsys, "sweep", "no/such/model", "--output", tmp_path / "out", *argv)
     assert status == 2 and len(lines) == 1 and words in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["prune", "rotate", "sweep", "eval", "convert", "verify"])
+def test_an_option_has_its_whole_name(command, tmp_path, capsys):
+    """One that a command lacks would pass for another that begins alike."""
+    whole = {"convert": ["--format", "packed"], "verify": ["--revision", "main"], "eval": ["--runtime", "auto"]}
+    flag, *value = whole.get(command, ["--offload-dir", "spill"])
+    output = [] if command in ("eval", "convert", "verify") else ["--output", tmp_path / "out"]
+    with pytest.raises(SystemExit) as caught:
+        main([command, str(DEMO), *map(str, output), flag[:-2], *value])
+    assert caught.value.code == 2 and flag[:-2] in capsys.readouterr().err

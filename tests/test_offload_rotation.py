@@ -1,5 +1,7 @@
 """A basis learned for a model whose decoder layers are on disk, and what it writes for itself: one layer at a time."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -7,6 +9,7 @@ from models import CAUSAL, GROUPED, make, spread, token_batches
 from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
@@ -14,6 +17,7 @@ from optimum_moonshot.model.offload import Offloaded, is_offloaded
 from optimum_moonshot.model.units import find_units, probe_inputs
 from optimum_moonshot.rotation.search import find
 
+DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 OPTIONS = {"pattern": "2:4", "num_samples": 4, "sequence_length": 12, "batch_size": 2, "lam": 0.5}
 ROTATED = {**OPTIONS, "rotation": "learned", "rotation_steps": 2}
 FEW = ("llama", "gpt2", "mixtral")  # the others take too long for every run
@@ -146,3 +150,21 @@ def test_a_model_writes_the_same_samples(tmp_path, most):
         )
         found.append(pruner.prune(source, progress=False).calibration["digest"])
     assert found[0] == found[1] and most == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rotate", "--rotation-steps", "2", "--pattern", "2:4"),
+        ("sweep", "--lambdas", "0.5", "1", "--patterns", "2:4", "--save"),
+    ],
+)
+def test_commands_leave_layers_on_disk(command, tmp_path, most):
+    given = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
+    given += ["--sequence-length", "32", *command[1:]]
+    for name, place in (("memory", []), ("disk", ["--offload", "disk"])):
+        main([*given, "--output", str(tmp_path / name), *place])
+        assert most == ([1] if place else [0])
+    found = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
+    assert_same(*(load_file(path) for (path,) in found))

@@ -37,10 +37,25 @@ def one_line(error: BaseException) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and how to load it."""
+    whole_names(parser)
     parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def add_offload_option(parser: argparse.ArgumentParser) -> None:
+    """Where the layers of a model are that is larger than the memory."""
+    parser.add_argument(
+        "--offload",
+        choices=("cpu", "disk"),
+        help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
+    )
+
+
+def whole_names(parser: argparse.ArgumentParser) -> None:
+    """Take no abbreviated option: one that a command lacks would pass for another that begins alike."""
+    parser.allow_abbrev = False
 
 
 def import_modules(names: list[str]) -> None:
@@ -122,3 +137,33 @@ def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
 def remote_code(args: argparse.Namespace) -> dict[str, Any]:
     """The option of `from_pretrained` that `--trust-remote-code` is."""
     return {"trust_remote_code": True} if args.trust_remote_code else {}
+
+
+def offload_place(args: argparse.Namespace, device: Any) -> dict[str, str]:
+    """The options of `from_pretrained` by which `--offload` leaves layers elsewhere; none without it.
+
+    Args:
+        args: of a command.
+        device: where one layer at a time comes to.
+    """
+    return {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+
+
+def load_pruner(args: argparse.Namespace, config: Any, device: Any) -> Any:
+    """The `MoonshotPruner` of a command, its model on the device but for what `--offload` leaves elsewhere.
+
+    Args:
+        args: of the command.
+        config: the `MoonshotConfig` that they make.
+        device: where the model works.
+
+    Raises:
+        MoonshotError: it cannot be loaded; it says why in one line.
+    """
+    from .. import MoonshotPruner
+
+    place = offload_place(args, device)
+    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
+    if not place:
+        pruner.model.to(device)
+    return pruner

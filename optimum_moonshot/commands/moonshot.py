@@ -18,13 +18,15 @@ from .common import (
     OUTPUT_HELP,
     UsageError,
     add_model_options,
+    add_offload_option,
     check_data,
     check_source,
     expect,
     find_device,
     import_modules,
-    load,
+    load_pruner,
     remote_code,
+    whole_names,
 )
 from .evaluate import EvalCommand
 from .launched import is_first
@@ -32,7 +34,7 @@ from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
-from .planning import add_plan_options, check_plan_options, make_plan, offload_place
+from .planning import add_plan_options, check_plan_options, make_plan
 from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
@@ -59,17 +61,14 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller; --pattern "
         "experts always makes it so",
     )
-    parser.add_argument(
-        "--offload",
-        choices=("cpu", "disk"),
-        help="keep the decoder layers in host memory, or in the checkpoint's files, and one at a time on the device",
-    )
+    add_offload_option(parser)
     add_plan_options(parser)
     add_method_options(parser)
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot convert`."""
+    whole_names(parser)
     parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint, or name on the Hub")
     parser.add_argument("--format", choices=FORMATS, required=True, help=FORMAT_HELP)
     parser.add_argument(
@@ -108,12 +107,7 @@ def prune(args: argparse.Namespace) -> None:
 
 def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `prune`, and what to tell of it."""
-    from .. import MoonshotPruner
-
-    place = offload_place(args, device)
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
-    if not place:
-        pruner.model.to(device)
+    pruner = load_pruner(args, config, device)
     meter = make_meter(
         pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, min(config.batch_size, 4)
     )

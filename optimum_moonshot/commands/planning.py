@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import check_source, expect, load, remote_code
+from .common import check_source, expect, load, load_pruner, remote_code
 
 _OF_PLANS = ("device_memory", "host_memory")
 
@@ -32,16 +32,6 @@ def check_plan_options(args: argparse.Namespace) -> None:
         expect(args.dry_run or getattr(args, name) is None, f"{flag}: it is for --dry-run alone")
 
 
-def offload_place(args: argparse.Namespace, device: Any) -> dict[str, str]:
-    """The options of `from_pretrained` by which `--offload` leaves layers elsewhere; none without it.
-
-    Args:
-        args: of a command.
-        device: where one layer at a time comes to.
-    """
-    return {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
-
-
 def make_plan(args: argparse.Namespace, config: Any, device: Any, calibration: Any) -> Any:
     """The `Plan` of a command.
 
@@ -61,10 +51,6 @@ def make_plan(args: argparse.Namespace, config: Any, device: Any, calibration: A
     memory = {name: getattr(args, name) for name in _OF_PLANS}
     folder = args.output + ".partial"
     if any(Path(args.model).glob("*.safetensors")) or any(Path(args.model).glob("*.bin")):
-        place = offload_place(args, device)
-        pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
-        if not place:
-            pruner.model.to(device)
-        return pruner.plan(calibration, resume_dir=folder, **memory)
+        return load_pruner(args, config, device).plan(calibration, resume_dir=folder, **memory)
     options = {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
     return load(lambda **_: MoonshotPruner.plan_for(args.model, config, resume_dir=folder, **memory, **options), args)

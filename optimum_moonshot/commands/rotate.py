@@ -7,7 +7,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from .calibration import add_calibration_options, calibration_source
-from .common import add_model_options, check_data, find_device, import_modules, load
+from .common import add_model_options, add_offload_option, check_data, find_device, import_modules, load_pruner
 from .launched import is_first
 from .measuring import BeforeAndAfter, make_meter
 from .messages import guard
@@ -32,6 +32,7 @@ def add_rotate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval", nargs="+", action="extend", default=[], metavar="DATA", help="measure it on these before and after"
     )
+    add_offload_option(parser)
     add_method_options(parser, without=WITHOUT)
 
 
@@ -57,10 +58,7 @@ def rotate(args: argparse.Namespace) -> None:
 
 def _rotate(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
     """The work of `rotate`, and what to tell of it."""
-    from .. import MoonshotPruner
-
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **kwargs), args)
-    pruner.model.to(device)
+    pruner = load_pruner(args, config, device)
     size = min(config.batch_size, 4)
     meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
     measured = BeforeAndAfter(meter, args.eval if is_first() else [])

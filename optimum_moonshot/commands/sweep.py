@@ -14,11 +14,12 @@ from .common import (
     FORMATS,
     UsageError,
     add_model_options,
+    add_offload_option,
     check_data,
     expect,
     find_device,
     import_modules,
-    load,
+    load_pruner,
 )
 from .launched import is_first
 from .measuring import make_meter
@@ -57,6 +58,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
     )
     parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
+    add_offload_option(parser)
     add_method_options(parser, without=tuple(SWEPT))
 
 
@@ -88,13 +90,11 @@ def sweep(args: argparse.Namespace) -> None:
 
 def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: Any, output: Output) -> None:
     """Sweep every seed that is not finished, write what all have in common, and save the best model."""
-    from .. import MoonshotPruner
     from ..processes import by_the_first
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, configs[0], **kwargs), args)
-    pruner.model.to(device)
+    pruner = load_pruner(args, configs[0], device)
 
     def run(config: Any, **what: Any) -> SweepReport:
         pruner.config = config

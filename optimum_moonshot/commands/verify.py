@@ -7,12 +7,13 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from .common import check_source, remote_code
+from .common import check_source, remote_code, whole_names
 from .messages import guard
 
 
 def add_verify_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moonshot verify`."""
+    whole_names(parser)
     parser.add_argument(
         "model", metavar="DIR", help="folder of a pruned checkpoint, whoever wrote it last, or name on the Hub"
     )
