@@ -168,3 +168,26 @@ def test_commands_leave_layers_on_disk(command, tmp_path, most):
         assert most == ([1] if place else [0])
     found = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
     assert_same(*(load_file(path) for (path,) in found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["one-shot", "recovered"])
+@pytest.mark.parametrize(("name", "goal"), [("llama", 0.6), ("mixtral", "2:4")])
+def test_the_recipes(name, goal, budget, tmp_path):
+    shaken(name).save_pretrained(tmp_path / "dense")
+    fields = {key: OPTIONS[key] for key in ("num_samples", "sequence_length", "batch_size")} | {"rotation_steps": 2}
+    fields |= {"recover_steps": 3} if budget == "recovered" else {}
+    found = []
+    for place in (None, "disk"):
+        config = MoonshotConfig.recipe(goal, budget=budget, **fields)
+        pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", config, offload=place)
+        pruner.prune(token_batches(samples=4), progress=False)
+        pruner.save_pretrained(tmp_path / str(place))
+        found.append(
+            {
+                key: each
+                for path in (tmp_path / str(place)).glob("*.safetensors")
+                for key, each in load_file(path).items()
+            }
+        )
+    assert_same(found[1], found[0])
