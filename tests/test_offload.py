@@ -323,3 +323,10 @@ def test_why_a_layer_stays_dense(tmp_path):
         pruner.prune(token_batches(), progress=False)
     assert elsewhere.report.skipped == memory.report.skipped
     assert any("read where its forward is not called" in reason for reason in memory.report.skipped.values())
+
+
+@pytest.mark.filterwarnings("error:Attempting to save a model with offloaded modules")
+def test_nobody_is_told_that_the_whole_model_would_be_in_memory(llama, tmp_path):
+    pruner = offloaded(llama, solver="magnitude")
+    pruner.prune(progress=False)
+    pruner.save_pretrained(tmp_path / "pruned")

@@ -4,6 +4,7 @@ transformers would write it densely, whatever the format, and takes apart what b
 middle of a block. Here a file holds whole blocks, packed before it is written.
 """
 
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -44,7 +45,9 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         size = convert_file_size_to_int(max_shard_size)
     except ValueError:
         raise MoonshotError(f'max_shard_size={max_shard_size!r}: give a number of bytes, or "5GB"') from None
-    model.save_pretrained(folder, state_dict={})  # everything but weights
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")  # a block at a time is
+        model.save_pretrained(folder, state_dict={})  # everything but weights
     parts, places, total = list(_parts(model, size)), dict[str, str](), 0
     packer = Packer(model) if packed else None
     for part, name in zip(parts, new_names(len(parts), packed), strict=True):
