@@ -236,20 +236,32 @@ INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s
     }
 }
 
-/* The sums of 16 rows of W by 16 of x lie transposed in a tile. */
+/* The outputs of a panel and 16 rows of x, whose sums lie transposed in two tiles. Two rows of W are turned as one, and
+ * what is written of a row of x is a whole line. */
 INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
                           const float *sums, const int dtype) {
+    static const uint16_t by_turns[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
-    const __mmask16 lanes = here < SIDE ? (__mmask16)((1u << here) - 1) : 0xffff;
-    const uint16_t *bias = job->bias;
-    __m512 add = _mm512_setzero_ps();
-    if (bias) add = floats_of_halves(_mm256_maskz_loadu_epi16(lanes, bias + row), dtype);
+    const __mmask32 lanes = here < PANEL ? (1u << here) - 1 : ~0u;
+    const __m512i turns = _mm512_loadu_si512(by_turns);
     uint16_t *y = (uint16_t *)job->y + x_row * w->d_out + row;
+    float bias[PANEL] = {0};
+    if (job->bias) {
+        const __m512i raw = _mm512_maskz_loadu_epi16(lanes, (const uint16_t *)job->bias + row);
+        _mm512_storeu_ps(bias, floats_of_halves(_mm512_castsi512_si256(raw), dtype));
+        _mm512_storeu_ps(bias + SIDE, floats_of_halves(_mm512_extracti64x4_epi64(raw, 1), dtype));
+    }
     __m512i r[SIDE];
-    for (int i = 0; i < SIDE; i++) r[i] = _mm512_load_si512(sums + i * SIDE);
+    for (int i = 0; i < SIDE; i++) {
+        const float *two = sums + i / 8 * 2 * 256 + i % 8 * 2 * SIDE;
+        const __m512 even = _mm512_add_ps(_mm512_load_ps(two), _mm512_set1_ps(bias[2 * i]));
+        const __m512 odd = _mm512_add_ps(_mm512_load_ps(two + SIDE), _mm512_set1_ps(bias[2 * i + 1]));
+        const __m512i both = _mm512_castsi256_si512(halves_of_floats(even, dtype));
+        r[i] = _mm512_permutexvar_epi16(turns, _mm512_inserti64x4(both, halves_of_floats(odd, dtype), 1));
+    }
     transpose(r);
-    for (int i = 0; i < x_rows; i++, y += w->d_out)
-        _mm256_mask_storeu_epi16(y, lanes, halves_of_floats(_mm512_add_ps(_mm512_castsi512_ps(r[i]), add), dtype));
+    for (int i = 0; i < x_rows; i++, y += w->d_out) _mm512_mask_storeu_epi16(y, lanes, r[i]);
 }
 
 /* Rows of W of one group, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
@@ -276,9 +288,8 @@ INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sum
         x += pairs * x_step;
     }
     for (int64_t x_row = 0; x_row < job->rows; x_row += SIDE)
-        for (int64_t row = 0; row < w_rows; row += SIDE) {
-            const int64_t tile = row / SIDE % 2 * 2 + x_row / SIDE % 2;
-            const float *from = sums + (row / PANEL * pairs + x_row / PANEL) * SUMS + tile * 256;
+        for (int64_t row = 0; row < w_rows; row += PANEL) {
+            const float *from = sums + (row / PANEL * pairs + x_row / PANEL) * SUMS + x_row / SIDE % 2 * 256;
             write_outputs(w, job, s->first + row, w_rows - row, x_row, from, dtype);
         }
 }

@@ -143,6 +143,22 @@ INLINE void multiply_block(const char *w, const char *x, int64_t width, int plac
     }
 }
 
+/* The sums of 16 rows of W by 16 of x lie transposed in a tile. */
+INLINE void write_sums(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
+                       const float *sums) {
+    const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
+    const __mmask16 lanes = here < SIDE ? (__mmask16)((1u << here) - 1) : 0xffff;
+    const uint16_t *bias = job->bias;
+    __m512 add = _mm512_setzero_ps();
+    if (bias) add = floats_of_halves(_mm256_maskz_loadu_epi16(lanes, bias + row), BF16);
+    uint16_t *y = (uint16_t *)job->y + x_row * w->d_out + row;
+    __m512i r[SIDE];
+    for (int i = 0; i < SIDE; i++) r[i] = _mm512_load_si512(sums + i * SIDE);
+    transpose(r);
+    for (int i = 0; i < x_rows; i++, y += w->d_out)
+        _mm256_mask_storeu_epi16(y, lanes, halves_of_floats(_mm512_add_ps(_mm512_castsi512_ps(r[i]), add), BF16));
+}
+
 INLINE void take_sums(int tile, float *sums) {
 #define TAKE(tile)                                                                                                     \
     _tile_stored(tile, sums, 64);                                                                                      \
@@ -206,7 +222,7 @@ INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t fir
         if (before.rows && before.start + before.columns == w->d_in)
             for (int i = 0; i < sides; i++) {
                 take_sums(sides * before.place + i, s.sums);
-                write_outputs(w, job, before.row, before.rows, i * SIDE, s.sums, BF16);
+                write_sums(w, job, before.row, before.rows, i * SIDE, s.sums);
             }
         before = now;
         now = unit_after(&s, &now);
