@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from checkpoints import pruned
 
+from optimum_moonshot.model.offload import Offloaded
 from optimum_moonshot.solvers import base
 
 torch.set_num_threads(1)
@@ -30,6 +31,32 @@ def tokenizer():
     return hf.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", mask_token="<mask>"
     )
+
+
+class Brought:
+    """Which weights that are elsewhere are present, and how many blocks' were at once."""
+
+    def __init__(self):
+        self.present, self.most = set(), 0
+
+
+@pytest.fixture
+def brought(monkeypatch):
+    """Counts the blocks whose weights come and go."""
+    found, bring, put_away = Brought(), Offloaded._bring, Offloaded._put_away
+
+    def count_in(weights):
+        found.present.add(id(weights))
+        found.most = max(found.most, len(found.present))
+        bring(weights)
+
+    def count_out(weights):
+        found.present.discard(id(weights))
+        put_away(weights)
+
+    monkeypatch.setattr(Offloaded, "_bring", count_in)
+    monkeypatch.setattr(Offloaded, "_put_away", count_out)
+    return found
 
 
 @pytest.fixture

@@ -111,26 +111,12 @@ def test_padding_and_samples_that_do_not_show(tmp_path):
 
 
 @pytest.mark.parametrize(("lam", "times"), [(1.0, 2), (0.9, 3)])
-def test_every_weight_is_read_so_often_and_one_layer_is_there_at_a_time(lam, times, llama, monkeypatch):
-    present, most = set(), [0]
-    bring, take_away = Offloaded._bring, Offloaded._take_away
-
-    def count_in(weights):
-        present.add(id(weights))
-        most[0] = max(most[0], len(present))
-        bring(weights)
-
-    def count_out(weights):
-        present.discard(id(weights))
-        take_away(weights)
-
-    monkeypatch.setattr(Offloaded, "_bring", count_in)
-    monkeypatch.setattr(Offloaded, "_take_away", count_out)
+def test_every_weight_is_read_so_often_and_one_layer_is_there_at_a_time(lam, times, llama, brought, monkeypatch):
     monkeypatch.setattr(Offloaded, "read", 0)
     pruner = offloaded(llama, lam=lam)
     pruner.prune(token_batches(), progress=False)
     inside = sum(p.nbytes for _, block in find_blocks(make("llama")) for p in block.parameters())
-    assert Offloaded.read == times * inside and most == [1] and not present
+    assert Offloaded.read == times * inside and brought.most == 1 and not brought.present
 
 
 def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_path):

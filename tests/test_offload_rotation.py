@@ -7,13 +7,14 @@ import torch
 import transformers as hf
 from models import CAUSAL, GROUPED, make, spread, token_batches
 from safetensors.torch import load_file
+from test_offload import assert_equal, tensors
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
-from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.model.offload import is_offloaded
 from optimum_moonshot.model.units import find_units, probe_inputs
 from optimum_moonshot.rotation.search import find
 
@@ -32,26 +33,6 @@ def shaken(name):
     return model
 
 
-@pytest.fixture
-def most(monkeypatch):
-    """How many blocks' weights were there at once."""
-    present, most = set(), [0]
-    bring, put_away = Offloaded._bring, Offloaded._put_away
-
-    def count_in(weights):
-        present.add(id(weights))
-        most[0] = max(most[0], len(present))
-        bring(weights)
-
-    def count_out(weights):
-        present.discard(id(weights))
-        put_away(weights)
-
-    monkeypatch.setattr(Offloaded, "_bring", count_in)
-    monkeypatch.setattr(Offloaded, "_put_away", count_out)
-    return most
-
-
 def pruned(folder, place, to):
     """The weights that a run leaves, or why there was none."""
     pruner = MoonshotPruner.from_pretrained(folder, MoonshotConfig(**ROTATED), offload=place)
@@ -60,7 +41,7 @@ def pruned(folder, place, to):
     except MoonshotError as error:
         return str(error)
     pruner.save_pretrained(to)
-    return {name: tensor for path in to.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return tensors(to)
 
 
 def assert_same(found, expected):
@@ -74,16 +55,16 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
 )
-def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, most):
+def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, brought):
     shaken(name).save_pretrained(tmp_path / "dense")
     expected = pruned(tmp_path / "dense", None, tmp_path / "memory")
     assert_same(pruned(tmp_path / "dense", "disk", tmp_path / "disk"), expected)
-    assert most == [1]
+    assert brought.most == 1
     assert name not in FEW or not isinstance(expected, str)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "bloom"])
-def test_the_same_spaces_and_units(name, tmp_path, most):
+def test_the_same_spaces_and_units(name, tmp_path, brought):
     shaken(name).save_pretrained(tmp_path)
     found = []
     for place in (None, "disk"):
@@ -99,7 +80,7 @@ def test_the_same_spaces_and_units(name, tmp_path, most):
         found.append(
             (str((places, foldings, refused, why)), {name: unit.columns.tolist() for name, unit in units.items()})
         )
-    assert found[1] == found[0] and most == [1]
+    assert found[1] == found[0] and brought.most == 1
     assert is_offloaded(model) and all(p.is_meta for _, block in find_blocks(model) for p in block.parameters())
 
 
@@ -141,7 +122,7 @@ def test_a_tied_head_becomes_its_own_where_both_ends_are_on_disk(tmp_path):
     assert_same(found[3], found[1])
 
 
-def test_a_model_writes_the_same_samples(tmp_path, most):
+def test_a_model_writes_the_same_samples(tmp_path, brought):
     shaken("llama").save_pretrained(tmp_path)
     source, found = SelfCalibration(), []
     for place in (None, "disk"):
@@ -149,7 +130,7 @@ def test_a_model_writes_the_same_samples(tmp_path, most):
             tmp_path, MoonshotConfig(**{**OPTIONS, "solver": "wanda"}), offload=place
         )
         found.append(pruner.prune(source, progress=False).calibration["digest"])
-    assert found[0] == found[1] and most == [1]
+    assert found[0] == found[1] and brought.most == 1
 
 
 @pytest.mark.slow
@@ -160,12 +141,12 @@ def test_a_model_writes_the_same_samples(tmp_path, most):
         ("sweep", "--lambdas", "0.5", "1", "--patterns", "2:4", "--save"),
     ],
 )
-def test_commands_leave_layers_on_disk(command, tmp_path, most):
+def test_commands_leave_layers_on_disk(command, tmp_path, brought):
     given = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
     given += ["--sequence-length", "32", *command[1:]]
     for name, place in (("memory", []), ("disk", ["--offload", "disk"])):
         main([*given, "--output", str(tmp_path / name), *place])
-        assert most == ([1] if place else [0])
+        assert brought.most == (1 if place else 0)
     found = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
     assert_same(*(load_file(path) for (path,) in found))
 
@@ -177,17 +158,9 @@ def test_the_recipes(name, goal, budget, tmp_path):
     shaken(name).save_pretrained(tmp_path / "dense")
     fields = {key: OPTIONS[key] for key in ("num_samples", "sequence_length", "batch_size")} | {"rotation_steps": 2}
     fields |= {"recover_steps": 3} if budget == "recovered" else {}
-    found = []
     for place in (None, "disk"):
         config = MoonshotConfig.recipe(goal, budget=budget, **fields)
         pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", config, offload=place)
         pruner.prune(token_batches(samples=4), progress=False)
         pruner.save_pretrained(tmp_path / str(place))
-        found.append(
-            {
-                key: each
-                for path in (tmp_path / str(place)).glob("*.safetensors")
-                for key, each in load_file(path).items()
-            }
-        )
-    assert_same(found[1], found[0])
+    assert_equal(tmp_path / "disk", tmp_path / "None")

@@ -175,19 +175,18 @@ def parameters_read(model: nn.Module, batch: Batch) -> set[str]:
         model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
         batch: a small sample on its device.
     """
-    names, found = {module: name for name, module in model.named_modules()}, set()
+    found: set[str] = set()
 
-    def note(module: nn.Module) -> None:
-        prefix = f"{names[module]}." if names[module] else ""
-        every = module.named_parameters(remove_duplicate=False)
-        found.update(prefix + name for name, parameter in every if parameter in reads.parameters)
+    def note() -> None:
+        every = model.named_parameters(remove_duplicate=False)
+        found.update(name for name, parameter in every if parameter in reads.parameters)
 
     @contextmanager
-    def within(block: nn.Module) -> Iterator[None]:
+    def within(_: nn.Module) -> Iterator[None]:
         yield
-        note(block)
+        note()  # before its parameters give way to what stands for them
 
     with _Reads() as reads, present_in_turn(visited(model), within):
         run_model(model, batch)
-    note(model)
+    note()
     return found

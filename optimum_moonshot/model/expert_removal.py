@@ -26,7 +26,7 @@ from .configurations import Edit, edited, whole_numbers
 from .layers import presence_in, visited
 from .mixtures import Mixture, Mixtures
 from .offload import Offloaded
-from .presence import RESIDENT, Weights, present_in_turn
+from .presence import RESIDENT, Weights, by_module, present_in_turn
 
 # Fields that count a router's groups of experts, and how many of them it looks into.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
@@ -124,8 +124,7 @@ class ExpertRemoval:
 
     def _by_place(self) -> dict[Weights, list[Sliced]]:
         """The tensors by where the weights of their block come from."""
-        inside = {module: block.weights for block in visited(self.model) for module in block.module.modules()}
-        found: dict[Weights, list[Sliced]] = {}
+        inside, found = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
         for each in self.sliced.values():
             found.setdefault(inside.get(each.owner, RESIDENT), []).append(each)
         return found

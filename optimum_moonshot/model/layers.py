@@ -8,7 +8,7 @@ kind of layer multiplies and how its weight becomes a matrix is in forms.py.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -18,7 +18,7 @@ from ..errors import require
 from .experts import ExpertsForm, expert_keys, stacks_experts
 from .forms import Form, find_form
 from .offload import rest_of, weights_of
-from .presence import RESIDENT, Weights
+from .presence import RESIDENT, Weights, by_module
 
 WEIGHT = "weight"  # what a module with one matrix calls it
 ROUTER = "it sends tokens to experts: it stays dense unless targets names it"
@@ -159,8 +159,8 @@ def presence_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManage
     Args:
         model: whose modules will be asked for.
     """
-    inside = {module: block for block in visited(model) for module in block.module.modules()}
-    return lambda module: inside[module].present() if module in inside else nullcontext()
+    inside = by_module(visited(model))
+    return lambda module: inside.get(module, RESIDENT).present()
 
 
 def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:

@@ -45,6 +45,15 @@ class Block(Protocol):
         """Where its weights come from."""
 
 
+def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
+    """Where the weights of every module inside of some blocks come from.
+
+    Args:
+        blocks: of a model.
+    """
+    return {module: block.weights for block in blocks for module in block.module.modules()}
+
+
 # A context to be in as long as a module's weights are present.
 Within = Callable[[nn.Module], AbstractContextManager[Any]]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..errors import require
 from ..model.layers import Block
 from ..model.offload import Changes, Offloaded
-from ..model.presence import RESIDENT, Weights
+from ..model.presence import RESIDENT, Weights, by_module
 from .spaces import Place, Space
-from .trace import Axis
+from .trace import Axis, places_of_parameters
 
 
 @dataclass(eq=False)
@@ -108,8 +108,7 @@ class Basis:
 
     def _by_block(self) -> list[tuple[Weights, list[_Change]]]:
         """The changes by where the weights of their block come from, those of all that are in the model last."""
-        inside = {module: block.weights for block in self.blocks for module in block.module.modules()}
-        found: dict[Weights, list[_Change]] = {}
+        inside, found = by_module(self.blocks), dict[Weights, list[_Change]]()
         for change in self.changes:
             found.setdefault(inside.get(change.at.holder, RESIDENT), []).append(change)
         return sorted(found.items(), key=lambda each: each[0] is RESIDENT)
@@ -173,10 +172,9 @@ def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
         for place in space.places:
             change(place.at).places.append((space, place))
     changed = {id(each.at.parameter) for each in found.values()}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in changed:
-                change(Axis(module, name, 0))
+    for module, name, parameter in places_of_parameters(model):
+        if id(parameter) in changed:
+            change(Axis(module, name, 0))
     return list(found.values())
 
 

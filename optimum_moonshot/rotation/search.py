@@ -9,14 +9,14 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
-from ..model.layers import visited
+from ..model.layers import find_blocks, visited
 from ..model.presence import present_in_turn
 from ..model.units import find_units
 from .basis import Basis
 from .heads import find_heads
 from .neurons import find_neurons, find_scales
 from .spaces import RESIDUAL, Space, find_spaces
-from .trace import plain_experts, tolerance_of, trace
+from .trace import places_of_parameters, plain_experts, tolerance_of, trace
 
 
 def find(
@@ -38,7 +38,7 @@ def find(
         MoonshotError: there are none, or the model does not run on the batch.
     """
     found = trace(model, batch)
-    spaces, refused = find_spaces(found, [block.name for block in visited(model)])
+    spaces, refused = find_spaces(found, [name for name, _ in find_blocks(model)])
     shared = _shared(model)
     spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or not _touches(space, shared)]
     with plain_experts(model):
@@ -58,10 +58,8 @@ def _shared(model: nn.Module) -> set[int]:
     """The ids of parameters that several modules hold."""
     seen: set[int] = set()
     found: set[int] = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (found if id(parameter) in seen else seen).add(id(parameter))
+    for _, _, parameter in places_of_parameters(model):
+        (found if id(parameter) in seen else seen).add(id(parameter))
     return found
 
 

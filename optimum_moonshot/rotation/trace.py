@@ -227,14 +227,14 @@ class _Products(TorchFunctionMode):
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
         super().__init__()
         self.see = see
-        self.names = {(module, name): id(parameter) for module, name, parameter in _held(model)}
+        self.names = {(module, name): id(parameter) for module, name, parameter in places_of_parameters(model)}
         self.ids = self._addresses(model)
         self.cast: list[Tensor] = []  # kept, so that their addresses name them
 
     def _addresses(self, module: nn.Module) -> dict[int, int]:
         return {
             parameter.untyped_storage().data_ptr(): self.names[holder, name]
-            for holder, name, parameter in _held(module)
+            for holder, name, parameter in places_of_parameters(module)
             if parameter.numel() and not parameter.is_meta
         }
 
@@ -268,8 +268,8 @@ class _Products(TorchFunctionMode):
         return result
 
 
-def _held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter, as often as there are places that hold it."""
+def places_of_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter with its holder and its name there, as often as there are places that hold it."""
     for holder in module.modules():
         for name, parameter in holder._parameters.items():
             if parameter is not None:
