@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from huggingface_hub.utils import are_progress_bars_disabled
@@ -30,6 +31,20 @@ def bars_are_wanted() -> bool:
     if transformers is not None and not transformers.is_progress_bar_enabled():
         return False
     return _in_notebook() or bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+
+@contextmanager
+def without_transformers_bars() -> Iterator[None]:
+    """Inside the block transformers shows no bar, where one of its functions does a part of what is asked of it."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _in_notebook() -> bool:

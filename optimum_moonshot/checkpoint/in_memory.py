@@ -1,7 +1,7 @@
 """Pruned layers of a model in memory, packed and dense again, and saving a model that is packed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,13 +14,15 @@ from transformers import PreTrainedModel
 from ..errors import MoonshotError, naming, require
 from ..files import staged
 from ..model.forms import find_form
+from ..model.offload import visiting
 from ..packing import PackedLayer
 from ..packing.codec import Parts
 from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
 from ..runtime.freed import give_back
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .packed_files import check_format, pack_files, pruned_layers
+from .packed_files import check_format, pruned_layers
+from .streamed_files import save_streamed
 
 _WEIGHT = "weight"
 _SAVE = "save_pretrained"
@@ -104,7 +106,7 @@ def save_packed(
     """What `save_pretrained` is of a model that is packed in memory: the files are those of the dense model.
 
     Args:
-        model: with packed layers; for the time of saving they are dense in memory.
+        model: with packed layers, of which those of one decoder layer at a time become dense.
         save_directory: a folder, made if need be; the files appear in it when all are written.
         format: "packed" or "dense".
         options: of the class's `save_pretrained`, such as `max_shard_size`.
@@ -118,10 +120,8 @@ def save_packed(
         require(not options.get(name), f"{name}: the model is packed in memory; {mend}")
     if not options.pop("is_main_process", True):  # another one writes everything
         return
-    with staged("save_directory", save_directory) as staging, as_dense(model):
-        model.save_pretrained(staging, **options)
-        if format == "packed":
-            pack_files(staging, staging, model)
+    with staged("save_directory", save_directory) as staging, to_save(model):
+        save_streamed(model, staging, format == "packed", **options)
 
 
 def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
@@ -133,28 +133,62 @@ def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
 
 
 @contextmanager
-def as_dense(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is an ordinary dense one.
+def to_save(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model is an ordinary dense one, the weights of its packed layers elsewhere.
+
+    They come for the time of a visit, as offloaded ones do: one decoder layer is dense at a time.
 
     Args:
-        model: whose layers may be packed, or torch's 2:4 tensors.
+        model: whose layers may be packed, or torch's 2:4 tensors, which are dense together.
     """
     packed, sparse = _places(model), _sparse_weights(model)
     chosen = getattr(model, "moonshot_runtime", {})
     try:
         _unsparse(model)
-        _unpack_all(model)
+        for name, module in packed.items():
+            model.set_submodule(name, _without_weight(name, module))
         if packed:
             note(model, chosen)
-        yield
+        with visiting(model, {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}):
+            yield
     finally:
         for name, module in packed.items():
-            _forget_weight(_origin(name, module))
             model.set_submodule(name, module)
         for module, weight in sparse:
             module.weight = weight
         if packed:
             note(model, chosen)
+
+
+class _Unpacked(Mapping[str, Tensor]):
+    """The parameters of the dense layer that a packed one was; the weight is unpacked whenever it is asked for.
+
+    Args:
+        name: of the layer, for messages.
+        packed: the layer.
+    """
+
+    def __init__(self, name: str, packed: PackedLinear):
+        self.dense, self.packed = _origin(name, packed), packed
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _dense_weight(self.dense, self.packed) if name == _WEIGHT else self.packed.get_parameter(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.dense.named_parameters())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _without_weight(name: str, packed: PackedLinear) -> nn.Module:
+    """The dense layer that a packed one was, with the shape and the present dtype of its weight alone."""
+    dense = _origin(name, packed)
+    before = dense._parameters[_WEIGHT]
+    assert before is not None
+    away = nn.Parameter(before.to("meta", packed.dtype), before.requires_grad)
+    dense._parameters |= {_WEIGHT: away, "bias": packed.bias}
+    return dense
 
 
 @contextmanager
@@ -163,7 +197,7 @@ def _dense_shapes(model: nn.Module) -> Iterator[None]:
     places = _places(model)
     try:
         for name, module in places.items():
-            model.set_submodule(name, _origin(name, module))
+            model.set_submodule(name, _without_weight(name, module))
         yield
     finally:
         for name, module in places.items():
@@ -258,9 +292,9 @@ def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> Packed
 
 def _forget_weight(module: nn.Module) -> None:
     """Leave a Linear with the shape and dtype of its weight alone."""
-    weight = module._parameters["weight"]
+    weight = module._parameters[_WEIGHT]
     assert weight is not None
-    module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+    module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
 
 
 def _unpack_all(model: nn.Module) -> None:
@@ -271,12 +305,18 @@ def _unpack_all(model: nn.Module) -> None:
 def _unpacked(name: str, module: PackedLinear) -> nn.Module:
     """The dense layer that a packed one was, with its weight again."""
     dense = _origin(name, module)
-    form, before = find_form(dense), dense._parameters["weight"]
-    assert form is not None and before is not None
-    with torch.no_grad():
-        weight = form.as_parameter(module.weight).contiguous()
-    dense._parameters |= {"weight": nn.Parameter(weight, before.requires_grad), "bias": module.bias}
+    before = dense._parameters[_WEIGHT]
+    assert before is not None
+    weight = nn.Parameter(_dense_weight(dense, module), before.requires_grad)
+    dense._parameters |= {_WEIGHT: weight, "bias": module.bias}
     return dense.train(module.training)
+
+
+@torch.no_grad()
+def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
+    form = find_form(dense)
+    assert form is not None
+    return form.as_parameter(packed.weight).contiguous()
 
 
 def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:

@@ -69,15 +69,16 @@ class Description:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], layers: Layers, files: int) -> "Description":
-        """Of the tensors of a file, `layers` the packed among them.
+        """Of the tensors of a file, `layers` the packed among them; the same in whatever order they come.
 
         Args:
             tensors: of any shape, in host memory, by their names.
             layers: by the names of the weights.
             files: how many the checkpoint has.
         """
-        digests = {name: digest(tensor) for name, tensor in tensors.items()}
-        return cls(VERSION, layers, digests, {name: kind(tensor) for name, tensor in tensors.items()}, files)
+        names = sorted(tensors)
+        digests = {name: digest(tensors[name]) for name in names}
+        return cls(VERSION, dict(sorted(layers.items())), digests, {name: kind(tensors[name]) for name in names}, files)
 
     def to_json(self) -> str:
         """For a file's metadata; `read` is the inverse."""

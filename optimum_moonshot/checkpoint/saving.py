@@ -16,7 +16,7 @@ from ..model.offload import is_offloaded
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
-from .in_memory import as_dense, is_packed
+from .in_memory import is_packed, to_save
 from .loading import HUB_OPTIONS, local_folder
 from .packed_files import check_format, model_skeleton, pack_files, unpack_files
 from .streamed_files import save_streamed
@@ -52,7 +52,7 @@ def save_model(
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
-    with staged("directory", directory) as staging, as_dense(model):
+    with staged("directory", directory) as staging, to_save(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:

@@ -1,4 +1,4 @@
-"""The weight files of a model whose blocks are elsewhere: block after block, a file at a time in memory.
+"""The weight files of a model whose blocks are elsewhere, or packed in memory: block after block.
 
 transformers would write it densely, whatever the format, and takes apart what belongs together where a file ends in the
 middle of a block. Here a file holds whole blocks, packed before it is written.
@@ -12,17 +12,17 @@ from typing import Any
 
 from accelerate.utils import convert_file_size_to_int
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import MoonshotError, require
 from ..model.layers import Visit, by_visit
+from ..progress import progress_bar, without_transformers_bars
 from .packed_files import Packer, write_config, write_index
-from .packed_format import METHOD, Description
+from .packed_format import METHOD, Description, Layers, Tensors
 from .weight_files import new_names, sort_metadata
 
-SHARD = "500MB"  # of dense weights in a file, where nothing else is asked for: so much is in memory at once
+SHARD = "500MB"  # of dense weights in a file, where nothing else is asked for
 
-Tensors = dict[str, Tensor]
 Part = list[tuple[Visit, list[str]]]  # of `by_visit`
 
 
@@ -30,7 +30,7 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
     """What `save_pretrained` writes, and, of a packed checkpoint, what `pack_files` makes of it.
 
     Args:
-        model: a `PreTrainedModel` whose blocks are elsewhere.
+        model: a `PreTrainedModel` with weights that come for a visit.
         folder: that exists, and is empty.
         packed: whether pruned layers are packed.
         max_shard_size: dense bytes in a file, such as "5GB"; a block that is larger has a file of its own.
@@ -40,21 +40,29 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         MoonshotError: an option that cannot be kept, a layer that is not n:m, or none that packing makes smaller.
     """
     for name, value in options.items():
-        require(name == "save_original_format", f"{name}={value!r}: not for a model that is offloaded")
+        known = name == "save_original_format"
+        require(known, f"{name}={value!r}: not for a model that is offloaded or packed in memory")
     try:
         size = convert_file_size_to_int(max_shard_size)
     except ValueError:
         raise MoonshotError(f'max_shard_size={max_shard_size!r}: give a number of bytes, or "5GB"') from None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_transformers_bars():
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")  # a block at a time is
         model.save_pretrained(folder, state_dict={})  # everything but weights
     parts, places, total = list(_parts(model, size)), dict[str, str](), 0
     packer = Packer(model) if packed else None
-    for part, name in zip(parts, new_names(len(parts), packed), strict=True):
-        tensors = _stored(model, part, options.get("save_original_format", True))
+    files = list(zip(parts, new_names(len(parts), packed), strict=True))
+    for part, name in progress_bar(files, shown=True, desc="writing", unit="file"):
+        tensors: Tensors = {}
+        layers: Layers = {}
+        for visit in part:  # which is packed before the next one comes
+            found = _stored(model, *visit, options.get("save_original_format", True))
+            if packer is not None:
+                found, packed_here = packer.pack(found)
+                layers |= packed_here
+            tensors |= found
         metadata = {"format": "pt"}
         if packer is not None:
-            tensors, layers = packer.pack(tensors)
             metadata[METHOD] = Description.of(tensors, layers, len(parts)).to_json()
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, metadata)
         sort_metadata(folder / name)
@@ -64,8 +72,8 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         packer.check()
         write_config(folder, folder, packed)
     if packed or len(parts) > 1:
-        count = model.num_parameters()
-        write_index(folder, {"metadata": {"total_parameters": count, "total_size": total}}, places, packed)
+        known = {"total_parameters": model.num_parameters()} if len(parts) > 1 else {}  # as transformers has it
+        write_index(folder, {"metadata": {**known, "total_size": total}}, places, packed)
 
 
 def _parts(model: Any, size: int) -> Iterator[Part]:
@@ -87,13 +95,11 @@ def _parts(model: Any, size: int) -> Iterator[Part]:
     yield part
 
 
-def _stored(model: nn.Module, part: Part, original: bool) -> Tensors:
-    """The weights of a part in host memory, by the names that they have in files."""
+def _stored(model: nn.Module, present: Visit, names: list[str], original: bool) -> Tensors:
+    """The weights of a visit in host memory, by the names that they have in files."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    tensors: Tensors = {}
-    for present, names in part:
-        with present():
-            state = model.state_dict()
-            tensors |= {name: state[name].detach().to("cpu", copy=True) for name in names}
+    with present():
+        state = model.state_dict()
+        tensors = {name: state[name].detach().to("cpu", copy=True) for name in names}
     return revert_weight_conversion(model, tensors) if original else tensors

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
+from ..progress import without_transformers_bars
 from .calls import (
     close,
     evaluation_mode,
@@ -289,16 +289,11 @@ def _head_size(
 
 def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
     """The smaller model, through transformers' own loading."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_transformers_bars():
         attention = model.config._attn_implementation
         small = type(model).from_pretrained(
             None, config=config, state_dict=dict(state), dtype=model.dtype, attn_implementation=attention
         )
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     small.to(model_device(model))
     originals = dict(model.named_parameters())
     for name, parameter in small.named_parameters():

@@ -233,6 +233,31 @@ def hooked(module: nn.Module) -> list[Any]:
     return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
 
 
+@contextmanager
+def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
+    """Inside the block the weights of some modules are elsewhere, and come to host memory for the time of a visit.
+
+    Args:
+        model: that has them; it is not called meanwhile.
+        sources: the weights of each of these modules, of any shape, by their names in it. What stands there between
+            visits has the same shapes and dtypes.
+    """
+    from accelerate.hooks import AlignDevicesHook
+
+    before = {module: vars(module).pop(_OWN) for module in model.modules() if _OWN in vars(module)}
+    try:
+        for module, source in sources.items():  # not by accelerate's own function, which changes the module's calls
+            vars(module)["_hf_hook"] = AlignDevicesHook("cpu", offload=True, weights_map=source)
+        yield
+    finally:
+        for module in sources:
+            vars(module).pop("_hf_hook", None)
+        for module in model.modules():
+            vars(module).pop(_OWN, None)
+        for module, own in before.items():
+            vars(module)[_OWN] = own
+
+
 def is_offloaded(model: nn.Module) -> bool:
     """Whether some of a model's weights are elsewhere between calls."""
     return any(hooked(module) for module in model.modules())
