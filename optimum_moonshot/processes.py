@@ -161,6 +161,20 @@ class Ranks:
             if len(samples):
                 self.line.hand(part, None if whole is None else whole[samples.start : samples.stop], rank, owner)
 
+    def deal(self, parts: Sequence[Tensor], whole: Tensor, count: int) -> None:
+        """The samples of all processes, in order: to each process a part of its own, all at once.
+
+        Args:
+            parts: of this process's samples what each process needs, [n, …] each.
+            whole: gets what this process needs of all samples, [N, …].
+            count: N.
+        """
+        if self.line is None:
+            whole.copy_(parts[0])
+            return
+        samples = [self.part(count, rank) for rank in range(self.size)]
+        self.line.deal(parts, [whole[own.start : own.stop] for own in samples])
+
     def agree(self, what: str, value: str) -> None:
         """Check that all processes have the same.
 

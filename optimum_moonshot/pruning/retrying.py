@@ -15,7 +15,8 @@ again in a run. What cannot be halved is tried once more, with the memory that t
 the device goes on (device_memory.py). Each time is noted for the report.
 
 Several processes halve alike, and repeat a round together, because they agree at its ends (`Retrying.together`,
-`Retrying.lost`). A process that is out of memory between two meetings of a piece of work cannot repeat it alone.
+`Retrying.lost`). A process that is out of memory between two meetings of some work cannot repeat it alone, unless the
+work is cut into pieces that lie between two meetings each (`Retrying.piece`).
 """
 
 import copy

@@ -21,6 +21,7 @@ from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.quadratic import Quadratic, Totals
 from ..processes import Ranks
 from ..solvers.base import Solver, notes_of
+from ..solvers.ranked import Ranking
 from .layer_solving import Solved, total_losses, weight_losses
 from .retrying import Retrying
 
@@ -50,7 +51,7 @@ def row_parts(layer: PrunableLayer, ranks: Ranks) -> list[slice]:
 
 
 class FailedElsewhere(FactorizationError):
-    """A factorisation has failed in another process."""
+    """A factorisation has failed in another process, for the same matrix."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class RowShare:
     ) -> list[tuple[Tensor, Tensor, float]]:
         """Weight, `keep` and damping by each pattern; one elimination serves all."""
 
-        def rank(damping: float):
+        def rank(damping: float) -> Ranking:
             return self._agreed(partial(solver.rank, objective, patterns[0], damping))
 
         ranking, damping = escalate(solver.damping, rank)
@@ -144,7 +145,7 @@ class RowShare:
         found = []
         for pattern in patterns:
 
-            def attempt(damping: float, pattern: Pattern = pattern):
+            def attempt(damping: float, pattern: Pattern = pattern) -> tuple[Tensor, Tensor]:
                 return self._agreed(partial(solver.attempt, objective, pattern, damping))
 
             pair, damping = escalate(solver.damping, attempt)

@@ -3,6 +3,8 @@
 With as many samples as a row's quadratic has inputs or more, the matrices of the rows are the smaller form, and as
 exact. A layer whose statistics exceed the memory all the same is solved in chunks of rows, where its solver ranks
 removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
+
+Several processes have some of the layers each; of what would keep one of them busy alone, some of the rows each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +102,8 @@ class StatisticsSchedule:
         """The statistics of some layers of a step, as many at a time as the memory takes.
 
         Each is forgotten here once it is given; None where no data reached a layer. Of several processes each is given
-        those of its own layers, of what exceeds the memory all are. Every round has to come to its end.
+        those of its own layers, and of those that all solve: what exceeds the memory, and its part of what is divided,
+        in one order in all of them. Every round has to come to its end.
 
         Args:
             step: as the passes give it; it is observed once or several times, or skipped.
