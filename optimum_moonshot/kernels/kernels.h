@@ -62,6 +62,7 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #define AT_ONCE 512 /* rows of inputs of a product at most: more, and their outputs, leave no room for W in the caches */
 
 #define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
+#define SOON 2 /* rows of W further down, of which the next values and bits are fetched */
 #define LONG_SUM 1024 /* inputs at most that are added up one after another */
 
 /* Bytes ahead that are fetched of what is read in order: into the first-level cache, and before into the second. */

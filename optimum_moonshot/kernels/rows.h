@@ -368,14 +368,14 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES, columns = WORDS_OF(vectors) * WORD;
     const int64_t x_ahead = (columns * width * 4 / 64 + last - first - 1) / (last - first) * 64;
     const int64_t ahead = (int64_t)sizeof(T) * columns * w->stored / w->d_out / d_in + 32; /* bytes: as most rows have */
-    const T *end = (const T *)w->values + w->stored, *p[SHARED + 1];
+    const T *end = (const T *)w->values + w->stored, *p[SHARED + SOON];
     const float *x = (const float *)job->x + x_row * d_in;
     float sums[SHARED * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
     float all[SHARED * FVECTORS * FLANES] __attribute__((aligned(64)));
     memset(sums, 0, (size_t)((last - first) * width) * sizeof *sums);
     memset(all, 0, (size_t)((last - first) * width) * sizeof *all);
     for (int64_t row = first; row < last; row++) p[row - first] = (const T *)w->values + row_start(w, row);
-    p[last - first] = p[0];
+    for (int i = 0; i < SOON; i++) p[last - first + i] = p[0];
     for (int64_t start = 0; start < d_in; start += columns) {
         const char *next_x = (const char *)(x + (start + columns) * width);
         for (int64_t row = first; row < last; row++) {
@@ -388,12 +388,13 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
             float *to = sums + (row - first) * width;
             const float *values = NAME(floats)(here, count, end, buffer);
             p[row - first] = here + count;
-            /* What is next of this row, of the next row, and of the inputs. */
+            /* What is next of this row, of the rows below, and of the inputs. */
+            __builtin_prefetch(meta + 64, 0, 2);
+            __builtin_prefetch(meta + SOON * bytes);
             for (int64_t line = 0; line < ahead; line += 64) {
                 __builtin_prefetch((const char *)(here + count) + line, 0, 2);
-                __builtin_prefetch((const char *)p[row - first + 1] + line, 0, 3);
+                __builtin_prefetch((const char *)p[row - first + SOON] + line);
             }
-            for (int64_t line = 0; line < width; line += 16) __builtin_prefetch(to + width + line, 1, 3);
             for (int64_t line = 0; line < x_ahead; line += 64) __builtin_prefetch(next_x + line, 0, 2);
             next_x += x_ahead;
             NAME(add_bits)(words, values, x + start * width, to, vectors);
