@@ -72,7 +72,7 @@ CASES = {
     "cap, λ = 1, padded": lambda: prune(solver="cap", lam=1, data=token_batches(7, padded=True)),
     "obc, n:m": lambda: prune(solver="obc", pattern="2:4"),
     "obc, n:m, λ = 1": lambda: prune(solver="obc", pattern="2:4", lam=1),
-    "damping that rises early": lambda: escalated(False, num_samples=4),
+    "damping that rises early, fewer samples than processes": lambda: escalated(False, num_samples=3),
     "damping that rises late": lambda: escalated(True, solver="obc", num_samples=4),
     "fewer rows than processes": lambda: prune("narrow", solver="cap"),
     "convolutions": lambda: prune("convnet", image_batches(7), solver="cap"),
@@ -89,7 +89,7 @@ CASES = {
 # Those of three and four processes, which take longer on few cores.
 FEW = (
     "sparsegpt", "sparsegpt, columns that compare, exactly", "cap, compressed", "obc, n:m, λ = 1",
-    "damping that rises early", "fewer rows than processes", "too large for one",
+    "damping that rises early, fewer samples than processes", "fewer rows than processes", "too large for one",
 )  # fmt: skip
 SOLVED = set()  # the layers that were divided
 

@@ -92,7 +92,7 @@ def test_a_run_is_the_same_again(done):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["damping that rises early", "damping that rises late"])
+@pytest.mark.parametrize("name", ["damping that rises early, fewer samples than processes", "damping that rises late"])
 def test_all_take_the_largest_damping(done, name):
     for *_, damping, _, _, _, _, _, _, _, notes in done[2, 0][name]["said"]["layers"].values():
         assert damping == 0.1 and notes == ("damping raised from 0.01 to 0.1",)
