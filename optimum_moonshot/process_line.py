@@ -314,6 +314,27 @@ class Line:
             else:
                 dist.recv(carried.view(torch.uint8), src=rank, group=group)
 
+    def deal(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """From each process to each other one, in rounds in which every process sends to one and hears from one.
+
+        Args:
+            parts: what each process gets of this one, of any shape.
+            into: where what each process has for this one goes, of the shape that it sends.
+        """
+        into[self.rank].copy_(parts[self.rank])
+        on_gpus = self._on_gpus(all(tensor.is_cuda for tensor in (*parts, *into)))
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            with (
+                self._carried(parts[to].contiguous(), on_gpus) as (sent, group),
+                self._carried(into[source], on_gpus) as (received, _),
+                self._transfer(),
+            ):
+                ends = (dist.isend, sent, to), (dist.irecv, received, source)
+                full = [(end, tensor.view(torch.uint8), peer) for end, tensor, peer in ends if tensor.numel()]
+                for work in dist.batch_isend_irecv([dist.P2POp(*each, group) for each in full]) if full else ():
+                    work.wait()
+
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:
         """Meet, and exchange something; where that breaks off, say who has."""

@@ -20,6 +20,8 @@ from .process_line import Line, one_line, who_failed
 
 Value = TypeVar("Value")
 _ROOT = "optimum_moonshot"
+# Costs are estimates: pieces are divided between processes where the one with the most then has so much less.
+UNEVEN = 1.1
 # Of runs, and of works for the first process: the same in all processes, which all come to each of them.
 _numbers, _numbers_of_the_first = itertools.count(), itertools.count()
 
@@ -63,6 +65,31 @@ class Ranks:
             found[index] = min(range(self.size), key=lambda rank: load[rank])
             load[found[index]] += costs[index]
         return found
+
+    def division(self, costs: Sequence[float], parts: Sequence[float | None]) -> list[int | None]:
+        """As `owners`, where all processes may do some pieces together: the dearest of these, no more than it takes.
+
+        Args:
+            costs: of the pieces, each done by one process.
+            parts: what a piece costs each process where all do it together; None of one that they cannot.
+
+        Returns:
+            Who does each piece; None is all.
+        """
+        able = [index for index, part in enumerate(parts) if part is not None]
+        able.sort(key=lambda index: -costs[index])
+        tried: list[tuple[float, list[int | None]]] = []
+        for count in range(len(able) + 1):
+            together = able[:count]
+            alone = [index for index in range(len(costs)) if index not in together]
+            found: list[int | None] = [None] * len(costs)
+            load = [0.0] * self.size
+            for index, owner in zip(alone, self.owners([costs[index] for index in alone]), strict=True):
+                found[index] = owner
+                load[owner] += costs[index]
+            tried.append((max(load) + sum(parts[index] or 0.0 for index in together), found))
+        least = min(most for most, _ in tried)
+        return next(found for most, found in tried if most <= UNEVEN * least)
 
     def meet(self) -> None:
         """Wait for all.
@@ -133,6 +160,20 @@ class Ranks:
             samples = self.part(count, rank)
             if len(samples):
                 self.line.hand(part, None if whole is None else whole[samples.start : samples.stop], rank, owner)
+
+    def deal(self, parts: Sequence[Tensor], whole: Tensor, count: int) -> None:
+        """The samples of all processes, in order: to each process a part of its own, all at once.
+
+        Args:
+            parts: of this process's samples what each process needs, [n, …] each.
+            whole: gets what this process needs of all samples, [N, …].
+            count: N.
+        """
+        if self.line is None:
+            whole.copy_(parts[0])
+            return
+        samples = [self.part(count, rank) for rank in range(self.size)]
+        self.line.deal(parts, [whole[own.start : own.stop] for own in samples])
 
     def agree(self, what: str, value: str) -> None:
         """Check that all processes have the same.

@@ -21,6 +21,7 @@ from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
 from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.obc import OBC
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
 from optimum_moonshot.solvers.wanda import Wanda
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -169,7 +170,7 @@ def test_what_a_class_leaves_out_it_has_from_solver():
     weight, gram, gradients = layer(6, 24, 5)
     assert torch.equal(prune_weight(weight, gram, gradients, config=settings("keep-all")).weight, weight)
     for cls in (KeepAll, LikeWanda):
-        assert (cls.grouped, cls.calibrated, cls.ranks) == (False, True, False)
+        assert (cls.grouped, cls.calibrated, cls.ranks, cls.by_rows) == (False, True, False, False)
         assert cls().column_block(24, Unstructured(0.5)) is None
     with pytest.raises(MoonshotError, match="gram=None"):
         prune_weight(weight, config=settings("keep-all"))
@@ -193,6 +194,7 @@ def test_a_damped_attempt_gets_what_is_added_to_the_diagonal_and_tells_what_it_t
 def declared(**members):
     """A solver with these members changed; None removes one."""
     given = {"patterns": (Unstructured,), "solve": Borrowed.solve, **members}
+    given |= {"__annotations__": {"damping": float}} if "damping" in members else {}
     return dataclass(frozen=True)(type("Own", (), {name: value for name, value in given.items() if value is not None}))
 
 
@@ -211,6 +213,15 @@ def declared(**members):
         (
             declared(ranks=True),
             "Own lacks rank, minimise, solve_path, the hyperparameter damping, which a solver with ranks=True has",
+        ),
+        (
+            declared(by_rows=True),
+            "Own lacks attempt, the hyperparameter damping, which a solver with by_rows=True has",
+        ),
+        (declared(by_rows=0), r"Own\.by_rows=0: give True or False"),
+        (
+            declared(by_rows=True, attempt=SparseGPT.attempt, damping=0.01, objective=DiagonalQuadratic),
+            r"Own\.objective=DiagonalQuadratic: a solver with by_rows=True works on a Quadratic",
         ),
         (
             dataclass(frozen=True)(type("Own", (LikeOBC,), {"objective": DiagonalQuadratic})),

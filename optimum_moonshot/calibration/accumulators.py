@@ -83,8 +83,7 @@ class Samples(GradientStatistic):
         self.window, own, count = self.value[:0], rows[ranks.rank], self.value.shape[1]
         shape = (self.samples, len(range(*own.indices(count))), self.value.shape[2])
         mine = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
-        for owner, some in enumerate(rows):
-            ranks.join(self.value[:, some], mine if owner == ranks.rank else None, self.samples, owner)
+        ranks.deal([self.value[:, some] for some in rows], mine, self.samples)
         self.value = mine
 
     def result(self) -> SampleGradients:

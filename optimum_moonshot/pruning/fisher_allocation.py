@@ -169,6 +169,9 @@ class SampledRows(StatisticsSchedule):
     def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
         return super().parts(together) if together[0].form.separate else None
 
+    def _is_divisible(self, layer: PrunableLayer) -> bool:
+        return False
+
     def _parts_of(self, layer: PrunableLayer) -> tuple[int, int, int]:
         return super()._parts_of(layer) if layer.form.separate else (1, self.bytes_of(layer), 0)
 

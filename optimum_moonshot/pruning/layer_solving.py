@@ -28,11 +28,8 @@ class Solved(NamedTuple):
     at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
 
 
-class ChunkedStatistics(Protocol):
-    """Statistics of a layer that do not fit in memory whole: `RowChunks`."""
-
-    def statistics(self, column_block: int | None) -> LayerStatistics:
-        """Those of the whole layer, without gradients; with the totals that stand for them."""
+class PartedStatistics(Protocol):
+    """Statistics of a matrix by parts of its rows: `RowChunks`, for the sake of memory, and `RowShare`, of time."""
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
         """As `solve_layer`, for the patterns of one elimination.
@@ -40,7 +37,7 @@ class ChunkedStatistics(Protocol):
         Args:
             solver: which ranks removals.
             patterns: all unstructured, or one of another kind.
-            lam: λ in [0, 1).
+            lam: λ in [0, 1].
             column_block: inputs of a column block of the solver's quadratic; None is all.
 
         Raises:
@@ -48,7 +45,7 @@ class ChunkedStatistics(Protocol):
         """
 
 
-Statistics = LayerStatistics | ChunkedStatistics | ExpertChunks | ExpertShare
+Statistics = LayerStatistics | PartedStatistics | ExpertChunks | ExpertShare
 
 
 def solve_layer(
@@ -187,12 +184,29 @@ def _solve_matrix(
 def _solve_family(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: Statistics, lam: float
 ) -> list[Solved]:
-    column_block = solver.column_block(weight.shape[1], patterns[0])
     assert not isinstance(statistics, ExpertChunks | ExpertShare)
-    if not isinstance(statistics, LayerStatistics):
-        if lam < 1:
-            return statistics.solve(solver, patterns, lam, column_block)
-        statistics = statistics.statistics(column_block)
+    if isinstance(statistics, LayerStatistics):
+        return solve_whole(solver, weight, dtype, patterns, statistics, lam)
+    return statistics.solve(solver, patterns, lam, solver.column_block(weight.shape[1], patterns[0]))
+
+
+def solve_whole(
+    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: LayerStatistics, lam: float
+) -> list[Solved]:
+    """Prune a matrix by patterns that one elimination serves, or by one.
+
+    Args:
+        solver: by which algorithm.
+        weight: [d_out, d_in].
+        dtype: that it will have.
+        patterns: all unstructured, where the solver ranks removals; or one.
+        statistics: of all rows.
+        lam: λ in [0, 1].
+
+    Raises:
+        FactorizationError: the quadratic stays singular at the largest damping.
+    """
+    column_block = solver.column_block(weight.shape[1], patterns[0])
     objective = statistics.objective(weight, lam, column_block)
     if solver.ranks:
         results = solver.solve_path(objective, patterns)
@@ -224,5 +238,6 @@ def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, dtype: tor
 
 
 def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:
-    """The losses of a layer from those of its chunks."""
-    return RelativeLoss(*map(sum, zip(*parts, strict=True)))
+    """The losses of a layer from those of its parts, all in proportion to what the whole layer loses at W = 0."""
+    reconstruction, fisher, total = zip(*parts, strict=True)
+    return RelativeLoss(sum(reconstruction), None if None in fisher else sum(fisher), sum(total))

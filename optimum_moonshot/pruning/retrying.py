@@ -15,7 +15,8 @@ again in a run. What cannot be halved is tried once more, with the memory that t
 the device goes on (device_memory.py). Each time is noted for the report.
 
 Several processes halve alike, and repeat a round together, because they agree at its ends (`Retrying.together`,
-`Retrying.lost`). A process that is out of memory between two meetings of a piece of work cannot repeat it alone.
+`Retrying.lost`). A process that is out of memory between two meetings of some work cannot repeat it alone, unless the
+work is cut into pieces that lie between two meetings each (`Retrying.piece`).
 """
 
 import copy
@@ -190,27 +191,47 @@ class Retrying:
         Raises:
             torch.OutOfMemoryError: others take part, who would wait in vain; or a pass for a chunk of it did not fit.
         """
+        met = self.ranks.met
+        told = self._sliced(where, work)[1]
+        if told is None:
+            return True
+        if self.ranks.met != met or (not alone and self.ranks.size > 1):
+            raise torch.OutOfMemoryError(told)
+        self.failed, self.in_solver = told, True
+        return False
+
+    def piece(self, where: str, work: Callable[[], Value]) -> Value:
+        """Work of one of several processes on a layer that others solve with it, between two meetings.
+
+        Args:
+            where: the layer's name.
+            work: which leaves what it is given as it is.
+
+        Raises:
+            torch.OutOfMemoryError: the smallest slices did not fit, or the processes have met meanwhile.
+        """
+        found, told = self._sliced(where, work)
+        if told is not None:
+            raise torch.OutOfMemoryError(told)
+        return found  # type: ignore[return-value]
+
+    def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
+        """As `_attempted`, with smaller and smaller slices as long as that can help and the processes have not met."""
         while True:
             met = self.ranks.met
             with cutting(self.slices) as cuts:
-                told = self._attempted(work, but=PassTooLarge)[1]  # which is the round's
-            if told is None:
-                return True
-            if self.ranks.met != met:
-                raise torch.OutOfMemoryError(told)
+                found, told = self._attempted(work, but=PassTooLarge)  # which is the round's
+            if told is None or self.ranks.met != met:
+                return found, told
             self.release()
             if cuts.largest:
                 self._note("slices", where, _bytes(cuts.largest), _bytes(cuts.largest // 2))
                 self.slices = cuts.largest // 2
             elif where in self.again:
-                break
+                return None, told
             else:
                 self.again.add(where)
                 self._note("again", where, "", "")
-        if not alone and self.ranks.size > 1:
-            raise torch.OutOfMemoryError(told)
-        self.failed, self.in_solver = told, True
-        return False
 
     def lost(self) -> bool:
         """Whether the round that has ended is to be done again, in all processes the same."""

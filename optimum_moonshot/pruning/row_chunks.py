@@ -15,7 +15,7 @@ from ..objective.quadratic import Quadratic, RelativeLoss
 from ..objective.row_slices import split_range
 from ..solvers.base import Solver, finish
 from ..solvers.ranked import Ranking
-from .layer_solving import Solved, total_losses, weight_losses
+from .layer_solving import Solved, solve_whole, total_losses, weight_losses
 
 
 def chunk_rows(layer: PrunableLayer, plan: Plan, samples: int, room: int) -> list[slice]:
@@ -73,8 +73,11 @@ class RowChunks:
         return whole.part(self.rows[index], self.held[1])
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
-        """As `ChunkedStatistics.solve` says."""
-        whole = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
+        """As `PartedStatistics.solve` says; at λ = 1 there are no gradients, and all rows are solved at once."""
+        dtype, known = self.layer.parameter.dtype, self.statistics(column_block)
+        if lam == 1:
+            return solve_whole(solver, self.layer.matrix, dtype, patterns, known, lam)
+        whole = known.layer_objective(self.layer.matrix, lam, column_block)
         parts = range(len(self.rows))
 
         def rank(damping: float) -> Ranking:
@@ -89,8 +92,7 @@ class RowChunks:
             found = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
             for weight, keep, values, losses in zip(weights, keeps, found, lost, strict=True):
                 weight[rows] = values.masked_fill_(~keep[rows], 0)
-                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
-        dtype = self.layer.parameter.dtype
+                losses.append(weight_losses(objective, weight[rows], keep[rows], dtype))
         results = [finish(whole, *each, damping, solver.damping) for each in zip(weights, keeps, strict=True)]
         return [
             Solved(

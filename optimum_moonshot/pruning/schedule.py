@@ -3,9 +3,12 @@
 With as many samples as a row's quadratic has inputs or more, the matrices of the rows are the smaller form, and as
 exact. A layer whose statistics exceed the memory all the same is solved in chunks of rows, where its solver ranks
 removals (`solvers/ranked.py`): the data pass again for each, first to rank, then to compute the weights that survive.
+
+Several processes have some of the layers each; of what would keep one of them busy alone, some of the rows each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 
 from ..calibration.accumulators import Plan, numbers_per_row
 from ..calibration.layer_statistics import LayerStatistics
@@ -14,7 +17,8 @@ from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..errors import require
 from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern
+from ..objective.patterns import Pattern, Unstructured
+from ..objective.problem_size import ProblemSize
 from ..objective.row_slices import split_range
 from ..processes import ALONE, Ranks
 from ..runtime.freed import give_back
@@ -23,16 +27,34 @@ from .expert_chunks import ExpertChunks
 from .expert_share import ExpertShare, is_shared, shares
 from .retrying import Retrying
 from .row_chunks import RowChunks, chunk_rows
+from .row_share import RowShare, is_divisible, row_parts
 from .starved_experts import StarvedExperts
 
 # A layer and its statistics; None where no data reached it.
-Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | ExpertChunks | ExpertShare | None"]
+Given = tuple[PrunableLayer, "LayerStatistics | RowChunks | RowShare | ExpertChunks | ExpertShare | None"]
 
 
-def solving_cost(layer: PrunableLayer) -> float:
-    """About how long a layer takes, in operations of one kind."""
+def solving_cost(
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], samples: int = 0, processes: int = 1
+) -> float:
+    """About how long a layer takes, in operations of one kind, as the solver says.
+
+    Args:
+        solver: by which algorithm.
+        layer: the layer.
+        patterns: that it is pruned by; where removals are ranked, one elimination serves the unstructured ones.
+        samples: N, of the gradients; 0 without any (λ = 1).
+        processes: that have some of its rows each.
+    """
     d_out, d_in = layer.shape
-    return float(d_out * d_in * d_in)
+    matrices, groups = (layer.groups, 1) if layer.form.separate else (1, layer.groups)
+    rows = -(-d_out // (matrices * processes))
+    kinds = {Unstructured if solver.ranks and isinstance(each, Unstructured) else each: each for each in patterns}
+    sizes = {
+        each: ProblemSize(rows, d_in, samples, groups, solver.column_block(d_in, each), sparsity=each.sparsity)
+        for each in kinds.values()
+    }
+    return matrices * sum(solver.work(size, each).operations for each, size in sizes.items())
 
 
 class StatisticsSchedule:
@@ -80,7 +102,8 @@ class StatisticsSchedule:
         """The statistics of some layers of a step, as many at a time as the memory takes.
 
         Each is forgotten here once it is given; None where no data reached a layer. Of several processes each is given
-        those of its own layers, of what exceeds the memory all are. Every round has to come to its end.
+        those of its own layers, and of those that all solve: what exceeds the memory, and its part of what is divided,
+        in one order in all of them. Every round has to come to its end.
 
         Args:
             step: as the passes give it; it is observed once or several times, or skipped.
@@ -135,12 +158,12 @@ class StatisticsSchedule:
         """What a layer's statistics take in a process, on average where several have some of the samples each.
 
         Such a process has its own samples of every layer, and all samples of its own layers, twice its share together.
-        A layer that leaves no room for others counts whole.
+        A layer that leaves no room for others counts whole, unless its experts or its rows are divided.
         """
         whole, size = self.bytes_of(layer), self.ranks.size
         if size <= 2 or self.diagonal or self.lams[layer.name] == 1 or self.plan(layer).column_block is not None:
             return whole
-        if whole > room and not is_shared(layer, self.ranks):
+        if whole > room and not (is_shared(layer, self.ranks) or self._is_divisible(layer)):
             return whole
         inputs = self.gram_bytes(layer)
         return inputs + 2 * (whole - inputs) // size
@@ -150,11 +173,34 @@ class StatisticsSchedule:
         return self.ranks.least(self.storage.available())
 
     def _owners(self, layers: Sequence[PrunableLayer]) -> dict[str, int | list[slice]]:
-        """Who solves each layer, or which of its rows, where its experts are divided."""
-        whole = [layer for layer in layers if not is_shared(layer, self.ranks)]
-        owners = self.ranks.owners([solving_cost(layer) for layer in whole])
-        found: dict[str, int | list[slice]] = {layer.name: owner for layer, owner in zip(whole, owners, strict=True)}
-        return {layer.name: found[layer.name] if layer.name in found else shares(layer, self.ranks) for layer in layers}
+        """Who solves each layer, or which of its rows each process does: its experts are divided, or its rows.
+
+        A matrix whose statistics are too large for one process is divided, whatever it costs.
+        """
+        ranks, room = self.ranks, self._available() // 2
+        found: dict[str, int | list[slice]] = {
+            layer.name: shares(layer, ranks) for layer in layers if is_shared(layer, ranks)
+        }
+        whole = [layer for layer in layers if layer.name not in found]
+        costs = [inf if self._too_large(layer, room) else self._cost(layer) for layer in whole]
+        parts = [self._cost(layer, ranks.size) if self._is_divisible(layer) else None for layer in whole]
+        for layer, owner in zip(whole, ranks.division(costs, parts), strict=True):
+            found[layer.name] = row_parts(layer, ranks) if owner is None else owner
+        return found
+
+    def _too_large(self, layer: PrunableLayer, room: int) -> bool:
+        """Whether the statistics of a layer that can be divided leave a single process no room for others."""
+        whole = self.bytes_of(layer)
+        return self._is_divisible(layer) and whole > room and whole > self._held(layer, room)
+
+    def _cost(self, layer: PrunableLayer, processes: int = 1) -> float:
+        """As `solving_cost`."""
+        samples = self.samples if self.lams[layer.name] < 1 else 0
+        return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
+
+    def _is_divisible(self, layer: PrunableLayer) -> bool:
+        """As `is_divisible`."""
+        return is_divisible(layer, self.solver, self.patterns[layer.name], self.ranks)
 
     def _collected(
         self,
@@ -163,7 +209,7 @@ class StatisticsSchedule:
         plans: dict[str, Plan],
         last: bool,
         owners: Mapping[str, int | list[slice]] | None = None,
-    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | ExpertShare | None]]:
+    ) -> Iterator[tuple[PrunableLayer, LayerStatistics | RowShare | ExpertShare | None]]:
         """Pass the data once, and give each of some layers its statistics; without owners, to all processes."""
         wanted = {layer.name for layer in together if self.lams[layer.name] < 1}
         fused = [layer for layer in together if layer.form.separate and not self.experts.as_routed]
@@ -182,6 +228,8 @@ class StatisticsSchedule:
         if fused and last:
             step.skip()
         give_back()
+        if owners is not None:  # what all solve together first: nobody waits for one that solves a layer alone
+            together.sort(key=lambda layer: layer.form.separate or isinstance(owners[layer.name], int))
         while together:
             layer = together.pop(0)
             if starved.get(layer.name):
@@ -195,8 +243,10 @@ class StatisticsSchedule:
                 found = self.experts.complete(layer, found, starved[layer.name], known)
             if found is None or isinstance(owner, int):
                 yield layer, found
-            else:
+            elif layer.form.separate:
                 yield layer, ExpertShare(found, self.ranks, layer.groups)
+            else:
+                yield layer, RowShare(layer, found, self.ranks, self.retrying)
 
     def plan(self, layer: PrunableLayer) -> Plan:
         """The smaller form of a layer's gradients; that of the samples serves patterns with unequal blocks too."""
@@ -253,7 +303,7 @@ class StatisticsSchedule:
 
         def collect(plan: Plan) -> LayerStatistics:
             ((_, statistics),) = self._collected([layer], step, {layer.name: plan}, False)
-            assert not isinstance(statistics, ExpertShare)
+            assert not isinstance(statistics, ExpertShare | RowShare)
             require(statistics is not None, f"{layer.name}: no calibration data reached it; name it in ignore=")
             return statistics
 
@@ -266,7 +316,7 @@ class StatisticsSchedule:
 
         def collect(part: PrunableLayer) -> LayerStatistics | None:
             ((_, statistics),) = self._collected([part], step, {part.name: self.plan(part)}, False)
-            assert not isinstance(statistics, ExpertShare)
+            assert not isinstance(statistics, ExpertShare | RowShare)
             return statistics
 
         return ExpertChunks(layer, spans, collect, self.samples, self.diagonal)

@@ -143,7 +143,8 @@ class StatisticsSource:
     def _without_data(self) -> Round:
         structure, ranks = self.prepared.selection.structure, self.prepared.ranks
         wanted = [layer for layer in structure.layers() if self._wanted(layer)]
-        owners = ranks.owners([solving_cost(layer) for layer in wanted])
+        solver, patterns = self.prepared.selection.solver, [self._patterns(layer) for layer in wanted]
+        owners = ranks.owners([solving_cost(solver, *each) for each in zip(wanted, patterns, strict=True)])
         mine = {layer.name for layer, owner in zip(wanted, owners, strict=True) if owner == ranks.rank}
         for layer in structure.layers_present():
             if layer.name in mine:
@@ -164,10 +165,14 @@ class StatisticsSource:
     def _wanted(self, layer: PrunableLayer) -> bool:
         return any(variant.lacks(layer) for variant in self.variants)
 
+    def _patterns(self, layer: PrunableLayer) -> list[Pattern]:
+        """By which some variant prunes a layer."""
+        return [variant.pattern_of(layer) for variant in self.variants]
+
     def _schedule(self, samples: int) -> StatisticsSchedule:
         selection = self.prepared.selection
         lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
-        patterns = {layer.name: [variant.pattern_of(layer) for variant in self.variants] for layer in selection.layers}
+        patterns = {layer.name: self._patterns(layer) for layer in selection.layers}
         config = selection.config
         experts = config.expert_tokens, config.starved_experts
         of_run = self.prepared.storage, *experts, self.prepared.ranks, self.prepared.retrying

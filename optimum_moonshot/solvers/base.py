@@ -75,6 +75,9 @@ class Solver(ABC):
     # Whether it ranks removals: one elimination then serves every sparsity, and a layer whose statistics exceed the
     # memory is solved in chunks of rows. Such a solver has the methods of `ranked.Ranked`, and its ``damping``.
     ranks: ClassVar[bool] = False
+    # Whether the rows of a matrix meet only in `Pattern.keep`: several processes may then solve some rows each. Such a
+    # solver has `attempt`, as `sparsegpt.SparseGPT` has it, and a ``damping``.
+    by_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in options_of(type(self))}
@@ -140,6 +143,8 @@ class Solver(ABC):
 
 # The methods of a solver that ranks removals, as `ranked.Ranked` has them.
 RANKING = ("rank", "minimise", "solve_path")
+# That of one whose rows are solved apart.
+BY_ROWS = ("attempt",)
 
 _SOLVERS: dict[str, type[Solver]] = {}
 C = TypeVar("C", bound=type[Any])
@@ -158,7 +163,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", "grouped", "calibrated", "ranks", "column_block", "work", "trials"):
+        for capability in ("objective", "grouped", "calibrated", "ranks", "by_rows", "column_block", "work", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)
@@ -171,10 +176,11 @@ def register_solver(name: str) -> Callable[[C], C]:
 def _check_declared(cls: type[Any]) -> None:
     """Raise `MoonshotError` unless a class says everything that the package will ask of it."""
     own, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
-    needed = ("patterns", "solve", *(RANKING if cls.ranks else ()))
+    needed = ("patterns", "solve", *(RANKING if cls.ranks else ()), *(BY_ROWS if cls.by_rows else ()))
     lacks = [name for name in needed if not hasattr(cls, name) or name in abstract]
-    lacks += ["the hyperparameter damping"] if cls.ranks and "damping" not in options else []
-    why = ", which a solver with ranks=True has (solvers/ranked.py)" if cls.ranks else ""
+    lacks += ["the hyperparameter damping"] if (cls.ranks or cls.by_rows) and "damping" not in options else []
+    why = ", which a solver with by_rows=True has (solvers/sparsegpt.py)" if cls.by_rows else ""
+    why = ", which a solver with ranks=True has (solvers/ranked.py)" if cls.ranks else why
     require(not lacks, f"{own} lacks {', '.join(lacks)}{why}: declare it as `Solver` in solvers/base.py says")
     kinds = {kind.__name__: kind for kind in get_args(Pattern)}
     known = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
@@ -182,13 +188,14 @@ def _check_declared(cls: type[Any]) -> None:
     objectives = {kind.__name__: kind for kind in get_args(Objective)}
     known = cls.objective in objectives.values()
     require(known, f"{own}.objective={cls.objective!r}: give {' or '.join(objectives)}")
-    for name in ("grouped", "calibrated", "ranks"):
+    for name in ("grouped", "calibrated", "ranks", "by_rows"):
         value = getattr(cls, name)
         require(isinstance(value, bool), f"{own}.{name}={value!r}: give True or False")
-    require(
-        not (cls.ranks and cls.objective.diagonal_only),
-        f"{own}.objective={cls.objective.__name__}: a solver with ranks=True works on a Quadratic",
-    )
+    for name in ("ranks", "by_rows"):
+        require(
+            not (getattr(cls, name) and cls.objective.diagonal_only),
+            f"{own}.objective={cls.objective.__name__}: a solver with {name}=True works on a Quadratic",
+        )
 
 
 def solver_names(*kinds: type[Pattern]) -> list[str]:
@@ -258,8 +265,17 @@ def finish(
         damping: that it took, 0 without one.
         asked: the hyperparameter.
     """
+    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, notes_of(objective, damping, asked))
+
+
+def notes_of(objective: Objective, damping: float = 0.0, asked: float = 0.0) -> tuple[str, ...]:
+    """The objective's own notes, and one on damping beyond the asked.
+
+    Args:
+        objective, damping, asked: as for `finish`.
+    """
     raised = () if damping == asked else (f"damping raised from {asked:g} to {damping:g}",)
-    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, objective.scales.notes + raised)
+    return objective.scales.notes + raised
 
 
 def damped(objective: Quadratic, asked: float, attempt: Callable[[float], tuple[Tensor, Tensor]]) -> PrunedWeight:

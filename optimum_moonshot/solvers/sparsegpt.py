@@ -20,13 +20,13 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, damped_inverse_factor, inverse_factor
+from ..objective.linalg import check_factored, damped_inverse_factor, escalate, inverse_factor
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured, stacked
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
-from .base import PrunedWeight, Solver, damped, hyperparameter, register_solver
+from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
 from .hyperparameters import damping_option
 
 # Columns whose errors are settled together; the factors are needed as matrices on diagonal blocks of this size alone.
@@ -54,6 +54,7 @@ class SparseGPT(Solver):
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
+    by_rows: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
         """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
@@ -65,7 +66,24 @@ class SparseGPT(Solver):
         Raises:
             FactorizationError: none up to 1 sufficed.
         """
-        return damped(objective, self.damping, lambda ridge: self._sweep(objective, pattern, ridge))
+        (weight, keep), damping = escalate(self.damping, lambda damping: self.attempt(objective, pattern, damping))
+        return finish(objective, weight, keep, damping, self.damping)
+
+    def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]:
+        """The pruned weight at one damping.
+
+        Args:
+            objective: of a layer, or of some of its rows.
+            pattern: unstructured or n:m; its `keep` compares the scores of the objective's rows with those of all.
+            damping: p, in (0, 1].
+
+        Returns:
+            The weight, [d_out, d_in] in float32, and `keep`, bool, of the objective's rows.
+
+        Raises:
+            FactorizationError: a matrix is not positive definite at this damping.
+        """
+        return self._sweep(objective, pattern, damping * objective.damping_unit)
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
         """As `Solver.trials`: where all rows share a factor, a copy of them for each pattern passes the columns once.
