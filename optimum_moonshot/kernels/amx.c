@@ -130,17 +130,9 @@ INLINE void prepare(const uint16_t *x, int64_t rows, int64_t d_in, char *prepare
     }
 }
 
-/* Sums of a panel and two tiles of x that are complete; without rows of x there are none. */
-typedef struct {
-    int64_t row, rows, x_row, x_rows;
-    const float *sums;
-} complete;
-
 /* Rows of W that share a strip of x. */
 typedef struct {
     const packed_matrix *w;
-    const product *job;
-    complete ready; /* becomes outputs while the next products are computed */
     int64_t first, last; /* rows of W */
     int64_t start, columns;
     const uint16_t *values[GROUP * PANEL]; /* of each of these rows, from `start` on */
@@ -207,41 +199,6 @@ INLINE void multiply_blocks(const char *w, const char *x, int64_t x_step, int64_
     }
 }
 
-/* The outputs of a panel and 16 rows of x, whose sums lie transposed in two tiles. Two rows of W are turned as one, and
- * what is written of a row of x is a whole line. */
-INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
-                          const float *sums, const int dtype) {
-    static const uint16_t by_turns[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
-    const __mmask32 lanes = here < PANEL ? (1u << here) - 1 : ~0u;
-    const __m512i turns = _mm512_loadu_si512(by_turns);
-    uint16_t *y = (uint16_t *)job->y + x_row * w->d_out + row;
-    float bias[PANEL] = {0};
-    if (job->bias) {
-        const __m512i raw = _mm512_maskz_loadu_epi16(lanes, (const uint16_t *)job->bias + row);
-        _mm512_storeu_ps(bias, floats_of_halves(_mm512_castsi512_si256(raw), dtype));
-        _mm512_storeu_ps(bias + SIDE, floats_of_halves(_mm512_extracti64x4_epi64(raw, 1), dtype));
-    }
-    __m512i r[SIDE];
-    for (int i = 0; i < SIDE; i++) {
-        const float *two = sums + i / 8 * 2 * 256 + i % 8 * 2 * SIDE;
-        const __m512 even = _mm512_add_ps(_mm512_load_ps(two), _mm512_set1_ps(bias[2 * i]));
-        const __m512 odd = _mm512_add_ps(_mm512_load_ps(two + SIDE), _mm512_set1_ps(bias[2 * i + 1]));
-        const __m512i both = _mm512_castsi256_si512(halves_of_floats(even, dtype));
-        r[i] = _mm512_permutexvar_epi16(turns, _mm512_inserti64x4(both, halves_of_floats(odd, dtype), 1));
-    }
-    transpose(r);
-    for (int i = 0; i < x_rows; i++, y += w->d_out) _mm512_mask_storeu_epi16(y, lanes, r[i]);
-}
-
-INLINE void write_ready(strip *s, const int dtype) {
-    const complete *r = &s->ready;
-    for (int64_t side = 0; side < r->x_rows; side += SIDE)
-        write_outputs(s->w, s->job, r->row, r->rows, r->x_row + side, r->sums + side / SIDE * 256, dtype);
-    s->ready.x_rows = 0;
-}
-
 /* sums [2 tiles of W][2 tiles of x] += the products of a panel; `sides` is how many tiles of x there are. */
 INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s, float *sums, const int sides,
                            const int dtype) {
@@ -271,7 +228,6 @@ INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s
         multiply_blocks(w + LOW * plane, x + LOW * x_plane, x_step, blocks, s, sides);
         multiply_blocks(w + LOW * plane, x_high, x_step, blocks, s, sides);
     }
-    if (s->ready.x_rows) write_ready(s, dtype);
     _tile_stored(0, sums, 64);
     _tile_stored(2, sums + 2 * 256, 64);
     if (sides == 2) {
@@ -280,10 +236,37 @@ INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s
     }
 }
 
+/* The outputs of a panel and 16 rows of x, whose sums lie transposed in two tiles. Two rows of W are turned as one, and
+ * what is written of a row of x is a whole line. */
+INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
+                          const float *sums, const int dtype) {
+    static const uint16_t by_turns[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
+    const __mmask32 lanes = here < PANEL ? (1u << here) - 1 : ~0u;
+    const __m512i turns = _mm512_loadu_si512(by_turns);
+    uint16_t *y = (uint16_t *)job->y + x_row * w->d_out + row;
+    float bias[PANEL] = {0};
+    if (job->bias) {
+        const __m512i raw = _mm512_maskz_loadu_epi16(lanes, (const uint16_t *)job->bias + row);
+        _mm512_storeu_ps(bias, floats_of_halves(_mm512_castsi512_si256(raw), dtype));
+        _mm512_storeu_ps(bias + SIDE, floats_of_halves(_mm512_extracti64x4_epi64(raw, 1), dtype));
+    }
+    __m512i r[SIDE];
+    for (int i = 0; i < SIDE; i++) {
+        const float *two = sums + i / 8 * 2 * 256 + i % 8 * 2 * SIDE;
+        const __m512 even = _mm512_add_ps(_mm512_load_ps(two), _mm512_set1_ps(bias[2 * i]));
+        const __m512 odd = _mm512_add_ps(_mm512_load_ps(two + SIDE), _mm512_set1_ps(bias[2 * i + 1]));
+        const __m512i both = _mm512_castsi256_si512(halves_of_floats(even, dtype));
+        r[i] = _mm512_permutexvar_epi16(turns, _mm512_inserti64x4(both, halves_of_floats(odd, dtype), 1));
+    }
+    transpose(r);
+    for (int i = 0; i < x_rows; i++, y += w->d_out) _mm512_mask_storeu_epi16(y, lanes, r[i]);
+}
+
 /* Rows of W of one group, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
-INLINE void multiply_group(strip *s, char *tiles, float *sums, const int dtype) {
+INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sums, const int dtype) {
     const packed_matrix *w = s->w;
-    const product *job = s->job;
     const int64_t w_rows = s->last - s->first, pairs = (job->rows + PANEL - 1) / PANEL;
     const int special_x = *(const int *)job->x;
     const char *x = (const char *)job->x + HEAD;
@@ -298,17 +281,17 @@ INLINE void multiply_group(strip *s, char *tiles, float *sums, const int dtype) 
             s->at_once = s->last_line / (pairs * depth_blocks(s->columns) * terms[dtype]) + 1;
             for (int64_t pair = 0; pair < pairs; pair++, to += SUMS) {
                 const char *pair_of_x = x + pair * x_step;
-                const int64_t x_row = pair * PANEL, left = job->rows - x_row;
-                if (left > SIDE) multiply_tiles(tiles, pair_of_x, special_x, s, to, 2, dtype);
+                if (job->rows - pair * PANEL > SIDE) multiply_tiles(tiles, pair_of_x, special_x, s, to, 2, dtype);
                 else multiply_tiles(tiles, pair_of_x, special_x, s, to, 1, dtype);
-                if (s->start + s->columns < w->d_in) continue;
-                const int64_t row = panel * PANEL;
-                s->ready = (complete){s->first + row, w_rows - row, x_row, left < PANEL ? left : PANEL, to};
             }
         }
         x += pairs * x_step;
     }
-    write_ready(s, dtype);
+    for (int64_t x_row = 0; x_row < job->rows; x_row += SIDE)
+        for (int64_t row = 0; row < w_rows; row += PANEL) {
+            const float *from = sums + (row / PANEL * pairs + x_row / PANEL) * SUMS + x_row / SIDE % 2 * 256;
+            write_outputs(w, job, s->first + row, w_rows - row, x_row, from, dtype);
+        }
 }
 
 #include "amx_few.h"
@@ -320,12 +303,12 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
     void *many = NULL;
     if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof own)) many = NULL;
     const int64_t group = many ? GROUP * PANEL : PANEL;
-    strip s = {.w = w, .job = job};
+    strip s = {.w = w};
     memset(tiles, 0, sizeof tiles);
     configure(64);
     for (s.first = first; s.first < last; s.first = s.last) {
         s.last = last - s.first < group ? last : s.first + group;
-        multiply_group(&s, tiles, many ? many : own, dtype);
+        multiply_group(&s, job, tiles, many ? many : own, dtype);
     }
     _tile_release();
     free(many);
