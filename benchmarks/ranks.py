@@ -25,6 +25,7 @@ DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 SETTINGS = {
     "sparsegpt, 2:4, λ = 0.9": dict(pattern="2:4", lam=0.9),
     "cap, 50%, λ = 0.9": dict(solver="cap", sparsity=0.5, lam=0.9),
+    "obc, 50%, λ = 0.9": dict(solver="obc", sparsity=0.5, lam=0.9),
 }
 
 
