@@ -42,20 +42,26 @@ def environment():
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """(size, rank) → what a process found; (name, rank) → what else it did."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(TESTS / "ranks.py"), str(folder)]
+def found_by(program, folder):
+    """(size, rank) → what a process of a program's runs found; (name, rank) → what else it did; and what it printed."""
+    command = [sys.executable, str(TESTS / program), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = {}
     for path in folder.glob("*.pt"):
         what, size, rank = path.stem.split("-")
         found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
+    return found, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """As `found_by`; "folder" → where the processes wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found, told = found_by("ranks.py", folder)
     expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {("dying", 0), ("breaking", 0)}
     expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
-    assert found.keys() == expected, ended.stderr
+    assert found.keys() == expected, told
     return {**found, "folder": folder}
 
 

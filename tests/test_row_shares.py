@@ -2,15 +2,13 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from math import inf
 
 import pytest
 import torch
 from objectives import full
 from row_shares import CASES, FEW, SIZES
-from test_ranks import DIED, TESTS, assert_same, close, environment
+from test_ranks import DIED, assert_same, close, found_by
 from torch import nn
 
 from optimum_moonshot.calibration.memory import Storage
@@ -38,17 +36,10 @@ WHOLE = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """(size, rank) → what a process found; ("dying", rank) → what the others say of one that died."""
-    folder = tmp_path_factory.mktemp("rows")
-    command = [sys.executable, str(TESTS / "row_shares.py"), str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found = {}
-    for path in folder.glob("*.pt"):
-        what, size, rank = path.stem.split("-")
-        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
+    """As `found_by`; ("dying", rank) → what the others say of one that died."""
+    found, told = found_by("row_shares.py", tmp_path_factory.mktemp("rows"))
     expected = {(size, rank) for size in SIZES for rank in range(size)} | {("dying", 0), ("dying", 2)}
-    assert found.keys() == expected, ended.stderr
+    assert found.keys() == expected, told
     return found
 
 
