@@ -103,15 +103,15 @@ def test_words_are_drawn_by_the_models_own_distribution():
     model = make("llama")
     model.generation_config.temperature, model.generation_config.repetition_penalty = 0.01, 5.0
     model.generation_config.eos_token_id = 7
-    found = write_samples(model, [[1]], set(), SelfCalibration(batch_size=2000), 2000, 2, 0, False)
+    found = write_samples(model, [[1]], set(), SelfCalibration(batch_size=2000), 2000, 2, 0, False, [])
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[1]])).logits[0, -1].softmax(-1)
     counts = torch.bincount(found[:, 1], minlength=96) / 2000
     assert (counts - expected).abs().max() < 5 * (0.25 / 2000) ** 0.5
     assert int((counts > 0).sum()) > 60
-    cold = write_samples(model, [[1]], set(), SelfCalibration(temperature=1e-3), 20, 2, 0, False)
+    cold = write_samples(model, [[1]], set(), SelfCalibration(temperature=1e-3), 20, 2, 0, False, [])
     assert (cold[:, 1] == expected.argmax()).all()
-    narrow = write_samples(model, [[1]], set(), SelfCalibration(top_p=0.2, batch_size=500), 500, 2, 0, False)
+    narrow = write_samples(model, [[1]], set(), SelfCalibration(top_p=0.2, batch_size=500), 500, 2, 0, False, [])
     few = set(
         expected.argsort(descending=True)[: int((expected.sort(descending=True).values.cumsum(0) < 0.2).sum()) + 1]
     )
@@ -122,7 +122,7 @@ def test_samples_go_on_with_the_next_beginning_where_a_text_ends():
     model = make("llama")
     ends = set(range(40, 96))  # most words end a text
     beginnings = [[1, 50, 51], [1, 60]]  # and prompts hold such words too
-    found = write_samples(model, beginnings, ends, SelfCalibration(batch_size=3), 7, 30, 0, False)
+    found = write_samples(model, beginnings, ends, SelfCalibration(batch_size=3), 7, 30, 0, False, [])
     assert found.shape == (7, 30)
     used = Counter()
     for row in found.tolist():
@@ -232,6 +232,40 @@ def test_a_model_that_gives_no_probabilities_says_so():
     model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(MoonshotError, match="calibration='self': LlamaForCausalLM cannot write"):
         prune(model, targets=[r"layers\.0\."])
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_fewer_samples_at_a_time_where_the_device_is_full(room, monkeypatch, written):
+    model, sizes = make("llama"), []
+    own = model.generate
+
+    def generate(first, **options):
+        sizes.append(len(first))
+        if len(first) > room:
+            options["logits_processor"][0](first, model(first).logits[:, -1])  # the first step
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(first, **options)
+
+    model.generate = generate
+    report = prune(model, SelfCalibration(batch_size=5), num_samples=7)
+    assert sizes == {1: [5, 2] + [1] * 7, 2: [5, 2, 2, 2, 1], 3: [5, 2, 2, 2, 1]}[room]
+    assert ids(written[0]).shape == (7, 12) and len({tuple(sample) for sample in ids(written[0]).tolist()}) > 1
+    size = {1: 1, 2: 2, 3: 2}[room]
+    (note,) = [note for note in report.notes if "out of memory" in note]
+    assert f"the model wrote {size} samples at a time, not 5" in note
+
+
+def test_no_memory_for_a_single_sample_leaves_the_model_as_it_was():
+    model = make("llama")
+    before = state(model)
+
+    def generate(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.generate = generate
+    with pytest.raises(MoonshotError, match="out of memory"):
+        prune(model, SelfCalibration(batch_size=4))
+    assert same(model, before)
 
 
 def test_an_interrupted_run_writes_nothing_again(tmp_path, monkeypatch, written):

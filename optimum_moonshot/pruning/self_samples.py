@@ -19,12 +19,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from ..data.batches import digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
-from ..devices import is_out_of_memory, own_random_numbers
+from ..devices import is_out_of_memory, own_random_numbers, release_unused
 from ..errors import MoonshotError, reason, require
 from ..model.calls import frozen, model_device
 from ..model.facts import max_positions, takes_images
 from ..model.layers import visited
 from ..model.presence import present_in_turn
+from ..process_line import one_line
 from ..progress import progress_bar
 from .result_store import fingerprint
 from .run_folder import SAMPLES, RunFolder
@@ -60,8 +61,9 @@ def load_self(
     notes: list[str] = []
 
     def write() -> Tensor:
-        with frozen(model), present_in_turn(visited(model)):
-            return write_samples(model, beginnings, ends, source, config.num_samples, length, config.seed, progress)
+        with frozen(model):
+            sizes = config.num_samples, length
+            return write_samples(model, beginnings, ends, source, *sizes, config.seed, progress, notes)
 
     if kept is None:
         ids = write()
@@ -122,8 +124,11 @@ def write_samples(
     length: int,
     seed: int,
     progress: bool,
+    notes: list[str],
 ) -> Tensor:
     """Samples [count, length], int64 on the CPU; the global random state stays as it is.
+
+    Where the device is out of memory, half as many are written at a time from there on.
 
     Args:
         model: in evaluation mode.
@@ -134,25 +139,50 @@ def write_samples(
         length: tokens of each.
         seed: of beginnings and of words.
         progress: show a bar.
+        notes: gets one where fewer were written at a time than was asked.
 
     Raises:
         MoonshotError: the model gives no probabilities.
+        torch.OutOfMemoryError: there is none for a single sample.
     """
     generator = torch.Generator().manual_seed(seed)
     order = _order(beginnings, generator)
     device = model_device(model)
-    written = []
+    written: list[Tensor] = []
+    done, size = 0, source.batch_size
     bar = progress_bar(total=count * length, desc="writing samples", unit="token", shown=progress)
     with bar, own_random_numbers(device):
-        for start in range(0, count, source.batch_size):
-            size = min(source.batch_size, count - start)
+        while done < count:
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-            forced = Beginnings([next(order) for _ in range(size)], order, ends, bar.update)
-            first = forced.first.to(device)
-            with _generating(model, length, source):
-                written.append(_generate(model, first, forced).cpu())
-            bar.update(size)
+            forced = Beginnings([next(order) for _ in range(min(size, count - done))], order, ends, bar.update)
+            found = _batch(model, forced, source, length)
+            if isinstance(found, Tensor):
+                written.append(found)
+                bar.update(len(found))
+                done += len(found)
+                continue
+            bar.update(done * length - bar.n)
+            size = len(forced.first) // 2
+            if size == 0:
+                raise torch.OutOfMemoryError(found)
+            release_unused(device)
+    if size < source.batch_size:
+        notes.append(
+            f"out of memory on {device}: the model wrote {size} samples at a time, not {source.batch_size}; they are "
+            f"others than those of batch_size={source.batch_size}"
+        )
     return torch.cat(written)
+
+
+def _batch(model: Any, forced: "Beginnings", source: SelfCalibration, length: int) -> Tensor | str:
+    """Samples [B, length] on the CPU, or what the device says where it has too little memory for them."""
+    try:
+        with present_in_turn(visited(model)), _generating(model, length, source):
+            return _generate(model, forced.first.to(model_device(model)), forced).cpu()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return one_line(error)
 
 
 def _order(beginnings: list[list[int]], generator: torch.Generator) -> Iterator[list[int]]:
