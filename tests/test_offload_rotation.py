@@ -111,21 +111,21 @@ def test_a_tied_head_becomes_its_own_where_both_ends_are_on_disk(tmp_path):
     found = []
     for number, options in enumerate(({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")})):
         loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
-        able = runs(loaded)
+        if not runs(loaded):
+            pytest.skip("this release of transformers cannot run such a model: it takes one weight on disk for another")
         pruner = MoonshotPruner(loaded, MoonshotConfig(**ROTATED))
         pruner.prune(token_batches(samples=4), progress=False)
         assert pruner.report.rotation.untied_bytes
         pruner.save_pretrained(tmp_path / str(number))
         found.append(load_file(tmp_path / str(number) / "model.safetensors"))
-        found.append({"logits": pruner.model(torch.arange(10)[None]).logits} if able else {})
-    assert "lm_head.weight" in found[0] and found[1]
+        found.append({"logits": pruner.model(torch.arange(10)[None]).logits})
+    assert "lm_head.weight" in found[0]
     assert_same(found[2], found[0])
-    if found[3]:
-        assert_same(found[3], found[1])
+    assert_same(found[3], found[1])
 
 
 def runs(model):
-    """Whether a dense model does: older releases of transformers confuse what is on disk where both ends are tied."""
+    """Whether a dense model does."""
     try:
         model(torch.arange(10)[None])
     except RuntimeError:
