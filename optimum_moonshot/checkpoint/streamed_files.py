@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import MoonshotError, require
 from ..model.layers import Visit, by_visit
+from ..model.offload import tie_again
 from ..progress import progress_bar, without_transformers_bars
 from .packed_files import Packer, write_config, write_index
 from .packed_format import METHOD, Description, Layers, Tensors
@@ -49,6 +50,7 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
     with warnings.catch_warnings(), without_transformers_bars():
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")  # a block at a time is
         model.save_pretrained(folder, state_dict={})  # everything but weights
+    tie_again(model)
     parts, places, total = list(_parts(model, size)), dict[str, str](), 0
     packer = Packer(model) if packed else None
     files = list(zip(parts, new_names(len(parts), packed), strict=True))

@@ -320,10 +320,31 @@ def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weig
     slots = [slot for module in modules for slot in _slots(module)]
     if not slots:
         return RESIDENT
+    tie_again(model)
     known: Offloaded | None = vars(key).get(_OWN)
     if known is None or [slot[:2] for slot in known.slots] != [slot[:2] for slot in slots]:
         known = vars(key)[_OWN] = Offloaded(slots, lambda: _FOLDERS.get(model))
     return known
+
+
+def tie_again(model: nn.Module) -> None:
+    """Give tied weights that are elsewhere one stand-in: a call of the model leaves every place with one of its own."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        own, shared = _parameter(model, name), _parameter(model, source)
+        if own is None or shared is None or own is shared or not (own.is_meta and shared.is_meta):
+            continue
+        if own.shape == shared.shape:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = shared
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    try:
+        return model.get_parameter(name)
+    except AttributeError:
+        return None
 
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
