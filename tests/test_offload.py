@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from models import CAUSAL, EDGE, GROUPED, make, spread, token_batches
+from packaging import version
 from safetensors.torch import load_file
 from test_architectures import made
 
@@ -308,8 +309,8 @@ def test_why_a_layer_stays_dense(tmp_path):
     for pruner in (memory, elsewhere):
         pruner.prune(token_batches(), progress=False)
     assert elsewhere.report.skipped == memory.report.skipped
-    called = any(layer.name.endswith("dt_proj") for layer in memory.report.layers)  # by older releases of transformers
-    assert called or any("read where its forward is not called" in why for why in memory.report.skipped.values())
+    if version.parse(hf.__version__) >= version.parse("5.10"):  # an older Mamba calls all its layers
+        assert any("read where its forward is not called" in reason for reason in memory.report.skipped.values())
 
 
 @pytest.mark.filterwarnings("error:Attempting to save a model with offloaded modules")

@@ -71,6 +71,14 @@ def assert_same(found, expected):
     assert found["said"] == expected["said"]
 
 
+def assert_alike(found, expected):
+    """The same masks, and weights to rounding."""
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, tensor in expected["weights"].items():
+        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
+
+
 def close(value, other):
     """Numbers are, in lists and dictionaries; all else is equal."""
     if isinstance(value, dict):
@@ -83,10 +91,7 @@ def close(value, other):
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
 def test_they_prune_what_one_prunes(done, size, name):
     found, expected = done[size, 0][name], done[1, 0][name]
-    assert found["weights"].keys() == expected["weights"].keys()
-    for key, tensor in expected["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
+    assert_alike(found, expected)
     said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
     assert said["notes"].pop().startswith(f"{size} processes shared the samples and the layers")
     if name in OF_MEMORY:
@@ -237,7 +242,8 @@ def test_the_guide_has_the_figures_of_the_benchmark():
         overhead = "" if row is one else f"{more:.0%}"
         figures = f"{row['seconds']:.1f} | {row['processor_seconds']:.1f} | {overhead}"
         assert f"| {row['run']} | {row['processes']} | {figures} |".replace("|  |", "| |") in guide
-        assert row["share_of_the_mask_that_is_the_first"] > 0.99998
+        alike = 0.99998 if row["run"].startswith("obc") else 0.99999  # where OBC's next choices follow from a tie
+        assert row["share_of_the_mask_that_is_the_first"] > alike
 
 
 def test_torchrun(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from objectives import full
 from row_shares import CASES, FEW, SIZES
-from test_ranks import DIED, assert_same, close, found_by
+from test_ranks import DIED, assert_alike, assert_same, close, found_by
 from torch import nn
 
 from optimum_moonshot.calibration.memory import Storage
@@ -47,10 +47,7 @@ def done(tmp_path_factory):
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
 def test_they_prune_what_one_prunes(done, size, name):
     found, expected = done[size, 0][name], done[1, 0][name]
-    assert found["weights"].keys() == expected["weights"].keys()
-    for key, tensor in expected["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
+    assert_alike(found, expected)
     said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
     assert said["notes"].pop() == f"{size} processes shared the samples and the layers"
     if name == "too large for one":

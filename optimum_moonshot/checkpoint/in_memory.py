@@ -143,17 +143,14 @@ def to_save(model: nn.Module) -> Iterator[None]:
     """
     packed, sparse = _places(model), _sparse_weights(model)
     chosen = getattr(model, "moonshot_runtime", {})
+    sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
         _unsparse(model)
-        for name, module in packed.items():
-            model.set_submodule(name, _without_weight(name, module))
-        if packed:
-            note(model, chosen)
-        with visiting(model, {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}):
+        with _dense_shapes(model), visiting(model, sources):
+            if packed:
+                note(model, chosen)
             yield
     finally:
-        for name, module in packed.items():
-            model.set_submodule(name, module)
         for module, weight in sparse:
             module.weight = weight
         if packed:
