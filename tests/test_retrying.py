@@ -16,6 +16,7 @@ from optimum_moonshot.objective import row_slices
 from optimum_moonshot.pruning import fisher_allocation, layer_solving, retrying, rotating, solving, sweep, tuning
 from optimum_moonshot.pruning.retrying import Retrying
 from optimum_moonshot.pruning.student import Task
+from optimum_moonshot.rotation import learning, objective, ordering
 from optimum_moonshot.solvers.ranked import Ranked
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
@@ -107,6 +108,11 @@ PLACES = {
     "tuning": (Task, "error"),
     "mixture": (MixtureSums, "add"),
     "rotation": (rotating, "coordinates"),
+    "totals": (objective, "scores"),
+    "learning": (objective, "removed"),
+    "Cayley": (learning, "_orthogonal"),
+    "Adam": (learning, "_adam"),
+    "order": (ordering, "best_order"),
     "loss": (sweep, "sample_losses"),
 }
 SETTINGS = {
@@ -127,6 +133,7 @@ SETTINGS = {
     "recovery": {"recover": "blockwise", "recover_steps": 4, "num_samples": 16},
     "gradual": {"recover": "gradual", "recover_steps": 10, "num_samples": 16, "lam": 1.0},
     "rotation": {"rotation": "learned", "rotation_steps": 2},
+    "orders": {"rotation": "learned", "rotation_steps": 2, "pattern": "2:4"},
     "experts": {"model": "mixtral"},
     "whole experts": {"model": "mixtral", "solver": "osscar", "pattern": "experts", "sparsity": 0.25},
 }
@@ -253,6 +260,8 @@ def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
         ("experts", "gradients", 16),
         ("whole experts", "mixture", 8),
         ("rotation", "rotation", 8),
+        ("rotation", "learning", 2),
+        ("orders", "order", 2),
     ],
 )
 def test_where_nothing_helps_the_model_is_as_it_was(monkeypatch, name, place, most):
@@ -261,7 +270,7 @@ def test_where_nothing_helps_the_model_is_as_it_was(monkeypatch, name, place, mo
     full = Full(monkeypatch, PLACES[place], None)
     with pytest.raises(MoonshotError) as error:
         prune(**given)
-    mend = ", or set rotation_rows" if name == "rotation" else ""
+    mend = ", or set rotation_rows" if "rotation" in SETTINGS[name] else ""
     assert str(error.value) == ALL.replace(" (", f"{mend} (") and error.value.__suppress_context__
     assert 2 <= full.raised == full.calls <= most
     after = given["model"].state_dict()
@@ -297,6 +306,30 @@ def test_what_failed_is_gone_before_it_is_done_again(monkeypatch, name, place, a
     assert full.raised == len(at) and left
     still = 2 if place == "solver" else 0  # which solves again from statistics that are still there
     assert all(left[:still]) and left[still:] and not any(left[still:])
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "at"),
+    [
+        ("rotation", "totals", {1}),
+        ("rotation", "learning", {5}),
+        ("rotation", "learning", {16}),
+        ("rotation", "Cayley", {2}),
+        ("rotation", "Adam", {1}),
+        ("orders", "order", {1}),
+    ],
+)
+def test_a_step_of_a_rotation_made_again_changes_no_bit(monkeypatch, tmp_path, name, place, at):
+    expected = undisturbed(name)
+    full = Full(monkeypatch, PLACES[place], at)
+    found, report = prune(**settings(name))
+    assert full.raised == 1 and all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert told(report) == ["out of memory on cpu once at the rotation: tried again with what was free then"]
+    full.calls, full.at = 0, {min(at), min(at) + 1}
+    elsewhere, report = prune(**settings(name), offload_dir=str(tmp_path))
+    assert full.raised == 3 and all(torch.equal(elsewhere[key], tensor) for key, tensor in expected.items())
+    moved, again = told(report)
+    assert "at the rotation: what it keeps there, from " in moved and moved.endswith(" to none") and "again" in again
 
 
 def test_a_run_without_data_goes_on(monkeypatch):

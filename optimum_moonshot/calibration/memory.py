@@ -147,6 +147,24 @@ class Storage:
         """
         return self.empty(tensor.shape, tensor.dtype, what, cache=True).copy_(tensor)
 
+    def away(self, tensor: Tensor, what: str) -> Tensor:
+        """A cache at another place than the device, where it is on the device and there is one; else itself.
+
+        Args:
+            tensor: that `put` gave, of any shape.
+            what: it is, in errors.
+
+        Raises:
+            MoonshotError: no room anywhere, or the disk is full.
+        """
+        if tensor.device != self.device or not self.next_place:
+            return tensor
+        allowed, self.caches = self.caches, 0
+        try:
+            return self.put(tensor, what)
+        finally:
+            self.caches = allowed
+
     def _release(self, device: torch.device, size: int, cached: int) -> None:
         self.used[device] -= size
         self.cached -= cached

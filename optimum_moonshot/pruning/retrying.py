@@ -7,7 +7,8 @@ What is repeated, and from where:
   rows or of experts. Where the passes have moved on to another block with some batches, they begin anew, as after a
   kill: the layers that have results are not asked for again;
 * passes, from the first block on: with fewer bytes of caches on the device, or with smaller batches;
-* a recovery, from the block where it was: with smaller batches.
+* a recovery, from the block where it was: with smaller batches;
+* a step of learning a rotation: with what it reads of the inputs in host memory.
 
 What is large is halved first: layers that are gathered at once, then caches, then batches, and then what is small;
 chunks of a layer come last, since each takes a pass. Batches change results by the rounding of the model. Nothing grows
@@ -47,6 +48,7 @@ _SAID = {
     "batches": "batches halved, which changes results by rounding",
     "chunks": "rows or experts gathered at once halved",
     "slices": "rows solved at once halved",
+    "kept": "what it keeps there",
     "again": "tried again with what was free then",
 }
 
@@ -294,6 +296,30 @@ class Retrying:
             self.failed, self.in_solver = told, False
             self._halve(where(), batches(), schedule(), ALONE)
             self.release()
+
+    def relieved(self, where: str, work: Callable[[], Value], kept: Callable[[], int]) -> Value:
+        """Work of this process alone, which begins anew with less beside it on the device.
+
+        Args:
+            where: it was, for the report.
+            work: which leaves everything as it was where it fails.
+            kept: moves what the work reads away from the device; the bytes that this frees, 0 where there are none.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
+        """
+        while True:
+            found, told = self._attempted(work)
+            if told is None:
+                return found  # type: ignore[return-value]
+            self.release()
+            if moved := kept():
+                self._note("kept", where, _bytes(moved), "none")
+            elif where in self.again:
+                raise torch.OutOfMemoryError(told)
+            else:
+                self.again.add(where)
+                self._note("again", where, "", "")
 
     def _halve(self, where: str, batches: Sequence[Batch], schedule: Halvable | None, ranks: Ranks) -> bool:
         told, self.failed = self.failed, None

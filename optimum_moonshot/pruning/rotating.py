@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calibration.accumulators import Plan
+from ..calibration.memory import Storage
 from ..calibration.observer import Observer
 from ..calibration.passes import Step
 from ..config import MoonshotConfig
@@ -47,6 +49,8 @@ from .variant import Variant
 
 # How many steps of learning pass between two states that outlive a kill.
 SAVED_EVERY = 10
+# In messages: where the run is, and what it keeps there.
+WHERE, INVERSE = "the rotation", "inverse for the rotation"
 PatternsOf = Callable[[PrunableLayer], Sequence[Pattern]]
 
 
@@ -197,6 +201,7 @@ def _finished(
     """Learn from a state on, to the end."""
     config, device = prepared.selection.config, model_device(prepared.model)
     steps, shown = config.rotation_steps, prepared.subject.progress
+    relieved = partial(prepared.retrying.relieved, WHERE, kept=partial(_move, objective, prepared.storage))
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 
@@ -207,12 +212,19 @@ def _finished(
             if state.done or len(state.history) % SAVED_EVERY == 0:
                 store.put_rotation(state)
 
-        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done)
-    order_neurons(objective, basis.spaces, state, store.put_rotation)
+        state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, relieved)
+    relieved(lambda: order_neurons(objective, basis.spaces, state, store.put_rotation))
     scale(basis.spaces, state, objective.moments)
     state.finished = True
     store.put_rotation(state)
     return state
+
+
+def _move(objective: Objective, storage: Storage) -> int:
+    """Caches of the objective leave the device; the bytes that they had there."""
+    before = storage.cached
+    objective.move(lambda tensor: storage.away(tensor, INVERSE))
+    return before - storage.cached
 
 
 def _is_rotated(space: Space) -> bool:
@@ -252,7 +264,7 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
 
     try:
         with frozen(prepared.model):
-            gathering = prepared.retrying.repeated(lambda: "the rotation", gathered, lambda: prepared.batches)
+            gathering = prepared.retrying.repeated(lambda: WHERE, gathered, lambda: prepared.batches)
     except MoonshotError as error:
         if not fisher or selection.needs_gradients:
             raise
@@ -260,7 +272,9 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     objective = gathering.objective()
     found = next(objective.matrices, None) is not None
     require(found, "rotation: no calibration data reached a layer that it could be learned for")
-    set_totals(objective, gathering.fisher if fisher else None)
+    fisher_losses = gathering.fisher if fisher else None
+    kept = partial(_move, objective, prepared.storage)
+    prepared.retrying.relieved(WHERE, lambda: set_totals(objective, fisher_losses), kept)
     return objective
 
 
@@ -318,7 +332,7 @@ class _Gathering:
     def _add(self, gram: Tensor, sharing: list[PrunableLayer]) -> None:
         reads, _ = coordinates(sharing[0], self.spaces)
         needed = inverse(gram, reads)
-        kept = self.prepared.storage.put(needed, f"{sharing[0].name}: inverse for the rotation")
+        kept = self.prepared.storage.put(needed, f"{sharing[0].name}: {INVERSE}")
         group = Group([self._matrix(layer, reads is None) for layer in sharing], reads, kept, [])
         block = self.block_of.get(sharing[0].name)
         self.found.setdefault(None if block is None else block.name, []).append(group)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def learn(
     device: torch.device,
     state: Learned | None = None,
     step_done: Callable[[Learned], None] = lambda state: None,
+    attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
     """Minimise the objective over rotations, from the identity.
 
@@ -103,6 +105,7 @@ def learn(
         device: where the rotations are.
         state: of an earlier call with the same arguments, to go on from.
         step_done: called after every step with the state.
+        attempt: makes a step; a step that fails leaves the state as it was, so that it may be made again.
 
     Returns:
         The state at the end.
@@ -113,7 +116,7 @@ def learn(
     with _fast_products():
         while not state.done:
             started = time.perf_counter()
-            _step(objective, families, state, steps, rate)
+            attempt(partial(_step, objective, families, state, steps, rate))
             state.seconds += time.perf_counter() - started
             step_done(state)
     return state
@@ -135,7 +138,10 @@ def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
-    """The objective at A, then one step of Adam on A; without the step where it is the last look."""
+    """The objective at A, then one step of Adam on A; without the step where it is the last look.
+
+    The state changes at the end alone, when all that may run out of memory is done.
+    """
     number = len(state.history)
     parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}
     whole, leaves = {}, {}
@@ -143,31 +149,30 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
         whole[name] = _orthogonal(parameters[name], family)
         parts = whole[name].detach().split([space.count for space in family])
         leaves |= {space: part.requires_grad_(number < steps) for space, part in zip(family, parts, strict=True)}
-    value = objective.value(leaves)
-    if not state.history or value < min(state.history):
-        for name in families:
-            state.tensors[f"{name}.best"] = parameters[name].detach().clone()
-    state.history.append(value)
-    state.done = number >= steps or not families or _gains_nothing(state.history)
-    if state.done:
-        return
-    now = rate * (1 + math.cos(math.pi * number / steps)) / 2
-    for name, family in families.items():
-        grads = [(leaf, leaf.grad) for leaf in (leaves[space] for space in family)]
-        parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in grads]
-        (gradient,) = torch.autograd.grad(whole[name], parameters[name], torch.cat(parts))
-        _adam(state.tensors, name, gradient, now, number + 1)
+    history = [*state.history, objective.value(leaves)]
+    changed: dict[str, Tensor] = {}
+    if history[-1] < min(state.history, default=math.inf):
+        changed = {f"{name}.best": parameters[name].detach().clone() for name in families}
+    done = number >= steps or not families or _gains_nothing(history)
+    if not done:
+        now = rate * (1 + math.cos(math.pi * number / steps)) / 2
+        for name, family in families.items():
+            grads = [(leaf, leaf.grad) for leaf in (leaves[space] for space in family)]
+            parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in grads]
+            (gradient,) = torch.autograd.grad(whole.pop(name), parameters[name], torch.cat(parts))
+            changed |= _adam(state.tensors, name, gradient, now, number + 1)
+    state.tensors |= changed
+    state.history, state.done = history, done
 
 
 @torch.no_grad()
-def _adam(tensors: dict[str, Tensor], name: str, gradient: Tensor, rate: float, number: int) -> None:
-    """One step of Adam (Kingma and Ba, arXiv 1412.6980) on A."""
-    first, second = tensors[f"{name}.first"], tensors[f"{name}.second"]
-    first.lerp_(gradient, 1 - BETAS[0])
-    second.lerp_(gradient.square(), 1 - BETAS[1])
+def _adam(tensors: Mapping[str, Tensor], name: str, gradient: Tensor, rate: float, number: int) -> dict[str, Tensor]:
+    """One step of Adam (Kingma and Ba, arXiv 1412.6980) on A: what it makes of A and the two moments."""
+    first = tensors[f"{name}.first"].lerp(gradient, 1 - BETAS[0])
+    second = tensors[f"{name}.second"].lerp(gradient.square(), 1 - BETAS[1])
     size = (second / (1 - BETAS[1] ** number)).sqrt_().add_(EPSILON)
-    at = tensors[f"{name}.at"].detach()
-    tensors[f"{name}.at"] = at - rate / (1 - BETAS[0] ** number) * first / size
+    at = tensors[f"{name}.at"].detach() - rate / (1 - BETAS[0] ** number) * first / size
+    return {f"{name}.at": at, f"{name}.first": first, f"{name}.second": second}
 
 
 def _gains_nothing(history: list[float]) -> bool:

@@ -11,7 +11,7 @@ as it was, and a mean over the matrices by their weights.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +79,16 @@ class Objective:
                 found |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.gives)
         return list(found)
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Put all that is kept of the matrices' inputs elsewhere.
+
+        Args:
+            move: gives a tensor's copy, of any shape.
+        """
+        for _, groups in self.blocks:
+            for group in groups:
+                group.inverse = move(group.inverse)
+
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
         """The objective, and its gradient added to that of the rotations that ask for one.
 
@@ -96,17 +106,21 @@ class Objective:
 
 
 def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
-    """Of one group; it goes backwards at once, so that no graph but this one is alive."""
+    """Of one group; it goes backwards matrix by matrix, so that the graph of one alone is alive."""
     device = group.matrices[0].layer.parameter.device
     reads = None if group.reads is None else rotations[group.reads.space].to(device)
     found = torch.zeros((), device=device)
     with torch.set_grad_enabled(any(rotation.requires_grad for rotation in rotations.values())):
         diagonal = rotated_diagonal(group.inverse.to(device), reads)
+        shared = diagonal.detach().requires_grad_(diagonal.requires_grad)
         for matrix, weight in zip(group.matrices, group.weights, strict=True):
-            found = found + weight * removed(scores(group, matrix, diagonal, rotations), matrix.patterns)
-        if found.requires_grad:
-            torch.autograd.backward(found)
-    return float(found.detach())
+            part = weight * removed(scores(group, matrix, shared, rotations), matrix.patterns)
+            if part.requires_grad:
+                torch.autograd.backward(part)
+            found += part.detach()
+        if shared.grad is not None:
+            torch.autograd.backward(diagonal, shared.grad)
+    return float(found)
 
 
 def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
