@@ -14,6 +14,7 @@ from optimum_moonshot.model.units import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.pruning import rotating
 from optimum_moonshot.reports.rotation_report import RotationReport
+from optimum_moonshot.rotation import exchange
 from optimum_moonshot.rotation.exchange import GAIN, best_order, competing
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import removed, set_totals
@@ -55,6 +56,47 @@ def test_no_exchange_of_two_columns_is_better(patterns, seed):
         other = order.clone()
         other[[i, j]] = order[[j, i]]
         assert lost(scores, other, patterns) >= found - 1.01 * len(patterns) * GAIN * at_first
+
+
+@pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(4, 8)], [NM(1, 2), NM(2, 4)]], ids=str)
+@pytest.mark.parametrize("spread", [exchange.SPREAD, 64 * 7])
+def test_products_find_as_good_an_order_as_distances(patterns, spread, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    scores = some_scores(64, 0, rows=50) * torch.rand(50, 1, generator=generator)
+    scores[3], scores[:, 5], scores[4, ::2] = 0.0, 0.0, 0.0
+    best = lost(scores, best_order(scores, patterns), patterns)
+    monkeypatch.setattr(exchange, "EXACT", 0)
+    monkeypatch.setattr(exchange, "SPREAD", spread)
+    order = best_order(scores, patterns)
+    assert torch.equal(order.sort().values, torch.arange(64)) and torch.equal(order, best_order(scores, patterns))
+    at_first = lost(scores, torch.arange(64), patterns)
+    assert at_first - lost(scores, order, patterns) > 0.95 * (at_first - best) > 0
+
+
+@pytest.mark.parametrize("exact", [exchange.EXACT, 0])
+def test_sums_of_the_larger_ones_are_those_of_their_definition(exact, monkeypatch):
+    monkeypatch.setattr(exchange, "EXACT", exact)
+    scores = some_scores(256, 0, rows=40)
+    columns = exchange._Columns(scores)
+    others = columns.values[torch.randperm(256, generator=torch.Generator().manual_seed(0))[:12]]
+    found = columns.larger(others)
+    expected = torch.maximum(others[:, None], columns.values).double().sum(2)
+    error = (found - expected) / expected.mean()
+    assert float(error.min()) > -1e-6  # no product is above the smaller one
+    assert float(error.max()) < (1e-6 if exact else 0.5) and float(error.mean()) < 0.01
+
+
+def test_what_exchanges_gain_is_what_they_change():
+    scores, order = some_scores(24, 0), torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    for pattern in (NM(2, 4), NM(1, 4), NM(3, 6)):
+        table = exchange._Table(exchange._Columns(scores), pattern)
+        first, second = torch.tensor([0, 9, 20]), torch.tensor([7, 17, 21])  # the last two are in one group
+        for number, gained in enumerate(table.gained(order, first, second)):
+            other = order.clone()
+            i, j = int(first[number]), int(second[number])
+            other[[i, j]] = order[[j, i]]
+            change = lost(scores, order, [pattern]) - lost(scores, other, [pattern])
+            assert float(gained) == pytest.approx(change, rel=1e-4, abs=1e-5)
 
 
 def test_columns_that_dominate_are_parted():

@@ -213,7 +213,15 @@ def _finished(
                 store.put_rotation(state)
 
         state = learn(objective, basis.spaces, steps, config.rotation_lr, device, state, done, relieved)
-    relieved(lambda: order_neurons(objective, basis.spaces, state, store.put_rotation))
+    ordered = [space for space in basis.spaces if space.permuted]
+    with progress_bar(total=len(ordered), desc="ordering neurons", unit="layer", shown=shown and bool(ordered)) as bar:
+
+        def put(state: Learned) -> None:
+            bar.update(1)
+            store.put_rotation(state)
+
+        bar.update(len(state.orders))
+        relieved(lambda: order_neurons(objective, basis.spaces, state, put))
     scale(basis.spaces, state, objective.moments)
     state.finished = True
     store.put_rotation(state)
