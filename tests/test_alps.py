@@ -101,6 +101,25 @@ def test_trials_are_those_of_sparsegpt():
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@PATTERNS
+@pytest.mark.parametrize("samples", [12, 80])
+def test_rows_of_very_different_size(pattern, samples):
+    """Most have nearly no Fisher loss, so that all that counts of them is what the inputs have in common."""
+    weight, gram, gradients = layer(16, 96, samples, seed=1)
+    gram = gram + 20 * gram.diagonal().mean() * torch.ones(96, 96)
+    gradients = gradients * torch.where(torch.arange(16) < 2, 100.0, 0.01)[:, None]
+    objective = full(weight, gram, gradients, 0.5)
+    found = make_solver("alps", {}).solve(objective, pattern)
+    assert found.damping == 0.01
+    greedy = make_solver("sparsegpt", {}).solve(objective, pattern)
+    gradients = gradients.double()
+    losses = [
+        float(reference.objective(each.weight.double(), weight.double(), gram.double(), gradients, 0.5))
+        for each in (found, greedy)
+    ]
+    assert losses[0] < losses[1]
+
+
 def test_nothing_is_refitted_without_steps():
     tensors = layer(16, 48, 10)
     without, with_steps = (solve(tensors, 1.0, Unstructured(0.7), refit_steps=steps) for steps in (0, 100))

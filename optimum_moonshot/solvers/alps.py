@@ -145,9 +145,10 @@ class System:
         inputs = diagonal.mean(1, keepdim=True).sqrt()
         outputs = (diagonal / inputs.square()).mean(2, keepdim=True).sqrt()
         self.scale = (inputs * outputs).expand(-1, len(weight) // len(gram), -1).reshape(weight.shape)
-        # H_k in the mean over the rows, as far as it is known without a product of all rows.
+        # H_k in the mean over the rows, as far as it is known without a product of all rows. What is shared may be more
+        # than 1 where rows differ in size; less on its diagonal could leave it indefinite.
         self.mean = gram / inputs / inputs.mT * outputs.pow(-2).mean(1, keepdim=True)
-        self.mean.diagonal(dim1=1, dim2=2).fill_(1)
+        self.mean.diagonal(dim1=1, dim2=2).clamp_(min=1)
         self.weight, self.dense = weight, weight * self.scale
 
     def times(self, vectors: Tensor) -> Tensor:
