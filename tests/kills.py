@@ -12,6 +12,7 @@ Run as a program it tries more of it than the test does:  python tests/kills.py 
 import argparse
 import collections
 import contextlib
+import faulthandler
 import functools
 import json
 import logging
@@ -23,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -49,7 +51,7 @@ COMMANDS = {
 SAVES = ("save, dense", "save, packed")  # over a model of another format that lies there: it, the new one, or nothing
 KINDS = (*COMMANDS, *SAVES)
 IN_A_ROW = 4
-LONGEST = 300  # seconds that no command takes here
+LONGEST = 120  # seconds that no command takes here
 TOLD = re.compile(r"taken over from an interrupted run|were thrown away and made again")
 REFUSED = re.compile("another command writes there|it is not empty")
 MEETINGS = [
@@ -105,6 +107,17 @@ def stand_still():
     resource.getrusage = lambda who: types.SimpleNamespace(ru_maxrss=0)
 
 
+def share_nothing():
+    """Forked children are to have no lock in common, and none that a thread of this process held at the fork.
+
+    Before anything has made a bar: tqdm's own lock is one for all processes, and who is killed with it keeps it. The
+    threads in which transformers reads tensors may outlive the call.
+    """
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # a thread
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
+
 def watch(folder, deadly, counted):
     """Count the file operations below a folder; die just before one of them.
 
@@ -147,6 +160,8 @@ class Child:
             with contextlib.suppress(BaseException):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 os.dup2(os.open(self._errors(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+                faulthandler.dump_traceback_later(LONGEST - 5)
+                os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
                 stand_still()
                 counted = []
                 watch(folder, operation, counted)
@@ -172,14 +187,14 @@ class Child:
             time.sleep(0.0005)
         told, errors = os.read(self._told, 100), self._errors(self.id)
         os.close(self._told)
-        last = errors.read_text().strip().rpartition("\n")[2] if errors.exists() else ""
+        said = errors.read_text().strip() if errors.exists() else ""
         errors.unlink(missing_ok=True)
         if hangs:
-            return f"no end after {LONGEST} s"
+            return f"no end after {LONGEST} s: {said}"
         if os.WIFSIGNALED(ended[1]):
             assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
             return "killed"
-        return int(told) if told else last
+        return int(told) if told else said.rpartition("\n")[2]
 
 
 def files(folder):
@@ -355,7 +370,7 @@ def main():
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     hf.utils.logging.disable_progress_bar()
-    tqdm.monitor_interval = 0  # its thread would hold a lock in the middle of a fork
+    share_nothing()
     results = run_all(options.commands, options.kills, options.operations, options.meetings, options.seed)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

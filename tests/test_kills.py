@@ -1,5 +1,6 @@
 """Kills at random moments and at file operations, a few of each command; `python tests/kills.py` tries hundreds."""
 
+import ast
 import json
 import os
 import subprocess
@@ -40,6 +41,33 @@ def test_of_two_commands_that_write_to_one_folder_one_is_refused(tmp_path):
     assert len(results) == len(MEETINGS)
     for found in (kind["two writers"] for kind in results.values()):
         assert found["wrong"] == [] and sum(found["refused"].values()) == found["meetings"] == 1
+
+
+LOCKED = """
+import sys, time
+from pathlib import Path
+from tqdm.auto import tqdm
+import kills
+
+kills.share_nothing()
+kills.LONGEST = 6
+def take_and_wait():
+    tqdm.get_lock().acquire()
+    time.sleep(60)
+folder = Path(sys.argv[1])
+killed = kills.Child(take_and_wait, folder).end(moment=0.5)
+next = kills.Child(lambda: tqdm.get_lock().acquire(), folder).end()
+print([killed, next, kills.Child(take_and_wait, folder).end()])
+"""
+
+
+def test_who_is_killed_with_the_lock_of_the_bars_stops_no_other_and_who_hangs_says_where(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}"}
+    command = [sys.executable, "-c", LOCKED, tmp_path / "work"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    killed, count, hung = ast.literal_eval(done.stdout)
+    assert (killed, count) == ("killed", 0)
+    assert hung.startswith("no end after 6 s: ") and "in take_and_wait" in hung
 
 
 def test_the_guide_has_the_figures_of_the_programs():
