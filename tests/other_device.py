@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from optimum_moonshot import devices
 from optimum_moonshot.model import forms
@@ -65,7 +64,7 @@ def _is_elsewhere(device):
 
 
 def _run(func, args, kwargs):
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    tensors = [value for value in _values(args, kwargs) if isinstance(value, torch.Tensor)]
     here = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere)]
     mixed = len(here) < len(tensors) and any(tensor.ndim for tensor in here)
     if mixed and func not in _COPIES:
@@ -81,17 +80,34 @@ def _run(func, args, kwargs):
         return args[0]
     if moves and "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    found = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    found = func(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
     if func is torch.ops.aten._to_copy.default and len(here) < len(tensors) and not elsewhere and found is args[0]:
         found = found.clone()
     if not elsewhere:
         return found
-    wrapped = tree_map_only(torch.Tensor, Elsewhere, found)
+    wrapped = _wrap(found)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if tensors and not moves else wrapped
 
 
+def _values(args, kwargs):
+    """All that an operation is given: its arguments are values or lists of them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
 def _unwrap(value):
+    if isinstance(value, list | tuple):
+        return type(value)(map(_unwrap, value))
     return value.inner if isinstance(value, Elsewhere) else value
+
+
+def _wrap(value):
+    if isinstance(value, list | tuple):
+        return type(value)(map(_wrap, value))
+    return Elsewhere(value) if isinstance(value, torch.Tensor) else value
 
 
 def _empty(size, dtype=None, **_):
@@ -120,7 +136,7 @@ class _Factories(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         asked = _is_elsewhere(kwargs.get("device"))
-        if asked or any(isinstance(value, Elsewhere) for value in tree_flatten((args, kwargs))[0]):
+        if asked or any(isinstance(value, Elsewhere) for value in _values(args, kwargs)):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
 
