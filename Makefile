@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-# What takes long: runs killed on purpose, damaged files, full disks, several processes, a second device.
+# What takes long: kills, damaged files, full disks, several processes, a second device, whole commands, more models.
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m slow
 

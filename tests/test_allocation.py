@@ -191,7 +191,10 @@ def test_rows_that_lose_one_more_are_those_that_miss_it_least():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen2", "llama-tied-biased"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "opt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen2", "llama-tied-biased"))],
+)
 def test_a_model_loses_exactly_what_was_asked(name, allocation, solver):
     model = spiky(name)
     report = prune(model, solver=solver, pattern="unstructured", sparsity=0.613, allocation=allocation).report

@@ -619,6 +619,7 @@ def test_values_that_are_no_numbers(tmp_path, capsys, option, value):
     assert "Traceback" not in told and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_page_of_bad_inputs_says_what_the_tests_say():
     """`python tests/bad_inputs_page.py` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()

@@ -243,6 +243,7 @@ def test_nobodys_folders_are_published(tmp_path):
     assert PruneReport.load(tmp_path / "out").calibration["source"] == "data.txt"
 
 
+@pytest.mark.slow
 def test_the_example_prunes_while_loading(tmp_path, capsys):
     example = runpy.run_path(str(ROOT / "examples" / "prune_on_load.py"))
     model = example["main"](str(tmp_path / "out"), num_samples=4)

@@ -46,7 +46,7 @@ SETTINGS = [
     "name, settings",
     [
         *(("llama", settings) for settings in SETTINGS),
-        *(("gpt2", settings) for settings in SETTINGS[::2]),
+        *(pytest.param("gpt2", settings, marks=pytest.mark.slow) for settings in SETTINGS[::2]),
         *((name, SETTINGS[4]) for name in ("llama-tied-biased", "opt", "mixtral")),
         *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names by some releases
     ],

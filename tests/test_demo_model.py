@@ -23,6 +23,7 @@ def pruned_perplexity(compact: bool = False, **choice) -> float:
     return perplexity(pruner.model, pruner.tokenizer, [text], sequence_length=128).value
 
 
+@pytest.mark.slow
 def test_the_better_the_method_the_lower_the_perplexity():
     dense = pruned_perplexity(solver="magnitude", sparsity=0.0)
     magnitude = pruned_perplexity(solver="magnitude", sparsity=0.8)
@@ -33,12 +34,14 @@ def test_the_better_the_method_the_lower_the_perplexity():
     assert dense < both < single < both_wanda < wanda < magnitude
 
 
+@pytest.mark.slow
 def test_osscar_removes_the_neurons_that_matter_least():
     structured = dict(pattern="structured", sparsity=0.2, lam=1.0)
     magnitude, wanda = (pruned_perplexity(solver=solver, **structured) for solver in ("magnitude", "wanda"))
     assert pruned_perplexity(solver="osscar", compact=True, **structured) < wanda < magnitude
 
 
+@pytest.mark.slow
 def test_recovery_takes_most_of_the_damage_away():
     dense = pruned_perplexity(solver="magnitude", sparsity=0.0)
     pruned = pruned_perplexity(sparsity=0.8, lam=1.0)

@@ -69,6 +69,7 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
     assert not (source / LIBRARY).exists()
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_package_and_what_it_reads(wheel):
     named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
     modules = {name for name in named if not name.endswith((".c", ".h"))}
@@ -80,6 +81,7 @@ def test_the_wheel_has_the_package_and_what_it_reads(wheel):
     assert "optimum/__init__.py" not in wheel  # it belongs to another distribution
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_the_wheel_is_for_every_python_and_its_library_has_every_function(wheel, tmp_path):
     (name,) = (name for name in wheel if name.endswith("/WHEEL"))
@@ -90,6 +92,7 @@ def test_the_wheel_is_for_every_python_and_its_library_has_every_function(wheel,
     assert "portable" in Library(path).instruction_sets
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
     shutil.rmtree(source / "dist")
     shutil.rmtree(source / "build")
@@ -97,6 +100,7 @@ def test_without_a_compiler_the_wheel_lacks_the_library_alone(source, wheel):
         assert set(archive.namelist()) == {name for name in wheel if name != LIBRARY}
 
 
+@pytest.mark.slow
 def test_the_index_shows_a_page_without_links_that_lead_nowhere(wheel):
     (name,) = (name for name in wheel if name.endswith("METADATA"))
     metadata = Parser().parsestr(wheel[name].decode())

@@ -18,6 +18,7 @@ import optimum_moonshot.data.text as text_data
 import optimum_moonshot.solvers.base as solvers
 
 NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → how many of its blocks say why they are not run
+LONG = {f"docs/{name}.md" for name in ("mixtures", "ranks", "choosing", "recovery", "language-models")}  # seconds each
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
 FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")
 
@@ -57,7 +58,14 @@ def stage(layout, server, tmp_path, monkeypatch):
     return hub
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, read(page))])
+def with_blocks():
+    """Pages that have code, those that take long among the slow tests."""
+    for page in PAGES:
+        if blocks(page, read(page)):
+            yield pytest.param(page, marks=pytest.mark.slow if page in LONG else ())
+
+
+@pytest.mark.parametrize("page", with_blocks())
 def test_every_block_runs(page, stage):
     run(blocks(page, read(page)))
     published = re.findall(r'push_to_hub\("([^"]+)"', read(page))

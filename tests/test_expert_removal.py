@@ -126,6 +126,7 @@ def removed(pruner):
     return {layer.name: list(layer.experts.removed) for layer in pruner.report.layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, tmp_path):
     model = settled(model_of(name))
@@ -592,6 +593,7 @@ def test_a_mixture_that_the_data_do_not_reach_is_an_error():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys):
     torch.manual_seed(0)
     sizes = dict(vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)

@@ -161,6 +161,7 @@ def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
         assert parameters[1] < parameters[0]
 
 
+@pytest.mark.slow
 def test_in_a_learned_basis(tmp_path):
     whole, resumed = make("llama"), make("llama")
     options = dict(rotation="learned", rotation_steps=2, num_samples=64)
@@ -319,7 +320,15 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
 
 
 @pytest.mark.parametrize(
-    ("place", "allocation"), [(0, "uniform"), (1, "uniform"), (2, "uniform"), (1, "owl"), (1, "alpha"), (1, "fisher")]
+    ("place", "allocation"),
+    [
+        (1, "uniform"),
+        (1, "fisher"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(0, "uniform"), (2, "uniform"), (1, "owl"), (1, "alpha")]
+        ),
+    ],
 )
 def test_an_interrupted_run_goes_on_at_its_block(place, allocation, tmp_path, monkeypatch):
     changes = {} if allocation == "uniform" else dict(pattern="unstructured", sparsity=0.5, allocation=allocation)

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from hub_server import serve
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 
 

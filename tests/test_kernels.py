@@ -210,6 +210,7 @@ assert os.wait()[1] == 0 and (before == 256).all()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @needs_library
 def test_nothing_is_read_or_written_outside_the_buffers():
     """Every buffer ends, or begins, where a page begins that may not be touched; also with bits that are damaged."""

@@ -239,6 +239,7 @@ def test_the_pattern_is_checked_along_the_inputs():
         masks.check({masks.layers[1].name: NM(1, 4)})
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     model = pruned()
     before = zeros(model)

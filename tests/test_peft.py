@@ -170,6 +170,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_masked_adapter_is_no_other_model_without_this_package(saved):
     said = reload(saved, "")
     assert len(said) == len(LOADS)

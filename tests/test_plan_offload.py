@@ -87,6 +87,7 @@ def test_a_rotation_brings_one_block_at_a_time_and_keeps_what_it_changes(tmp_pat
     assert turned.seconds["reading"] > 5 * plain.seconds["reading"]
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_its_device_fits_with_its_layers_elsewhere():
     shape = {**GROUPED, "hidden_size": 64, "num_hidden_layers": 30, "architectures": ["LlamaForCausalLM"]}
     config, settings = hf.LlamaConfig(**shape), MoonshotConfig(**FAST, solver="wanda", lam=1.0)

@@ -152,6 +152,7 @@ def test_nothing_in_a_table_is_markup():
     assert "[bold]x[/bold] :smile:; <i>" in " ".join(found.table(200).split())
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_both_ends_of_a_long_report():
     long = report(5000, skipped={f"experts.{number}": "reason" for number in range(5000)})
     text = long._repr_html_()

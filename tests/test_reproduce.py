@@ -45,6 +45,7 @@ def test_the_main_table_compares_the_baseline_with_the_selected_lambda(table, tm
     assert "| Sparsity | Method | heldout.txt | λ |" in printed and "| 2:4 | Wanda | " in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "rows"),
     [

@@ -240,6 +240,7 @@ def test_a_training_keeps_its_basis():
         MoonshotCallback(MoonshotConfig(**SETTINGS))
 
 
+@pytest.mark.slow
 def test_the_command_rotates_and_saves(tmp_path, capsys):
     demo = Path(__file__).parent.parent / "examples" / "demo_model"
     argv = ["rotate", demo, "--output", tmp_path / "out", "--pattern", "2:4", "--dtype", "float32"]

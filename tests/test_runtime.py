@@ -80,6 +80,7 @@ def test_packed_in_memory_and_back(name, settings):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
 def test_after_a_rotation_and_recovery_too(solver, tmp_path):
     settings = dict(solver=solver, lam=0.9, rotation="learned", recover="blockwise", recover_steps=2)

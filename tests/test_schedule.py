@@ -167,7 +167,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", ["vit", "llama"])
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize(("lam", "pattern"), [(0.0, 0.6), (0.5, 0.6), (0.5, "2:4")])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
     # A pass for every row of every layer takes its time: where they come one by one, one layer will do.
     some = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}

@@ -371,6 +371,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("It was\nShe had\n")

@@ -202,6 +202,7 @@ SMALL = ("--targets", "layers.0.mlp", "--num-samples", 4, "--sequence-length", 1
 DATA = ("--calibration", DEMO / "calibration.txt")
 
 
+@pytest.mark.slow
 def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
     options = [f"--solver-option={name}={value}" for name, value in OPTIONS.items()]
     given = ("--import", "toy_solver", "--solver", "toy", "--pattern", "2:4", *options, *SMALL, *DATA)
@@ -218,6 +219,7 @@ def test_a_module_is_imported_and_its_solver_prunes(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("toy: calibration perplexity"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -287,6 +289,7 @@ def test_an_entry_point_that_does_not_work_is_one_clear_error(installed):
         MoonshotConfig(solver="empty", sparsity=0.5)
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_installed_solvers_by_themselves(installed, tmp_path):
     path = os.pathsep.join(map(str, (TESTS.parent, installed)))
     given = ("--solver", "own", "--solver-option", "power=2", "--pattern", "2:4", *SMALL, *DATA)

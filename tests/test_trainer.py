@@ -69,6 +69,7 @@ def test_bfloat16_weights(tmp_path):
     assert all(torch.equal(layer.matrix == 0, before[layer.name]) for layer in find_pruned(model))
 
 
+@pytest.mark.slow
 def test_torch_compile(tmp_path):
     model = pruned()
     before = zeros(model)
@@ -182,7 +183,9 @@ def test_own_random_state_isolates_every_generator():
         assert draw() == first
 
 
-@pytest.mark.parametrize("first_save", [2, 3, 4])
+@pytest.mark.parametrize(
+    "first_save", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["keep", "step", "schedule", "structured", "teacher"])
 def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
     def make_callback():

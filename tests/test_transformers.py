@@ -31,6 +31,7 @@ def load(folder, calibration=None, settings=None, **options):
     return hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -126,6 +126,7 @@ for capability in (80, 90):
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]

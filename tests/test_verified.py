@@ -397,6 +397,7 @@ assert not any(name.startswith("optimum_moonshot") for name in sys.modules)
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_this_package_a_packed_checkpoint_is_an_error(packed, tmp_path):
     """And no model of random numbers, with a warning and exit status 0."""
     assert without_the_package(packed[0]) == (
@@ -413,6 +414,7 @@ def test_without_this_package_a_packed_checkpoint_is_an_error(packed, tmp_path):
     assert status == 1 and line.startswith("OSError: Error no file named model.safetensors")
 
 
+@pytest.mark.slow
 def test_what_is_saved_and_loaded_has_no_trace_of_the_names(packed, tmp_path):
     config = json.loads((packed[0] / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moonshot", "format": "packed", "version": 2}

@@ -256,6 +256,7 @@ def test_outliers_of_grouped_rows_are_those_of_their_own_inputs():
     assert outlier_share([weight], [squares], 2.0) == outlier_share(parts, list(squares), 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "../shared/models").exists(), reason="no trained model beside the repository")
 def test_a_trained_resnet_keeps_its_accuracy(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
