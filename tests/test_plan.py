@@ -17,7 +17,9 @@ from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pruning.layer_solving import weight_losses
 from optimum_moonshot.pruning.planned_solver import random_problem
+from optimum_moonshot.pruning.planned_time import ordering_products
 from optimum_moonshot.pruning.schedule import StatisticsSchedule
+from optimum_moonshot.pruning.selection import select
 from optimum_moonshot.reports.plan import Moment, gib, most_of
 from optimum_moonshot.solvers import make_solver
 
@@ -185,6 +187,20 @@ def test_phases_before_and_after_have_their_moments(fields):
     plan = planned(lam=0.5, **fields)
     name = {"rotation": "rotation", "allocation": "allocation", "recover": "recovery"}[next(iter(fields))]
     assert name in {moment.phase for moment in plan.moments}
+
+
+def test_orders_of_neurons_take_time_where_these_compete_for_the_places_of_n_m():
+    def products(pattern, **changes):
+        sparsity = {} if ":" in pattern and pattern[0] != "n" else {"sparsity": 0.5}
+        allocation = {"allocation": "fisher"} if pattern == "n:4" else {}
+        return ordering_products(select(llama(**changes), MoonshotConfig(pattern=pattern, **sparsity, **allocation)))
+
+    assert products("unstructured") == products("4:4") == 0
+    once = products("2:4", num_hidden_layers=1)
+    assert products("2:4", num_hidden_layers=3) == pytest.approx(3 * once) and once > 0
+    assert products("n:4", num_hidden_layers=1) == once and products("4:8", num_hidden_layers=1) == 2 * once
+    # A table has a row and a column for every neuron.
+    assert products("2:4", num_hidden_layers=1, intermediate_size=48) == pytest.approx(4 * once)
 
 
 def test_what_does_not_fit_names_the_option_that_mends_it():

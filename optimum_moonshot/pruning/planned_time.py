@@ -22,12 +22,15 @@ from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
 from ..data.text import CalibrationData
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
+from ..objective.patterns import NM, MixedNM
+from ..rotation.exchange import EXACT, QUANTILES, competing
 from .fisher_allocation import ROWS, SHARE, SPARSITIES, sampled_count
 from .outline import Outline
 from .planned_memory import Visit
 from .planned_reading import bring_seconds, streamed_try, times_read
 from .planned_solver import TRY_BYTES, TRY_SHARE, clock, solving_seconds
 from .preparation import Subject
+from .selection import Selection
 from .tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 
 # Seconds that a try of the passes may take by what smaller ones took; or `TRY_SHARE` of what the run will.
@@ -38,6 +41,9 @@ FIRST_TOKENS, STEP = 16, 4  # tokens of the first try, and how many times as man
 SHOWN = 4  # experts that are shown all tokens in a try
 # The products that a step of learning a rotation takes, for each weight and coordinate.
 LEARNING_PRODUCTS = 6
+# How often the search for an order of neurons computes its whole table, for each place of a group; and what a distance
+# costs there, in products.
+TABLES, DISTANCE = 1.6, 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,8 @@ class Seconds:
         one_pass = self.first + sum(self.block.values())
         found = {}
         if config.rotation is not None:
-            found["rotation"] = one_pass * outline.samples + self._learning(outline)
+            ordering = ordering_products(outline.selection) * self.product
+            found["rotation"] = one_pass * outline.samples + self._learning(outline) + ordering
         if config.allocation == "fisher":
             rows = sum(
                 self.solving[each.name] * min(1.0, max(ROWS, each.shape[0] // SHARE) / each.shape[0]) for each in layers
@@ -109,6 +116,27 @@ class Seconds:
         rows = outline.selection.config.rotation_rows
         weights = sum(min(layer.shape[0], rows or layer.shape[0]) * layer.shape[1] for layer in layers)
         return outline.selection.config.rotation_steps * LEARNING_PRODUCTS * weights * width * self.product
+
+
+def ordering_products(selection: Selection) -> float:
+    """Floating-point operations of finding orders of neurons where they compete for the places of n:m.
+
+    The neurons are taken to be the widest inputs of a block.
+
+    Args:
+        selection: the layers that are pruned, with their patterns.
+    """
+    products = 0.0
+    for block in selection.structure.blocks:
+        layers = [layer for layer in block.layers if layer.groups == 1]
+        widths = {layer.shape[1] for layer in layers}
+        for layer in layers:
+            pattern, (rows, width) = selection.patterns[layer.name], layer.shape
+            compete = isinstance(pattern, MixedNM) or (isinstance(pattern, NM) and competing([pattern]))
+            if len(widths) > 1 and width == max(widths) and compete:
+                pairs = rows * width**2
+                products += TABLES * pattern.m * pairs * (DISTANCE if pairs <= EXACT else len(QUANTILES))
+    return products
 
 
 def _parameters(outline: Outline) -> list[Tensor]:
