@@ -128,7 +128,12 @@ def observe(model, layers, batches, gradients=True):
     return {layer.name: observer.take(layer) for layer in layers}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+COMMON = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_family(name, tmp_path):
     model = family(name)
     fused = [module for module in model.modules() if expert_keys(module)]

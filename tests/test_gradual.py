@@ -117,19 +117,23 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         assert (layer.parameter - expected).norm() < 1e-3 * change, layer.name
 
 
+def slow(changes):
+    return pytest.param(changes, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         {"pattern": "unstructured", "sparsity": 0.7},
-        {"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"},
-        {"allocation": {"q_proj": 0.3, "mlp": "1:4"}},
+        slow({"pattern": "unstructured", "sparsity": 0.7, "allocation": "owl"}),
+        slow({"allocation": {"q_proj": 0.3, "mlp": "1:4"}}),
         {"pattern": "unstructured", "sparsity": 0.7, "allocation": "fisher", "lam": 0.9},
         {"pattern": "n:4", "sparsity": 0.5, "allocation": "fisher"},
         {"pattern": "unstructured", "sparsity": 0.7, "solver": "wanda"},
-        {"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5},
-        {"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"},
-        {"solver": "cap", "lam": 0.5},
+        slow({"pattern": "unstructured", "sparsity": 0.7, "solver": "magnitude", "lam": 0.5}),
+        slow({"pattern": "unstructured", "sparsity": 0.7, "solver": "obc"}),
+        slow({"solver": "cap", "lam": 0.5}),
         {"pattern": "structured", "sparsity": 0.25, "solver": "osscar", "num_samples": 64},
         {"pattern": "structured", "sparsity": 0.25, "solver": "wanda", "group_size": 2},
         {"recompute": True},
@@ -172,6 +176,7 @@ def test_in_a_learned_basis(tmp_path):
     assert same(resumed, state(whole)) and without_seconds(again) == without_seconds(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "bert", "vit"])
 def test_other_architectures_gain(name):
     batches = image_batches(SAMPLES) if name == "vit" else token_batches(SAMPLES, padded=name == "bert")

@@ -43,7 +43,10 @@ def assert_same(model, before):
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("options", [dict(), dict(solver="wanda", pattern="unstructured", sparsity=0.5)], ids=str)
+OTHER = pytest.param(dict(solver="wanda", pattern="unstructured", sparsity=0.5), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [dict(), OTHER], ids=str)
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
 def test_every_architecture(name, options, tmp_path, tokenizer):
     model = make(name)
