@@ -80,12 +80,13 @@ def _run(func, args, kwargs):
         return args[0]
     if moves and "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    found = func(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
+    here_args = [_mapped(_unwrap, value) for value in args]
+    found = func(*here_args, **{name: _mapped(_unwrap, value) for name, value in kwargs.items()})
     if func is torch.ops.aten._to_copy.default and len(here) < len(tensors) and not elsewhere and found is args[0]:
         found = found.clone()
     if not elsewhere:
         return found
-    wrapped = _wrap(found)
+    wrapped = _mapped(_wrap, found)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if tensors and not moves else wrapped
 
 
@@ -98,15 +99,16 @@ def _values(args, kwargs):
             yield value
 
 
+def _mapped(function, value):
+    """Of an argument or a result, a value or a list of them."""
+    return type(value)(map(function, value)) if isinstance(value, list | tuple) else function(value)
+
+
 def _unwrap(value):
-    if isinstance(value, list | tuple):
-        return type(value)(map(_unwrap, value))
     return value.inner if isinstance(value, Elsewhere) else value
 
 
 def _wrap(value):
-    if isinstance(value, list | tuple):
-        return type(value)(map(_wrap, value))
     return Elsewhere(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -9,6 +9,7 @@ import pytest
 import reference_allocation as reference
 import torch
 from golden.make import layer as random_layer
+from marks import slow_but
 from models import image_batches, make, token_batches
 from safetensors import safe_open
 from test_golden import ROOT
@@ -191,10 +192,7 @@ def test_rows_that_lose_one_more_are_those_that_miss_it_least():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "opt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen2", "llama-tied-biased"))],
-)
+@pytest.mark.parametrize("name", slow_but({"llama", "opt"}, ["llama", "gpt2", "opt", "qwen2", "llama-tied-biased"]))
 def test_a_model_loses_exactly_what_was_asked(name, allocation, solver):
     model = spiky(name)
     report = prune(model, solver=solver, pattern="unstructured", sparsity=0.613, allocation=allocation).report

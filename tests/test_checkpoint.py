@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from checkpoints import INPUTS, assert_same, files, pruned, tensors
+from marks import slow
 from models import make
 from safetensors import safe_open
 from transformers import conversion_mapping
@@ -46,7 +47,7 @@ SETTINGS = [
     "name, settings",
     [
         *(("llama", settings) for settings in SETTINGS),
-        *(pytest.param("gpt2", settings, marks=pytest.mark.slow) for settings in SETTINGS[::2]),
+        *(slow("gpt2", settings) for settings in SETTINGS[::2]),
         *((name, SETTINGS[4]) for name in ("llama-tied-biased", "opt", "mixtral")),
         *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names by some releases
     ],

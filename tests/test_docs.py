@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 import huggingface_hub
 import pytest
 from hub_server import TOKEN, serve
+from marks import slow
 from pages import KINDS, PAGES, ROOT, SMALLER, Broken, blocks, lay_out, load_dataset, run
 from test_imports import ENTRY, FLOORS, folder, modules
 
@@ -58,14 +59,7 @@ def stage(layout, server, tmp_path, monkeypatch):
     return hub
 
 
-def with_blocks():
-    """Pages that have code, those that take long among the slow tests."""
-    for page in PAGES:
-        if blocks(page, read(page)):
-            yield pytest.param(page, marks=pytest.mark.slow if page in LONG else ())
-
-
-@pytest.mark.parametrize("page", with_blocks())
+@pytest.mark.parametrize("page", [slow(page) if page in LONG else page for page in PAGES if blocks(page, read(page))])
 def test_every_block_runs(page, stage):
     run(blocks(page, read(page)))
     published = re.findall(r'push_to_hub\("([^"]+)"', read(page))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from checkpoints import tensors
+from marks import slow_but
 from models import token_batches
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -131,9 +132,7 @@ def observe(model, layers, batches, gradients=True):
 COMMON = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", slow_but(COMMON, FAMILIES))
 def test_every_family(name, tmp_path):
     model = family(name)
     fused = [module for module in model.modules() if expert_keys(module)]

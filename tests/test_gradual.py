@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from marks import slow
 from models import image_batches, make, token_batches
 from reference_recovery import recover_gradually
 
@@ -115,10 +116,6 @@ def test_equals_the_literal_version(name, padded, monkeypatch):
         change = (expected - plain.get_submodule(layer.name).weight).norm()
         assert torch.equal(expected == 0, layer.parameter == 0), layer.name
         assert (layer.parameter - expected).norm() < 1e-3 * change, layer.name
-
-
-def slow(changes):
-    return pytest.param(changes, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +324,12 @@ def test_two_runs_are_bit_identical_and_leave_the_random_state():
 @pytest.mark.parametrize(
     ("place", "allocation"),
     [
+        slow(0, "uniform"),
         (1, "uniform"),
+        slow(2, "uniform"),
+        slow(1, "owl"),
+        slow(1, "alpha"),
         (1, "fisher"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [(0, "uniform"), (2, "uniform"), (1, "owl"), (1, "alpha")]
-        ),
     ],
 )
 def test_an_interrupted_run_goes_on_at_its_block(place, allocation, tmp_path, monkeypatch):

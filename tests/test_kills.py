@@ -56,8 +56,8 @@ def take_and_wait():
     time.sleep(60)
 folder = Path(sys.argv[1])
 killed = kills.Child(take_and_wait, folder).end(moment=0.5)
-next = kills.Child(lambda: tqdm.get_lock().acquire(), folder).end()
-print([killed, next, kills.Child(take_and_wait, folder).end()])
+other = kills.Child(lambda: tqdm.get_lock().acquire(), folder).end()
+print([killed, other, kills.Child(take_and_wait, folder).end()])
 """
 
 

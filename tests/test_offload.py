@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from marks import slow_but
 from models import CAUSAL, EDGE, GROUPED, make, spread, token_batches
 from packaging import version
 from safetensors.torch import load_file
@@ -65,9 +66,7 @@ def both(folder, tmp_path, batches=None, **changes):
 FEW = ("gpt2", "bloom", "mixtral")  # the others take too long for every run
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
-)
+@pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
 def test_every_architecture(name, tmp_path):
     make(name).save_pretrained(tmp_path / "dense")
     memory, elsewhere = both(tmp_path / "dense", tmp_path, lam=0.9)

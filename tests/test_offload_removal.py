@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from marks import slow_but
 from models import make, token_batches
 from test_expert_removal import FAMILIES, model_of, settled
 from test_offload import assert_equal, offloaded, settings
@@ -14,9 +15,7 @@ from optimum_moonshot.model.offload import Offloaded
 REMOVED = {"pattern": "experts", "solver": "reap", "sparsity": 0.25, "lam": 0.5}
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "mixtral")]
-)
+@pytest.mark.parametrize("name", slow_but({"mixtral"}, FAMILIES))
 def test_experts_are_taken_out_of_layers_on_disk(name, tmp_path, brought):
     ids, dense, found = torch.arange(10)[None], tmp_path / "dense", []
     settled(model_of(name)).save_pretrained(dense)

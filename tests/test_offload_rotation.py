@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from marks import slow_but
 from models import CAUSAL, GROUPED, make, spread, token_batches
 from safetensors.torch import load_file
 from test_offload import assert_equal, tensors
@@ -52,9 +53,7 @@ def assert_same(found, expected):
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
-)
+@pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
 def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, brought):
     shaken(name).save_pretrained(tmp_path / "dense")
     expected = pruned(tmp_path / "dense", None, tmp_path / "memory")

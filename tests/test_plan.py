@@ -190,17 +190,17 @@ def test_phases_before_and_after_have_their_moments(fields):
 
 
 def test_orders_of_neurons_take_time_where_these_compete_for_the_places_of_n_m():
-    def products(pattern, **changes):
-        sparsity = {} if ":" in pattern and pattern[0] != "n" else {"sparsity": 0.5}
-        allocation = {"allocation": "fisher"} if pattern == "n:4" else {}
-        return ordering_products(select(llama(**changes), MoonshotConfig(pattern=pattern, **sparsity, **allocation)))
+    def products(*, layers=1, neurons=24, **fields):
+        model = llama(num_hidden_layers=layers, intermediate_size=neurons)
+        return ordering_products(select(model, MoonshotConfig(**fields)))
 
-    assert products("unstructured") == products("4:4") == 0
-    once = products("2:4", num_hidden_layers=1)
-    assert products("2:4", num_hidden_layers=3) == pytest.approx(3 * once) and once > 0
-    assert products("n:4", num_hidden_layers=1) == once and products("4:8", num_hidden_layers=1) == 2 * once
+    assert products(sparsity=0.5) == products(pattern="4:4") == 0
+    once = products(pattern="2:4")
+    assert products(pattern="2:4", layers=3) == pytest.approx(3 * once) and once > 0
+    assert products(pattern="n:4", sparsity=0.5, allocation="fisher") == once
+    assert products(pattern="4:8") == 2 * once
     # A table has a row and a column for every neuron.
-    assert products("2:4", num_hidden_layers=1, intermediate_size=48) == pytest.approx(4 * once)
+    assert products(pattern="2:4", neurons=48) == pytest.approx(4 * once)
 
 
 def test_what_does_not_fit_names_the_option_that_mends_it():

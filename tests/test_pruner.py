@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from marks import slow
 from models import CAUSAL, ENCODERS, image_batches, make, token_batches
 from torch import nn
 
@@ -43,10 +44,7 @@ def assert_same(model, before):
         assert torch.equal(tensor, before[name]), name
 
 
-OTHER = pytest.param(dict(solver="wanda", pattern="unstructured", sparsity=0.5), marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("options", [dict(), OTHER], ids=str)
+@pytest.mark.parametrize("options", [dict(), slow(dict(solver="wanda", pattern="unstructured", sparsity=0.5))], ids=str)
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit"])
 def test_every_architecture(name, options, tmp_path, tokenizer):
     model = make(name)

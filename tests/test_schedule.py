@@ -3,6 +3,7 @@
 import pytest
 import torch
 from golden.make import grouped_layer, layer
+from marks import slow
 from models import image_batches, make, token_batches
 from objectives import full, matrices
 from torch import nn
@@ -167,7 +168,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", ["vit", "llama"])
 @pytest.mark.parametrize("solver", ["obc", "cap"])
 @pytest.mark.parametrize(("lam", "pattern"), [(0.0, 0.6), (0.5, 0.6), (0.5, "2:4")])
-@pytest.mark.parametrize("rows", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, slow(5)])
 def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, rows, monkeypatch):
     # A pass for every row of every layer takes its time: where they come one by one, one layer will do.
     some = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}

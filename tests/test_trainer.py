@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from marks import slow
 from models import make, token_batches
 from test_masks import pruned, zeros
 
@@ -183,9 +184,7 @@ def test_own_random_state_isolates_every_generator():
         assert draw() == first
 
 
-@pytest.mark.parametrize(
-    "first_save", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("first_save", [slow(2), 3, slow(4)])
 @pytest.mark.parametrize("kind", ["keep", "step", "schedule", "structured", "teacher"])
 def test_a_resumed_run_equals_the_uninterrupted_one(kind, first_save, tmp_path):
     def make_callback():

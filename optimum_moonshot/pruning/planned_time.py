@@ -22,10 +22,9 @@ from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
 from ..data.text import CalibrationData
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
-from ..objective.patterns import NM, MixedNM
-from ..rotation.exchange import EXACT, QUANTILES, competing
+from ..rotation.exchange import search_products
 from .fisher_allocation import ROWS, SHARE, SPARSITIES, sampled_count
-from .outline import Outline
+from .outline import Outline, pattern_of
 from .planned_memory import Visit
 from .planned_reading import bring_seconds, streamed_try, times_read
 from .planned_solver import TRY_BYTES, TRY_SHARE, clock, solving_seconds
@@ -41,9 +40,6 @@ FIRST_TOKENS, STEP = 16, 4  # tokens of the first try, and how many times as man
 SHOWN = 4  # experts that are shown all tokens in a try
 # The products that a step of learning a rotation takes, for each weight and coordinate.
 LEARNING_PRODUCTS = 6
-# How often the search for an order of neurons computes its whole table, for each place of a group; and what a distance
-# costs there, in products.
-TABLES, DISTANCE = 1.6, 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +127,8 @@ def ordering_products(selection: Selection) -> float:
         layers = [layer for layer in block.layers if layer.groups == 1]
         widths = {layer.shape[1] for layer in layers}
         for layer in layers:
-            pattern, (rows, width) = selection.patterns[layer.name], layer.shape
-            compete = isinstance(pattern, MixedNM) or (isinstance(pattern, NM) and competing([pattern]))
-            if len(widths) > 1 and width == max(widths) and compete:
-                pairs = rows * width**2
-                products += TABLES * pattern.m * pairs * (DISTANCE if pairs <= EXACT else len(QUANTILES))
+            if len(widths) > 1 and layer.shape[1] == max(widths):
+                products += search_products(layer.shape, [pattern_of(selection, layer)])
     return products
 
 

@@ -31,6 +31,8 @@ QUANTILES = (0.35, 0.6, 0.8, 0.92, 0.98, 1.0)
 EXACT = 2**28
 # So many scores are spread over the intervals at once.
 SPREAD = 2**20
+# What a search costs, as counted on a few matrices: whole tables for each place of a group, a distance in products.
+TABLES, DISTANCE = 1.6, 18
 
 
 def competing(patterns: Sequence[Pattern]) -> list[NM]:
@@ -40,6 +42,23 @@ def competing(patterns: Sequence[Pattern]) -> list[NM]:
         patterns: of a matrix, several weigh alike.
     """
     return [pattern for pattern in patterns if isinstance(pattern, NM) and 0 < pattern.n < pattern.m]
+
+
+def search_products(shape: tuple[int, int], patterns: Sequence[Pattern]) -> float:
+    """About how many floating-point operations in products of matrices finding an order takes as long as.
+
+    Args:
+        shape: of the scores, (rows, d_in).
+        patterns: by which it is sought.
+    """
+    rows, d_in = shape
+    each = DISTANCE if _has_distances(rows, d_in) else len(QUANTILES)
+    return rows * d_in**2 * each * sum(TABLES * pattern.m for pattern in competing(patterns))
+
+
+def _has_distances(rows: int, d_in: int) -> bool:
+    """Whether every distance is computed."""
+    return d_in * d_in * rows <= EXACT
 
 
 def best_order(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
@@ -86,7 +105,7 @@ class _Columns:
         self.values = scores.float().T.contiguous()
         self.sums = self.values.sum(1)
         d_in, rows = self.values.shape
-        self.exact = d_in * d_in * rows <= EXACT
+        self.exact = _has_distances(rows, d_in)
         step = max(1, SPREAD // d_in)
         self.parts = [] if self.exact else [slice(start, start + step) for start in range(0, rows, step)]
         places = [round(share * (d_in - 1)) for share in QUANTILES]
