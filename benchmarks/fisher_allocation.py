@@ -22,12 +22,12 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.loss_allocation import LossCurve
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pruning import solving
-from optimum_moonshot.pruning.preparation import Subject, prepare
-from optimum_moonshot.pruning.result_store import ResultStore
-from optimum_moonshot.pruning.selection import select
-from optimum_moonshot.pruning.statistics_source import StatisticsSource
-from optimum_moonshot.pruning.variant import Variant
+from optimum_moonshot.pipeline.inputs import Subject, prepare
+from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.statistics_source import StatisticsSource
+from optimum_moonshot.pipeline.variant import Variant
+from optimum_moonshot.results.store import ResultStore
+from optimum_moonshot.runs import loop as solving
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 

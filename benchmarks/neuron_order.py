@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.model.units import probe_inputs
-from optimum_moonshot.pruning import rotating
+from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotation.basis import Basis
 from optimum_moonshot.rotation.search import find
+from optimum_moonshot.runs import rotate as rotating
 
 WAYS = ("as they were", "in the order found")
 CALIBRATION = {"num_samples": 128, "sequence_length": 256}

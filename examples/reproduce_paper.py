@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
 from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, share_won, zero_shot
-from optimum_moonshot.model.facts import takes_images
+from optimum_moonshot.model.model_info import takes_images
 from optimum_moonshot.reports.environment import versions
 from optimum_moonshot.reports.seeds import Mean, SweepEntry, baseline_lam, mean
 

@@ -26,7 +26,7 @@ _NOT_OF_EXPERTS = {
     "targets": "removes as many experts of every layer",
     "ignore": "removes as many experts of every layer",
     "expert_tokens": "goes by the tokens that the router sends each expert",
-    "starved_experts": "goes by the tokens that the router sends each expert, however few",
+    "under_calibrated_experts": "goes by the tokens that the router sends each expert, however few",
     "fisher": "has the Fisher loss of the experts",
     "recompute": "takes all statistics of the dense model",
     "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
@@ -74,7 +74,7 @@ class MoonshotConfig:
             block runs once more; at λ < 1 the passes grow with the square of the number of blocks.
         expert_tokens: whose inputs the Gram matrix of an expert is of: "routed", of the tokens that the model sends it,
             or "all", of all tokens. Gradients are those of the model's own routing.
-        starved_experts: what an expert goes by that reads fewer tokens than one for four inputs: "all" tokens,
+        under_calibrated_experts: what an expert goes by that reads fewer tokens than one for four inputs: "all" tokens,
             "magnitude", or "routed", the few that it has. The report names them.
         lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
             default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
@@ -143,7 +143,7 @@ class MoonshotConfig:
     lam: float | None = None
     fisher: str = "all"
     expert_tokens: str = "routed"
-    starved_experts: str = "all"
+    under_calibrated_experts: str = "all"
     damping: float | None = None
     block_size: int | None = None
     solver_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -176,7 +176,7 @@ class MoonshotConfig:
         check_number("lam", self.lam, optional=True)
         require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
         require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
-        for field, values in (("expert_tokens", EXPERT_TOKENS), ("starved_experts", STARVED_EXPERTS)):
+        for field, values in (("expert_tokens", EXPERT_TOKENS), ("under_calibrated_experts", STARVED_EXPERTS)):
             value = getattr(self, field)
             names = " or ".join(f'"{name}"' for name in values)
             require(value in values, f"{field}={value!r}: use {names}")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, check_expressions, require
-from .model.layers import PrunableLayer, adapted_layers, form_at, holders
+from .model.layers import PrunableLayer, adapted_layers, adapter_at, holders
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -113,7 +113,7 @@ def _chosen_layers(
     for name, module, key in holders(model):
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
-        form = form_at(module, key)
+        form = adapter_at(module, key)
         weight = None if form is None else form.parameter
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue

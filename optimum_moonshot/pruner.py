@@ -11,38 +11,38 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from .checkpoint.file_integrity import check_complete
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
+from .checkpoint.meta_model import meta_device_model, model_class
 from .checkpoint.offloaded_loading import check_place, folder_of_its_model, offload_options
 from .checkpoint.rotated_card import save_rotated
 from .checkpoint.saving import check_saving, save_model
-from .checkpoint.skeleton import model_class, skeleton
-from .checkpoint.verified import check_complete
 from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
+from .distributed.ranks import SINGLE_PROCESS, Ranks, on_main_process, processes
 from .errors import MoonshotError, check_path, require, shown
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
-from .model.facts import load_processor, load_tokenizer
-from .model.layers import rest_present
+from .model.layers import rest_onloaded
+from .model.model_info import load_processor, load_tokenizer
 from .model.offload import write_to
 from .objective.patterns import Experts
-from .processes import ALONE, Ranks, by_the_first, processes
-from .pruning.planning import Room, make_plan
-from .pruning.preparation import Subject
-from .pruning.result_store import ResultStore
-from .pruning.rotating import run_rotation
-from .pruning.run import run
-from .pruning.run_folder import RunFolder
-from .pruning.sparsity_path import SparsityPath, prune_path
-from .pruning.sweep import Sweep, sweep, variants
+from .pipeline.inputs import Subject
+from .planning.plan import Room, make_plan
 from .reports.plan import Plan
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord
 from .reports.rotation_report import RotationReport
 from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
+from .results.run_folder import RunFolder
+from .results.store import ResultStore
+from .runs.prune import run
+from .runs.rotate import run_rotation
+from .runs.sparsity_path import SparsityPath, prune_path
+from .runs.sweep import Sweep, sweep, variants
 
 _INFERENCE_MODE = "torch.inference_mode() forbids gradients: prune outside of it"
 _NO_SWEEP = "no sweep to choose from: call pruner.sweep(calibration) first"
@@ -125,7 +125,7 @@ class MoonshotPruner:
         require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
         require(not is_packed(self.model), _PACKED)
         write_to(self.model, self.config.offload_dir)
-        return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.first, ranks)
+        return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.is_main, ranks)
 
     def prune(
         self,
@@ -164,7 +164,7 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
-        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
             self.report, store = run(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
@@ -210,8 +210,8 @@ class MoonshotPruner:
     ) -> Plan:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         data = self.config.calibration if calibration is None else calibration
-        subject = self._subject(loss, False, ALONE)
-        with rest_present(self.model):
+        subject = self._subject(loss, False, SINGLE_PROCESS)
+        with rest_onloaded(self.model):
             return make_plan(subject, self._config(), data, forward, resume_dir is not None, room, offload)
 
     @classmethod
@@ -241,7 +241,7 @@ class MoonshotPruner:
         """
         if offload is not None:
             check_place(offload)
-        pruner = cls(skeleton(name_or_config, **options), config)
+        pruner = cls(meta_device_model(name_or_config, **options), config)
         return pruner._planned(None, None, None, resume_dir, _room(device_memory, host_memory), offload)
 
     def rotate(
@@ -274,7 +274,7 @@ class MoonshotPruner:
         data = self.config.calibration if calibration is None else calibration
         config = self.config if self.config.rotation else dataclasses.replace(self.config, rotation="learned")
         self._sweep = None
-        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
             self.rotation, store = run_rotation(self._subject(loss, progress, ranks), config, data, resume_dir)
         self._unsaved = [store]
         return self.rotation
@@ -329,7 +329,7 @@ class MoonshotPruner:
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self._config(), lambdas, sparsities, patterns)
         require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
-        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
             subject = self._subject(loss, progress, ranks)
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
         self._sweep = found
@@ -379,7 +379,7 @@ class MoonshotPruner:
             self.report = report
             self._note_rotation()
 
-        with processes() as ranks, called_by(self.model, forward), rest_present(self.model):
+        with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
             subject = self._subject(loss, progress, ranks)
             return prune_path(subject, configs, calibration, work_dir, applied)
 
@@ -466,7 +466,7 @@ class MoonshotPruner:
             else:
                 save_model(self.model, processors, self._pruned(), directory, format, **options)
 
-        by_the_first(save)
+        on_main_process(save)
         self._discard_results()
 
     def push_to_hub(
@@ -510,7 +510,7 @@ class MoonshotPruner:
                 save_model(self.model, processors, report, folder, format, name=full, **options)
                 return upload(folder, full, token=token, commit_message=commit_message)
 
-        address = by_the_first(publish)
+        address = on_main_process(publish)
         self._discard_results()
         return address
 

@@ -16,7 +16,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from optimum_moonshot import devices
-from optimum_moonshot.model import forms
+from optimum_moonshot.model import layer_adapters as forms
 
 backend_registration._setup_privateuseone_for_python_backend("twin")
 DEVICE = torch.device("twin:0")

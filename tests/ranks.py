@@ -24,11 +24,12 @@ from models import GROUPED, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.calibration.passes import BlockwisePasses
 from optimum_moonshot.calibration.sums import GradientSums, Gram
 from optimum_moonshot.model.layers import visited
-from optimum_moonshot.model.presence import all_present
-from optimum_moonshot.pruning import solving, tuning
+from optimum_moonshot.model.onloading import all_onloaded
+from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses
+from optimum_moonshot.recovery import tuning
+from optimum_moonshot.runs import loop as solving
 
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
@@ -68,7 +69,7 @@ def from_disk(name="llama", **settings):
     config = MoonshotConfig(**{"pattern": "2:4", "lam": 0.5, "num_samples": 7, "batch_size": 2, **settings})
     pruner = MoonshotPruner.from_pretrained(stored(name), config, offload="disk")
     report = pruner.prune(token_batches(config.num_samples, size=1 if name == "mixtral" else 2), progress=False)
-    with all_present(visited(pruner.model)):
+    with all_onloaded(visited(pruner.model)):
         return found(pruner.model, report)
 
 
@@ -135,7 +136,7 @@ CASES = {
         "mixtral",
         token_batches(7, size=1),
         pattern="2:4",
-        starved_experts="magnitude",
+        under_calibrated_experts="magnitude",
         max_memory=80_000,
         offload_dir=str(FOLDER / "offload"),
     ),

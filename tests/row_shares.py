@@ -15,10 +15,10 @@ import transformers as hf
 from models import image_batches, make, token_batches
 from ranks import fails, full, path, prune, rank, resumable, start, stored, sweep, told
 
+from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.errors import FactorizationError
-from optimum_moonshot.processes import Ranks
-from optimum_moonshot.pruning import row_share
-from optimum_moonshot.pruning.row_share import RowShare
+from optimum_moonshot.pipeline import row_share
+from optimum_moonshot.pipeline.row_share import RowShare
 from optimum_moonshot.solvers.ranked import Ranked
 from optimum_moonshot.solvers.sparsegpt import LowRankFactors, SparseGPT
 

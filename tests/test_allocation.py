@@ -16,11 +16,7 @@ from test_golden import ROOT
 from test_pruner import assert_same, config, prune, weights
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.functional import build_objective
-from optimum_moonshot.model.calls import frozen
-from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pruning.allocation import (
+from optimum_moonshot.allocation.block_scores import (
     alpha_sparsities,
     apportion,
     exact_patterns,
@@ -28,9 +24,13 @@ from optimum_moonshot.pruning.allocation import (
     owl_sparsities,
     tail_exponent,
 )
-from optimum_moonshot.pruning.preparation import Subject, prepare
-from optimum_moonshot.pruning.selection import select
-from optimum_moonshot.pruning.statistics_source import input_squares
+from optimum_moonshot.functional import build_objective
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.pipeline.inputs import Subject, prepare
+from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.statistics_source import input_squares
 from optimum_moonshot.solvers import solver_class, solver_names
 
 GOLDEN = ROOT / "../shared/golden/allocation.safetensors"

@@ -17,11 +17,11 @@ from tiny_configs import tiny_config
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.calibration import samples
-from optimum_moonshot.calibration.chains import find_chains
 from optimum_moonshot.calibration.samples import unshown_samples
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_blocks, find_structure
+from optimum_moonshot.pipeline.block_sequences import find_block_sequences
 
 CONV1D, REACHED = "Conv1d with weights", "no calibration data reached it"
 READ, ROUTER, OWN = "its weight is read where its forward is not called", "it sends tokens to experts", "of its own"
@@ -101,9 +101,9 @@ def test_a_family_prunes_or_says_why_not(family):
     data, (_, chains, loose, reasons) = batches(family, model), FAMILIES[family]
     blocks = find_structure(model).blocks
     with frozen(model):
-        found = find_chains(model, blocks, shorten(data[0]), True, None)
-    assert chains is None or [len(chain) for chain in found.chains] == chains
-    assert loose is None or len(found.loose) == loose
+        found = find_block_sequences(model, blocks, shorten(data[0]), True, None)
+    assert chains is None or [len(chain) for chain in found.sequential] == chains
+    assert loose is None or len(found.non_sequential) == loose
     report = MoonshotPruner(model, MoonshotConfig(pattern="2:4", num_samples=4, batch_size=2)).prune(
         data, progress=False
     )

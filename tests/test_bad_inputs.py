@@ -18,8 +18,8 @@ from transformers import ViTImageProcessorPil
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, SweepReport, perplexity, prune_weight
 from optimum_moonshot import prune_weight_path as weight_path
 from optimum_moonshot.evaluation.report import EvalReport
-from optimum_moonshot.pruning.run_folder import RunFolder
 from optimum_moonshot.reports.prune_report import PruneReport
+from optimum_moonshot.results.run_folder import RunFolder
 
 WEIGHT, GRAM = torch.ones(8, 16), torch.eye(16)
 GRADIENTS = torch.ones(2, 8, 16)
@@ -208,7 +208,7 @@ def test_arguments_of_a_run(tmp_path, monkeypatch, given, words):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     places = {"FILE": tmp_path / "file", "FILE/in": tmp_path / "file" / "in", "LINK": tmp_path / "link"}
-    monkeypatch.setattr("optimum_moonshot.calibration.memory.DEFAULT_SHARE", 0.0 if "max_memory" in given else 0.6)
+    monkeypatch.setattr("optimum_moonshot.calibration.storage.DEFAULT_SHARE", 0.0 if "max_memory" in given else 0.6)
     given = {"calibration": BATCHES, "progress": False, **given}
     given = {k: places.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
     settings = {name: given.pop(name) for name in list(given) if name in MoonshotConfig.__dataclass_fields__}
@@ -595,7 +595,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command, options, status, words", COMMANDS, ids=range(len(COMMANDS)))
 def test_options(tmp_path, capsys, monkeypatch, command, options, status, words):
-    monkeypatch.setattr("optimum_moonshot.calibration.memory.DEFAULT_SHARE", 0.0 if "1" in options else 0.6)
+    monkeypatch.setattr("optimum_moonshot.calibration.storage.DEFAULT_SHARE", 0.0 if "1" in options else 0.6)
     found, lines = failure(capsys, command, DEMO, "--output", tmp_path / "out", *options)
     assert lines[-1].startswith(f"error: {words}") and len([line for line in lines if "error" in line]) == 1, lines[-1]
     assert found == status and len(lines[-1]) < 800

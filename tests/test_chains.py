@@ -6,11 +6,11 @@ import transformers as hf
 from models import token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
-from optimum_moonshot.calibration.chains import Chains, find_chains
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pruning import statistics_source
+from optimum_moonshot.pipeline import statistics_source
+from optimum_moonshot.pipeline.block_sequences import BlockSequences, find_block_sequences
 
 SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 
@@ -64,8 +64,8 @@ def test_stacks_are_chains_of_their_own(name, chains, unreached, gradients):
     model = made(name)
     blocks = find_structure(model).blocks
     with frozen(model):
-        found = find_chains(model, blocks, shorten(batches(name)[0]), gradients, None)
-    assert len(found.chains) == chains and not found.loose and len(found.unreached) == unreached
+        found = find_block_sequences(model, blocks, shorten(batches(name)[0]), gradients, None)
+    assert len(found.sequential) == chains and not found.non_sequential and len(found.unreached) == unreached
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,11 +76,11 @@ def test_chains_give_what_the_whole_model_gives(name, lam, monkeypatch):
     assert not any("no chain" in note for note in found.report.notes)
 
     def loose(model, blocks, *arguments):
-        return Chains(
+        return BlockSequences(
             [], tuple(b for b in blocks if "vision" not in b.name), tuple(b for b in blocks if "vision" in b.name)
         )
 
-    monkeypatch.setattr(statistics_source, "find_chains", loose)
+    monkeypatch.setattr(statistics_source, "find_block_sequences", loose)
     expected = prune(name, **solver)
     assert any("are no chain" in note and "took 1 passes of the whole model" in note for note in expected.report.notes)
     for layer, other in zip(found.report.layers, expected.report.layers, strict=True):

@@ -74,7 +74,7 @@ def test_only_given_options_reach_the_config(toy):
         "lam": 0.25,
         "fisher": "attention",
         "expert_tokens": "all",
-        "starved_experts": "magnitude",
+        "under_calibrated_experts": "magnitude",
         "damping": 0.1,
         "block_size": 64,
         "solver_options": {"power": 0.5, "largest": True},

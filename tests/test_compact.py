@@ -11,7 +11,7 @@ from models import CAUSAL, EDGE, ENCODERS, GROUPED, PATCHED, TEXT, image_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, compact_model
 from optimum_moonshot.model import compaction as compact_module
-from optimum_moonshot.model.units import find_units
+from optimum_moonshot.model.structured_groups import find_units
 
 GROUPED_HEADS = {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
 NEURONS = {"intermediate_size": (24, 19)}

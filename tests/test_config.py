@@ -31,7 +31,7 @@ BAD = {
     "lam": [-0.1, 1.1, NAN, INF, "0.9", True],
     "fisher": ["mlp", None, True, 1],
     "expert_tokens": ["", "some", None, True],
-    "starved_experts": ["", "pooled", None, True],
+    "under_calibrated_experts": ["", "pooled", None, True],
     "damping": [0, -0.01, 1.5, NAN, "0.01", True],
     "block_size": [0, -1, 64.0, "128", True],
     "solver_options": [None, "damping=0.1", [("damping", 0.1)], {3: 0.1}],

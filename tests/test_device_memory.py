@@ -6,7 +6,9 @@ from models import make, token_batches
 from test_experts import mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.pruning import removing, run, sweep
+from optimum_moonshot.runs import expert_pruning as removing
+from optimum_moonshot.runs import prune as run
+from optimum_moonshot.runs import sweep
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
 SWEPT = "out of device memory: lower max_memory or num_samples (CUDA out of memory)"

@@ -18,7 +18,7 @@ from optimum_moonshot.data import text as data
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.evaluation import text as evaluation
 from optimum_moonshot.evaluation.text import Perplexity, perplexity
-from optimum_moonshot.model.facts import max_positions
+from optimum_moonshot.model.model_info import max_positions
 
 TEXT = " ".join(str(number) for number in range(140))
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, load_pruned
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.mixture_sums import MixtureObserver, MixtureSums
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.model.calls import frozen, run_model

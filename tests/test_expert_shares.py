@@ -8,18 +8,18 @@ from test_experts import experts, mixtral, observe, prune, same, starving
 from test_fisher_allocation import SOLVERS, curves_of
 
 from optimum_moonshot import MoonshotConfig, load_pruned
+from optimum_moonshot.allocation.fisher import ONE_N, SPARSITIES, fisher_patterns
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity
 from optimum_moonshot.objective.patterns import PerExpert, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.pruning import starved_experts
-from optimum_moonshot.pruning.fisher_allocation import ONE_N, SPARSITIES, fisher_patterns
-from optimum_moonshot.pruning.gradual import stage_patterns
-from optimum_moonshot.pruning.result_store import ResultStore
-from optimum_moonshot.pruning.selection import select
-from optimum_moonshot.pruning.variant import Variant
+from optimum_moonshot.pipeline import under_calibrated_experts as under_calibrated_experts
+from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.variant import Variant
+from optimum_moonshot.recovery.gradual import stage_patterns
 from optimum_moonshot.reports.prune_report import PruneReport
+from optimum_moonshot.results.store import ResultStore
 
 FISHER = dict(sparsity=0.6, allocation="fisher")
 
@@ -119,7 +119,7 @@ def test_equal_experts_get_equal_shares():
 
 @pytest.mark.parametrize("how", ["all", "magnitude", "routed"])
 def test_what_a_starved_expert_loses_is_that_of_the_others(how):
-    curves = curves_of(starving(mixtral()), starved_experts=how)
+    curves = curves_of(starving(mixtral()), under_calibrated_experts=how)
     for name, curve in curves.items():
         if name.startswith("model.layers.0.mlp.experts"):
             others = [own for index, own in enumerate(curve.experts) if index != 2]
@@ -130,8 +130,8 @@ def test_what_a_starved_expert_loses_is_that_of_the_others(how):
 def test_where_all_experts_are_starved_all_have_the_mean_of_what_was_measured(monkeypatch):
     found = []
     for inputs_per_token in (1e9, 1e-6):
-        monkeypatch.setattr(starved_experts, "INPUTS_PER_TOKEN", inputs_per_token)
-        found.append(curves_of(mixtral(), starved_experts="routed"))
+        monkeypatch.setattr(under_calibrated_experts, "INPUTS_PER_TOKEN", inputs_per_token)
+        found.append(curves_of(mixtral(), under_calibrated_experts="routed"))
     for name, curve in found[0].items():
         assert found[1][name].losses == pytest.approx(curve.losses)
         if curve.experts:
@@ -210,4 +210,4 @@ def test_patterns_follow_from_the_curves():
     variant.store.curves.update(curves_of(model))
     patterns, _ = fisher_patterns(variant)
     for layer in selection.layers:
-        assert isinstance(patterns[layer.name], PerExpert) == layer.form.separate
+        assert isinstance(patterns[layer.name], PerExpert) == layer.adapter.separate

@@ -16,19 +16,19 @@ from torch import nn
 from torch.nn import functional
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, prune_weight
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import frozen, run_model
-from optimum_moonshot.model.experts import ExpertsForm, expert_keys
+from optimum_moonshot.model.experts import ExpertsAdapter, expert_keys
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.packing import weight_of
-from optimum_moonshot.pruning.retrying import Retrying
-from optimum_moonshot.pruning.starved_experts import StarvedExperts
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from tiny_configs import tiny_config
@@ -94,7 +94,7 @@ def prune(model, batches=None, **options):
 
 
 def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.form.separate]
+    return [layer for layer in find_structure(model).layers() if layer.adapter.separate]
 
 
 def same(model, other):
@@ -246,7 +246,7 @@ def test_an_expert_is_a_matrix_of_its_own(solver, pattern):
     model, batches = mixtral(), split_batches(token_batches(), 1)
     dense, layer = copy.deepcopy(model), experts(model)[-1]  # the last of the last block, which nothing follows
     found = observe(dense, [experts(dense)[-1]], batches)[layer.name]
-    options = dict(solver=solver, pattern=pattern, lam=0.5, starved_experts="routed")
+    options = dict(solver=solver, pattern=pattern, lam=0.5, under_calibrated_experts="routed")
     options |= {} if pattern == "2:4" else {"sparsity": 0.5}
     prune(model, batches, **options)
     size = layer.shape[0] // 4
@@ -292,7 +292,7 @@ def test_experts_without_tokens_are_named():
     for how, told in (("all", "have the Gram matrix of all tokens"), ("magnitude", "go by magnitude")):
         model = starving(mixtral())
         dense = copy.deepcopy(model)
-        pruner = prune(model, sparsity=0.5, lam=0.5, starved_experts=how)
+        pruner = prune(model, sparsity=0.5, lam=0.5, under_calibrated_experts=how)
         notes = [note for note in pruner.report.notes if told in note]
         assert len(notes) == 2 and all("model.layers.0.mlp.experts" in note and "experts 2 " in note for note in notes)
         layer, before = experts(model)[0], experts(dense)[0]
@@ -318,7 +318,7 @@ def test_only_starved_experts_are_solved_otherwise():
     dense, batches = copy.deepcopy(model), split_batches(token_batches(), 1)
     layer, before = experts(model)[1], experts(dense)[1]
     found = observe(dense, [before], batches)[before.name]
-    options = dict(sparsity=0.5, lam=0.5, starved_experts="routed")
+    options = dict(sparsity=0.5, lam=0.5, under_calibrated_experts="routed")
     prune(model, batches, **options, targets=[r"0\.mlp\.experts\.down"])
     rows = slice(0, 16)
     weight, gradients = before.matrix[rows], found.gradients.gradients[:, rows]
@@ -477,7 +477,7 @@ def test_all_tokens_reach_every_expert():
                     run_model(model, batch)
                     observer.end()
 
-    everyone = StarvedExperts("all", "all", False, len(batches), [], Retrying(Storage(torch.device("cpu"))))
+    everyone = UnderCalibratedExperts("all", "all", False, len(batches), [], Backoff(Storage(torch.device("cpu"))))
     starved = {gate_up.name: [0, 1, 2, 3], down.name: [1]}
     sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
     found = everyone.all_tokens(Step(), [gate_up, down], starved, sums)
@@ -536,11 +536,11 @@ def test_experts_that_are_computed_together_are_refused():
 def test_bad_choices_are_refused():
     with pytest.raises(MoonshotError, match="expert_tokens='some': use .routed. or .all."):
         MoonshotConfig(sparsity=0.5, expert_tokens="some")
-    with pytest.raises(MoonshotError, match="starved_experts=None: use .all. or .magnitude. or .routed."):
-        MoonshotConfig(sparsity=0.5, starved_experts=None)
+    with pytest.raises(MoonshotError, match="under_calibrated_experts=None: use .all. or .magnitude. or .routed."):
+        MoonshotConfig(sparsity=0.5, under_calibrated_experts=None)
 
 
 def test_layouts_are_told_apart():
-    assert not ExpertsForm(family("mixtral").model.layers[0].mlp.experts, "down_proj").transposed
-    assert ExpertsForm(family("llama4_text").model.layers[0].feed_forward.experts, "down_proj").transposed
+    assert not ExpertsAdapter(family("mixtral").model.layers[0].mlp.experts, "down_proj").transposed
+    assert ExpertsAdapter(family("llama4_text").model.layers[0].feed_forward.experts, "down_proj").transposed
     assert expert_keys(nn.Conv1d(4, 4, 3)) == [] == expert_keys(nn.Linear(3, 3))

@@ -6,21 +6,21 @@ import transformers as hf
 from models import token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.footprint import LiveBytes
 from optimum_moonshot.calibration.layer_statistics import LayerStatistics
-from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.model.calls import run_model
 from optimum_moonshot.model.experts import _Watched
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
-from optimum_moonshot.pruning.planned_time import _line, _Tried
-from optimum_moonshot.pruning.result_store import weight_sums
-from optimum_moonshot.pruning.retrying import Retrying
-from optimum_moonshot.pruning.solving import solve
-from optimum_moonshot.pruning.starved_experts import StarvedExperts
-from optimum_moonshot.pruning.student import Student
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
+from optimum_moonshot.planning.footprint import LiveBytes
+from optimum_moonshot.planning.seconds import _line, _Tried
+from optimum_moonshot.recovery.student import Student
+from optimum_moonshot.results.store import weight_sums
+from optimum_moonshot.runs.loop import solve
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64
@@ -34,7 +34,7 @@ def mixtral(experts=EXPERTS, **changes):
 
 
 def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.form.separate]
+    return [layer for layer in find_structure(model).layers() if layer.adapter.separate]
 
 
 def statistics(layer, diagonal):
@@ -122,7 +122,9 @@ def shown(model, diagonal=False):
     """All tokens to all experts: what was found, into which sums, and the passes."""
     passes, layers = Passes(model), experts(model)
     sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
-    everyone = StarvedExperts("all", "all", diagonal, len(passes.batches), [], Retrying(Storage(torch.device("cpu"))))
+    everyone = UnderCalibratedExperts(
+        "all", "all", diagonal, len(passes.batches), [], Backoff(Storage(torch.device("cpu")))
+    )
     starved = {layer.name: list(range(layer.groups)) for layer in layers}
     found = everyone.all_tokens(passes, layers, starved, sums)
     assert len(found) == sum(map(len, starved.values()))
@@ -176,7 +178,7 @@ def plan(**fields):
 
 def test_a_plan_counts_the_pass_that_starved_experts_take():
     """128 tokens to 2 of 64 experts are 4 to each: too few for 24 inputs. Another pass leads on to the next block."""
-    passes = {how: plan(starved_experts=how).blocks[0].passes for how in ("all", "magnitude", "routed")}
+    passes = {how: plan(under_calibrated_experts=how).blocks[0].passes for how in ("all", "magnitude", "routed")}
     assert passes == {"all": 3, "magnitude": 2, "routed": 1}
     assert plan(num_samples=16).blocks[0].passes == 2
     assert plan(num_samples=16, expert_tokens="all").blocks[0].passes == 3

@@ -7,7 +7,7 @@ from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
-from optimum_moonshot.pruning import run as run_module
+from optimum_moonshot.runs import prune as run_module
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 
@@ -134,7 +134,7 @@ def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
 def test_a_full_disk_ends_the_run_with_a_clear_error(tmp_path, monkeypatch):
     from safetensors import SafetensorError
 
-    from optimum_moonshot.pruning import run_folder as results
+    from optimum_moonshot.results import run_folder as results
 
     def full(*args, **kwargs):
         raise SafetensorError("I/O error: No space left on device (os error 28)")

@@ -105,7 +105,7 @@ PLAIN = {
     "exact matrices": of_exact_matrices,
     "new form": of_a_new_form,
 }
-FORMS = {
+ADAPTERS = {
     **PLAIN,
     **{f"part of {name}": among_more(form) for name, form in PLAIN.items()},
     **{f"blocks of {name}": as_blocks(form) for name, form in PLAIN.items()},
@@ -115,7 +115,7 @@ CASES = pytest.mark.parametrize(
     ("form", "shape"),
     [
         pytest.param(form, shape, id=f"{name}-{'x'.join(map(str, shape))}")
-        for name, form in FORMS.items()
+        for name, form in ADAPTERS.items()
         for shape in SHAPES
     ],
 )

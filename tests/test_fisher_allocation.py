@@ -8,6 +8,8 @@ from models import image_batches, make, token_batches
 from test_pruner import assert_same, config, prune, weights
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
+from optimum_moonshot.allocation import fisher as fisher_allocation
+from optimum_moonshot.allocation.fisher import SPARSITIES, gather_curves
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import spread_samples
 from optimum_moonshot.model.calls import frozen
@@ -15,13 +17,11 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.loss_allocation import divide_sparsity
 from optimum_moonshot.objective.patterns import NM, Unstructured, stacked
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.pruning import fisher_allocation
-from optimum_moonshot.pruning.fisher_allocation import SPARSITIES, gather_curves
-from optimum_moonshot.pruning.preparation import Subject, prepare
-from optimum_moonshot.pruning.result_store import ResultStore
-from optimum_moonshot.pruning.selection import ONE_WIDTH, select
-from optimum_moonshot.pruning.variant import Variant
+from optimum_moonshot.pipeline.inputs import Subject, prepare
+from optimum_moonshot.pipeline.selection import ONE_WIDTH, select
+from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.reports.record import PruningRecord
+from optimum_moonshot.results.store import ResultStore
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name).patterns]

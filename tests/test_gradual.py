@@ -12,11 +12,11 @@ from reference_recovery import recover_gradually
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.pruning import tuning
-from optimum_moonshot.pruning.gradual import STAGES, Gradual, stage_patterns
-from optimum_moonshot.pruning.schedule import StatisticsSchedule
-from optimum_moonshot.pruning.student import Student
-from optimum_moonshot.pruning.tuning import Tuner, divide
+from optimum_moonshot.pipeline.schedule import StatisticsSchedule
+from optimum_moonshot.recovery import tuning
+from optimum_moonshot.recovery.gradual import STAGES, Gradual, stage_patterns
+from optimum_moonshot.recovery.student import Student
+from optimum_moonshot.recovery.tuning import Tuner, divide
 
 SAMPLES = 16
 

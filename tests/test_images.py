@@ -17,7 +17,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accu
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data import images
 from optimum_moonshot.data.images import class_numbers, load_images, open_images
-from optimum_moonshot.model.facts import takes_images
+from optimum_moonshot.model.model_info import takes_images
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 

@@ -9,9 +9,9 @@ import optimum_moonshot
 PACKAGE = Path(optimum_moonshot.__file__).parent
 # What stands on a floor imports what stands below it, or in the same folder.
 FLOORS = (
-    ("version", "errors", "devices"),
-    ("files", "progress", "mapped", "process_line"),
-    ("objective", "processes"),
+    ("version", "errors", "devices", "malloc_trim"),
+    ("files", "progress", "mapped"),
+    ("objective", "distributed"),
     ("solvers", "recipes"),
     ("config",),
     ("kernels",),
@@ -20,7 +20,10 @@ FLOORS = (
     ("masks", "calibration", "reports"),
     ("rotation",),
     ("checkpoint", "evaluation"),
-    ("pruning",),
+    ("results",),
+    ("pipeline",),
+    ("allocation", "recovery"),
+    ("runs", "planning"),
     ("pruner",),
     ("integrations",),
     ("commands",),

@@ -6,12 +6,12 @@ from models import image_batches, make, token_batches
 from torch import nn
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import GradientStatistic, InputStatistic
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size
 from optimum_moonshot.model.calls import frozen, run_model
-from optimum_moonshot.model.forms import find_form
+from optimum_moonshot.model.layer_adapters import find_adapter
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
 from optimum_moonshot.model.losses import loss_gradient, token_mask
 
@@ -82,7 +82,7 @@ def mean_inputs(model, layers, batches):
     rows, masks = {layer.name: [] for layer in layers}, []
 
     def keep(layer, inputs):
-        form = find_form(layer.modules[0])
+        form = find_adapter(layer.modules[0])
         rows[layer.name] += form.tokens(inputs, form.token_mask(inputs, masks[-1]))
 
     handles = [

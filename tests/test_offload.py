@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_architectures import made
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
+from optimum_moonshot.distributed.ranks import SINGLE_PROCESS
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded, is_offloaded
-from optimum_moonshot.processes import ALONE
-from optimum_moonshot.pruning import run as run_module
+from optimum_moonshot.runs import prune as run_module
 
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
 
@@ -145,8 +145,8 @@ def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_
 
 def test_a_run_goes_on_and_its_files_may_go(llama, tmp_path, monkeypatch):
     expected, _ = both(llama, tmp_path)
-    solved, prune_layer = [], "optimum_moonshot.pruning.solving.prune_layer"
-    from optimum_moonshot.pruning.solving import prune_layer as original
+    solved, prune_layer = [], "optimum_moonshot.runs.loop.prune_layer"
+    from optimum_moonshot.runs.loop import prune_layer as original
 
     def stop(layer, *arguments):
         if len(solved) == 9:
@@ -268,13 +268,13 @@ def test_what_fails_while_weights_are_brought_or_kept_leaves_the_model_as_it_was
 
     with monkeypatch.context() as patch:
         patch.setattr(type(block.weights.slots[0].hook.weights_map), "__getitem__", broken)
-        with pytest.raises(OSError, match="the disk is gone"), block.present():
+        with pytest.raises(OSError, match="the disk is gone"), block.onloaded():
             pass
     assert torch.equal(pruner.model(ids).logits, before)
     (tmp_path / "cache").rename(tmp_path / "away")
     (tmp_path / "cache").write_text("no folder")
-    pruner._subject(None, False, ALONE)
-    with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.present(), torch.no_grad():
+    pruner._subject(None, False, SINGLE_PROCESS)
+    with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.onloaded(), torch.no_grad():
         block.module.mlp.up_proj.weight.zero_()
     assert torch.equal(pruner.model(ids).logits, before)
 

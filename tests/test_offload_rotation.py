@@ -16,7 +16,7 @@ from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.offload import is_offloaded
-from optimum_moonshot.model.units import find_units, probe_inputs
+from optimum_moonshot.model.structured_groups import find_units, probe_inputs
 from optimum_moonshot.rotation.search import find
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
@@ -94,7 +94,7 @@ def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeyp
             def fail(*_, **__):
                 raise KeyboardInterrupt
 
-            patch.setattr(f"optimum_moonshot.pruning.rotating.{moment}", fail)
+            patch.setattr(f"optimum_moonshot.runs.rotate.{moment}", fail)
             with pytest.raises(KeyboardInterrupt):
                 pruner.prune(token_batches(samples=4), progress=False)
         assert torch.equal(pruner.model(ids).logits, before)

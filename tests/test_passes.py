@@ -6,13 +6,13 @@ import torch
 from models import CAUSAL, PLAIN, VISION, image_batches, make, token_batches
 from transformers.pytorch_utils import Conv1D
 
-from optimum_moonshot.calibration.chains import is_chain
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.passes import BlockwisePasses, FullModelPasses
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses, FullModelPasses
+from optimum_moonshot.pipeline.block_sequences import is_sequential
 
 CHAINS = [*CAUSAL, "vit", "deit"]
 CONVOLUTIONAL = [name for name in (*VISION, *PLAIN) if name not in CHAINS]
@@ -131,7 +131,7 @@ def test_stages_are_no_chain(name):
     model = make(name)
     blocks = find_structure(model).blocks
     with frozen(model):
-        assert not blocks or not is_chain(model, blocks, image_batches()[0], True, None)
+        assert not blocks or not is_sequential(model, blocks, image_batches()[0], True, None)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
@@ -160,7 +160,7 @@ def test_chains_are_recognised(name):
     model = make(name)
     batch = batches_for(name)[0]
     with frozen(model):
-        assert is_chain(model, find_structure(model).blocks, batch, True, None)
+        assert is_sequential(model, find_structure(model).blocks, batch, True, None)
 
 
 def test_a_side_path_around_a_block_is_no_chain():
@@ -174,7 +174,7 @@ def test_a_side_path_around_a_block_is_no_chain():
 
     handle = layers[2].register_forward_pre_hook(add_side_path, with_kwargs=True)
     with frozen(model):
-        assert not is_chain(model, find_structure(model).blocks, token_batches()[0], True, None)
+        assert not is_sequential(model, find_structure(model).blocks, token_batches()[0], True, None)
     handle.remove()
 
     class Tail(torch.nn.Module):
@@ -187,5 +187,5 @@ def test_a_side_path_around_a_block_is_no_chain():
 
     model.model.norm = Tail(model.model.norm)
     with frozen(model):
-        assert not is_chain(model, find_structure(model).blocks, token_batches()[0], True, None)
-        assert is_chain(model, find_structure(model).blocks, token_batches()[0], False, None)
+        assert not is_sequential(model, find_structure(model).blocks, token_batches()[0], True, None)
+        assert is_sequential(model, find_structure(model).blocks, token_batches()[0], False, None)

@@ -10,17 +10,17 @@ import transformers as hf
 from models import GROUPED, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.calibration.footprint import LiveBytes, shape_of, without_memory
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
-from optimum_moonshot.pruning.layer_solving import weight_losses
-from optimum_moonshot.pruning.planned_solver import random_problem
-from optimum_moonshot.pruning.planned_time import ordering_products
-from optimum_moonshot.pruning.schedule import StatisticsSchedule
-from optimum_moonshot.pruning.selection import select
-from optimum_moonshot.reports.plan import Moment, gib, most_of
+from optimum_moonshot.pipeline.schedule import StatisticsSchedule
+from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.solve import weight_losses
+from optimum_moonshot.planning.footprint import LiveBytes, shape_of, without_memory
+from optimum_moonshot.planning.seconds import ordering_products
+from optimum_moonshot.planning.solver import random_problem
+from optimum_moonshot.reports.plan import Snapshot, gib, most_of
 from optimum_moonshot.solvers import make_solver
 
 FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16)
@@ -207,9 +207,9 @@ def test_what_does_not_fit_names_the_option_that_mends_it():
     config = MoonshotConfig(**{**FAST, "num_samples": 64}, lam=0.5)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory=120_000, host_memory="1GB")
     assert not plan.fits and plan.device == "cuda"
-    assert any("num_samples" in misfit.mend for misfit in plan.misfits)
+    assert any("num_samples" in misfit.mend for misfit in plan.overflows)
     small = MoonshotPruner.plan_for(on_meta(), config, device_memory=1000, host_memory="1GB")
-    assert small.misfits[0].where == "the model" and "dtype" in small.misfits[0].mend
+    assert small.overflows[0].where == "the model" and "dtype" in small.overflows[0].mend
     assert "DOES NOT FIT" in str(plan)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory="1GB", host_memory="1GB")
     assert plan.fits and "fits: beside the model" in str(plan)
@@ -224,14 +224,14 @@ def test_caches_that_spill_are_counted_on_the_disk(tmp_path):
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000, offload_dir=str(tmp_path))
     assert MoonshotPruner.plan_for(on_meta(), config).peaks["disk"] > 0
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000)
-    assert any("offload_dir" in misfit.mend for misfit in MoonshotPruner.plan_for(on_meta(), config).misfits)
+    assert any("offload_dir" in misfit.mend for misfit in MoonshotPruner.plan_for(on_meta(), config).overflows)
 
 
 def test_a_run_that_finds_no_room_was_planned_to(tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     pruner = MoonshotPruner(model, MoonshotConfig(**FAST, lam=0.5, max_memory=40_000))
     plan = pruner.plan(batches)
-    assert not plan.fits and "offload_dir" in plan.misfits[0].mend
+    assert not plan.fits and "offload_dir" in plan.overflows[0].mend
     with pytest.raises(MoonshotError, match="max_memory"):
         pruner.prune(batches, progress=False)
 
@@ -244,8 +244,8 @@ def test_a_plan_is_saved_as_json(tmp_path):
 
 
 def test_most_of_keeps_the_peak_of_every_phase():
-    small, large = Moment("a", "x", {"caches": {"cpu": 1}}), Moment("a", "y", {"caches": {"cpu": 3}})
-    other = Moment("b", "z", {"results": {"disk": 1}})
+    small, large = Snapshot("a", "x", {"caches": {"cpu": 1}}), Snapshot("a", "y", {"caches": {"cpu": 3}})
+    other = Snapshot("b", "z", {"results": {"disk": 1}})
     assert most_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
     assert gib(2**30) == "1.00 GiB" and gib(2**20) == "1.0 MiB"
 

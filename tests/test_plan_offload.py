@@ -8,10 +8,10 @@ import transformers as hf
 from models import EDGE, GROUPED, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.calibration.footprint import LiveBytes
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.model.offload import is_offloaded, read_bytes
+from optimum_moonshot.planning.footprint import LiveBytes
 from optimum_moonshot.reports.plan import DISK
 
 FAST = dict(pattern="2:4", num_samples=8, batch_size=4, sequence_length=16)
@@ -101,11 +101,11 @@ def test_a_model_too_large_for_its_device_fits_with_its_layers_elsewhere():
     small = held - away + generous.peaks["cuda"]
     assert small < held
     refused = planned(small)
-    assert not refused.fits and 'offload="cpu" or "disk"' in refused.misfits[0].mend
+    assert not refused.fits and 'offload="cpu" or "disk"' in refused.overflows[0].mend
     assert planned(small, "cpu").fits and planned(small, "disk").fits
     assert not planned(small - 1, "disk").fits
     poor = planned(small, "cpu", host=away // 2)
-    assert 'offload="disk"' in [misfit.mend for misfit in poor.misfits if misfit.where == "the model's layers"]
+    assert 'offload="disk"' in [misfit.mend for misfit in poor.overflows if misfit.where == "the model's layers"]
 
 
 def test_what_cannot_be_says_so(tmp_path):

@@ -8,10 +8,10 @@ import torch
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.chains import Chains
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
-from optimum_moonshot.pruning import selection as selection_module
-from optimum_moonshot.pruning import statistics_source
+from optimum_moonshot.pipeline import selection as selection_module
+from optimum_moonshot.pipeline import statistics_source
+from optimum_moonshot.pipeline.block_sequences import BlockSequences
 
 
 class Elsewhere:
@@ -30,7 +30,7 @@ class Elsewhere:
             parameter.data = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
     @contextmanager
-    def present(self):
+    def onloaded(self):
         if self.depth == 0:
             Elsewhere.at_once += 1
             Elsewhere.most = max(Elsewhere.most, Elsewhere.at_once)
@@ -90,7 +90,7 @@ def test_the_result_is_that_of_resident_weights(changes, request):
     sources = request.getfixturevalue("elsewhere")
     model, report = run(**changes)
     for block in find_structure(model).blocks:
-        with sources[block.name].present():
+        with sources[block.name].onloaded():
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, expected[f"{block.name}.{name}"]), name
     assert report.sparsity == 0.5
@@ -112,15 +112,15 @@ def test_a_failure_while_writing_puts_the_dense_weights_back(elsewhere, monkeypa
         MoonshotPruner(model, config).prune(token_batches(), progress=False)
     dense = make("llama").state_dict()
     for block in find_structure(model).blocks:
-        with elsewhere[block.name].present():
+        with elsewhere[block.name].onloaded():
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, dense[f"{block.name}.{name}"]), name
 
 
 @pytest.mark.parametrize("lam", [0.9, 1.0])
 def test_calibrating_and_solving_hold_one_block_at_a_time(lam, elsewhere, monkeypatch):
-    found = lambda model, blocks, *arguments: Chains([blocks], (), ())  # noqa: E731  (whose probe needs them all)
-    monkeypatch.setattr(statistics_source, "find_chains", found)
-    monkeypatch.setattr(statistics_source, "all_present", lambda blocks: torch.no_grad())
+    found = lambda model, blocks, *arguments: BlockSequences([blocks], (), ())  # noqa: E731  (whose probe needs them all)
+    monkeypatch.setattr(statistics_source, "find_block_sequences", found)
+    monkeypatch.setattr(statistics_source, "all_onloaded", lambda blocks: torch.no_grad())
     run(lam=lam)
     assert Elsewhere.most == 1

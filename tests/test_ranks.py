@@ -13,12 +13,12 @@ from models import make, token_batches
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, samples_between
+from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.processes import Ranks
 
 pytestmark = pytest.mark.slow
 

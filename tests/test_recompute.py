@@ -11,13 +11,13 @@ from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner
-from optimum_moonshot.calibration.chains import is_chain
-from optimum_moonshot.calibration.memory import Storage
 from optimum_moonshot.calibration.observer import Observer
-from optimum_moonshot.calibration.recompute import RecomputedPasses, find_entrance, lent
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.recompute import RecomputedPasses, find_entrance, lent
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
@@ -96,7 +96,7 @@ def test_a_block_that_hands_more_than_its_hidden_state_to_the_next_is_never_skip
     batches = token_batches(padded=True)
     blocks = find_structure(model).blocks
     with frozen(model):
-        assert is_chain(model, blocks, shorten(batches[0]), False, None)
+        assert is_sequential(model, blocks, shorten(batches[0]), False, None)
         assert find_entrance(model, blocks, shorten(batches[0])) is None
     passes = check(model, batches, gradients=False)
     assert (passes.forward, passes.whole) == (0, 3)

@@ -10,10 +10,10 @@ from reference_recovery import hidden_states, recover, relative_errors
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pruning import tuning
-from optimum_moonshot.pruning.recovery import Recovery
-from optimum_moonshot.pruning.student import Task
-from optimum_moonshot.pruning.tuning import STEP_SAMPLES, Tuner, divide, part_size
+from optimum_moonshot.recovery import tuning
+from optimum_moonshot.recovery.blockwise import Recovery
+from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide, part_size
 
 SAMPLES = 16
 

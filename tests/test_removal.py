@@ -218,7 +218,10 @@ def test_a_solver_of_ones_own(monkeypatch):
         ({"recover": "blockwise"}, "recover='blockwise': pattern='experts' leaves no zeros"),
         ({"rotation": "learned"}, "rotation='learned'"),
         ({"expert_tokens": "all"}, "expert_tokens='all'"),
-        ({"starved_experts": "magnitude"}, "starved_experts='magnitude': pattern='experts' goes by the tokens"),
+        (
+            {"under_calibrated_experts": "magnitude"},
+            "under_calibrated_experts='magnitude': pattern='experts' goes by the tokens",
+        ),
         ({"fisher": "attention"}, "fisher='attention'"),
         ({"solver": "reap", "pattern": "unstructured"}, "solver='reap' takes experts"),
     ],

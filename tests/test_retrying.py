@@ -6,17 +6,24 @@ import transformers as hf
 from models import GROUPED, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, devices
-from optimum_moonshot.calibration import passes
-from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.allocation import fisher as fisher_allocation
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
-from optimum_moonshot.calibration.passes import BlockwisePasses
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.calibration.sums import GradientSums, Gram, InputSquares
 from optimum_moonshot.devices import is_out_of_memory
 from optimum_moonshot.objective import row_slices
-from optimum_moonshot.pruning import fisher_allocation, layer_solving, retrying, rotating, solving, sweep, tuning
-from optimum_moonshot.pruning.retrying import Retrying
-from optimum_moonshot.pruning.student import Task
-from optimum_moonshot.rotation import learning, objective, ordering
+from optimum_moonshot.pipeline import backoff
+from optimum_moonshot.pipeline import block_pipeline as passes
+from optimum_moonshot.pipeline import solve as layer_solving
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses
+from optimum_moonshot.recovery import tuning
+from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.rotation import channel_permutation as ordering
+from optimum_moonshot.rotation import learning, objective
+from optimum_moonshot.runs import loop as solving
+from optimum_moonshot.runs import rotate as rotating
+from optimum_moonshot.runs import sweep
 from optimum_moonshot.solvers.ranked import Ranked
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
@@ -204,7 +211,7 @@ def test_a_run_goes_on(monkeypatch, name, place, at):
 
 
 def test_rounds_and_slices_change_no_bit(monkeypatch):
-    monkeypatch.setattr(retrying, "SMALL", 2**60)  # everything is large: nothing but rounds and slices is halved
+    monkeypatch.setattr(backoff, "SMALL", 2**60)  # everything is large: nothing but rounds and slices is halved
     for name, place, at in (("sparsegpt", "gradients", {0, 1}), ("λ = 1", "Gram", {0})):
         expected = undisturbed(name)
         with monkeypatch.context() as patch:
@@ -221,14 +228,14 @@ def test_rounds_and_slices_change_no_bit(monkeypatch):
 
 
 def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
-    own, made = Retrying.__init__, []
+    own, made = Backoff.__init__, []
 
     def remember(self, *args):
         own(self, *args)
         made.append(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Retrying, "__init__", remember)
+        patch.setattr(Backoff, "__init__", remember)
         Full(patch, PLACES["gradients"], {0, 1, 2, 3})
         found, report = prune(**settings("cap"))
     assert any("rows or experts gathered at once halved" in note for note in told(report))
@@ -239,7 +246,7 @@ def test_a_smaller_budget_from_the_start_gives_the_same_bits(monkeypatch):
         own(self, *args)
         self.samples, self.storage.most = shrunk.samples, shrunk.storage.most
 
-    monkeypatch.setattr(Retrying, "__init__", smaller)
+    monkeypatch.setattr(Backoff, "__init__", smaller)
     again, _ = prune(**settings("cap"))
     assert shrunk.samples == 1 and all(torch.equal(again[name], tensor) for name, tensor in found.items())
 
@@ -290,7 +297,7 @@ def test_where_nothing_helps_the_model_is_as_it_was(monkeypatch, name, place, mo
     ],
 )
 def test_what_failed_is_gone_before_it_is_done_again(monkeypatch, name, place, at):
-    left, storages, made = [], [], Retrying.__init__
+    left, storages, made = [], [], Backoff.__init__
 
     def made_once(self, *args):
         made(self, *args)
@@ -299,8 +306,8 @@ def test_what_failed_is_gone_before_it_is_done_again(monkeypatch, name, place, a
     def released(_):
         left.append(storages[0].used[storages[0].device] - storages[0].cached)
 
-    monkeypatch.setattr(Retrying, "__init__", made_once)
-    monkeypatch.setattr(retrying, "release_unused", released)
+    monkeypatch.setattr(Backoff, "__init__", made_once)
+    monkeypatch.setattr(backoff, "release_unused", released)
     full = Full(monkeypatch, PLACES[place], at)
     prune(**settings(name))
     assert full.raised == len(at) and left
@@ -437,7 +444,7 @@ def test_other_errors_are_none_of_it(monkeypatch):
 
 def test_caches_leave_the_device(tmp_path):
     storage = Storage(torch.device("cpu"), 1000, str(tmp_path), free={torch.device("cpu"): 10_000})
-    kept, trying, attempts = storage.put(torch.ones(100), "a cache"), Retrying(storage), []
+    kept, trying, attempts = storage.put(torch.ones(100), "a cache"), Backoff(storage), []
 
     def work():
         attempts.append(storage.caches)
@@ -456,7 +463,7 @@ def test_caches_leave_the_device(tmp_path):
 
 
 def test_a_run_whose_caches_leave_the_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(retrying, "SMALL", 2**60)
+    monkeypatch.setattr(backoff, "SMALL", 2**60)
     full = Full(monkeypatch, PLACES["forward"], {1})  # of the second batch: the passes have moved on
     Full(monkeypatch, (Gram, "add"), {0, 1, 2, 3, 4})
     found, report = prune(lam=1.0, offload_dir=str(tmp_path))

@@ -9,7 +9,7 @@ from torch import nn
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.model.units import probe_inputs
+from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotation.basis import Basis
 from optimum_moonshot.rotation.norms import find_norm
 from optimum_moonshot.rotation.search import check_same, find, outputs, verify

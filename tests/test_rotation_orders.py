@@ -10,18 +10,18 @@ from models import token_batches
 from test_rotation_learning import problem, space
 from test_rotation_runs import prune, pruner, same, weights
 
-from optimum_moonshot.model.units import probe_inputs
+from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured
-from optimum_moonshot.pruning import rotating
 from optimum_moonshot.reports.rotation_report import RotationReport
 from optimum_moonshot.rotation import exchange
+from optimum_moonshot.rotation.channel_permutation import order_neurons
 from optimum_moonshot.rotation.exchange import GAIN, best_order, competing
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import removed, set_totals
-from optimum_moonshot.rotation.ordering import order_neurons
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.rotation.spaces import Place, Space
 from optimum_moonshot.rotation.trace import Axis
+from optimum_moonshot.runs import rotate as rotating
 
 CPU = torch.device("cpu")
 N_OF_M = dict(sparsity=None, pattern="2:4")
@@ -256,7 +256,7 @@ def test_a_failure_puts_the_neurons_back(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("optimum_moonshot.pruning.run.solve_and_write", fail)
+    monkeypatch.setattr("optimum_moonshot.runs.prune.solve_and_write", fail)
     with pytest.raises(KeyboardInterrupt):
         done.prune(token_batches(), progress=False)
     assert same(weights(done.model), dense)

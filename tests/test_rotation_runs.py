@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.model.units import probe_inputs
-from optimum_moonshot.pruning import rotating
+from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.reports.rotation_report import ROTATION_NAME, RotationReport
 from optimum_moonshot.rotation.search import check_same, outputs
+from optimum_moonshot.runs import rotate as rotating
 
 SETTINGS = dict(sparsity=0.5, num_samples=6, rotation="learned", rotation_steps=4, rotation_lr=0.05)
 
@@ -123,7 +123,7 @@ def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     done = pruner("llama-tied-biased")
     dense = weights(done.model)
     if moment == "solve":
-        monkeypatch.setattr("optimum_moonshot.pruning.run.solve_and_write", fail)
+        monkeypatch.setattr("optimum_moonshot.runs.prune.solve_and_write", fail)
     else:
         monkeypatch.setattr(rotating, moment, fail)
     with pytest.raises(KeyboardInterrupt):

@@ -7,14 +7,14 @@ from test_rotation_runs import prune, pruner, same, weights
 from torch import nn
 
 from optimum_moonshot.model.layers import PrunableLayer
-from optimum_moonshot.model.units import probe_inputs
-from optimum_moonshot.pruning import rotating
+from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.reports.rotation_report import RotationReport
 from optimum_moonshot.rotation.learning import Learned, rotations
 from optimum_moonshot.rotation.scaling import LARGEST, OutputMoments, factors, scale
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.rotation.spaces import Place, Space
 from optimum_moonshot.rotation.trace import Axis
+from optimum_moonshot.runs import rotate as rotating
 
 HEADS = torch.tensor([[[4, 1]], [[0, 3]]])
 NEURONS = torch.tensor([[[5, 2, 0]]])
@@ -124,7 +124,7 @@ def test_a_finished_state_is_taken_over_bit_by_bit(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("optimum_moonshot.pruning.run.solve_and_write", kill)
+        patch.setattr("optimum_moonshot.runs.prune.solve_and_write", kill)
         with pytest.raises(KeyboardInterrupt):
             pruner().prune(token_batches(), progress=False, resume_dir=tmp_path)
     monkeypatch.setattr(rotating, "gather", lambda *_: pytest.fail("learned again"))

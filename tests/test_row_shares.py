@@ -11,16 +11,16 @@ from row_shares import CASES, FEW, SIZES
 from test_ranks import DIED, assert_alike, assert_same, close, found_by
 from torch import nn
 
-from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.model.layers import PrunableLayer
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
 from optimum_moonshot.objective.row_slices import row_slices
-from optimum_moonshot.processes import Ranks
-from optimum_moonshot.pruning.layer_solving import total_losses
-from optimum_moonshot.pruning.retrying import Retrying
-from optimum_moonshot.pruning.row_share import is_divisible, row_parts
-from optimum_moonshot.pruning.schedule import StatisticsSchedule, solving_cost
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.row_share import is_divisible, row_parts
+from optimum_moonshot.pipeline.schedule import StatisticsSchedule, solving_cost
+from optimum_moonshot.pipeline.solve import total_losses
 from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
@@ -135,15 +135,15 @@ def linear(d_out, d_in):
 
 def test_pieces_are_divided_where_some_would_wait():
     two, four = Ranks(0, 2), Ranks(3, 4)
-    assert two.division([1.0, 1.0], [0.5, 0.5]) == [0, 1]  # nobody waits
-    assert two.division([3.0, 1.0, 1.0], [1.5, 0.5, 0.5]) == [None, 0, 1]
-    assert two.division([3.0, 1.0, 1.0], [None, None, None]) == two.owners([3.0, 1.0, 1.0]) == [0, 1, 1]
-    assert four.division([1.0], [0.25]) == [None]
-    assert Ranks(0, 3).division([5.0, 5.0], [5 / 3, 5 / 3]) == [None, None]  # one alone makes it worse
-    assert four.division([1.0, 1.0], [0.9, 0.9]) == [0, 1]  # what all do besides is most of it
-    assert two.division([1.05, 1.0], [0.525, 0.5]) == [0, 1]  # costs are estimates
-    assert four.division([inf, 1.0, 1.0], [5.0, 0.25, None])[0] is None  # too large for one
-    assert two.division([], []) == []
+    assert two.divide([1.0, 1.0], [0.5, 0.5]) == [0, 1]  # nobody waits
+    assert two.divide([3.0, 1.0, 1.0], [1.5, 0.5, 0.5]) == [None, 0, 1]
+    assert two.divide([3.0, 1.0, 1.0], [None, None, None]) == two.owners([3.0, 1.0, 1.0]) == [0, 1, 1]
+    assert four.divide([1.0], [0.25]) == [None]
+    assert Ranks(0, 3).divide([5.0, 5.0], [5 / 3, 5 / 3]) == [None, None]  # one alone makes it worse
+    assert four.divide([1.0, 1.0], [0.9, 0.9]) == [0, 1]  # what all do besides is most of it
+    assert two.divide([1.05, 1.0], [0.525, 0.5]) == [0, 1]  # costs are estimates
+    assert four.divide([inf, 1.0, 1.0], [5.0, 0.25, None])[0] is None  # too large for one
+    assert two.divide([], []) == []
 
 
 @pytest.mark.parametrize("samples", [3, 40])
@@ -226,7 +226,7 @@ def test_the_losses_of_parts_add_up():
 
 
 def test_a_piece_is_done_again_with_smaller_slices():
-    retrying, seen = Retrying(Storage(torch.device("cpu"))), []
+    backoff, seen = Backoff(Storage(torch.device("cpu"))), []
 
     def work():
         seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"))))
@@ -234,10 +234,10 @@ def test_a_piece_is_done_again_with_smaller_slices():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "found"
 
-    assert retrying.piece("layer", work) == "found" and seen == [1, 2, 4]
+    assert backoff.piece("layer", work) == "found" and seen == [1, 2, 4]
     seen.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        retrying.piece("layer", lambda: seen.append(1) or crowded())
+        backoff.piece("layer", lambda: seen.append(1) or crowded())
     assert len(seen) == 2  # there are no slices: once more
 
 

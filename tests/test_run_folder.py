@@ -11,14 +11,14 @@ import torch
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.pruning.run_folder import LAYERS, RunFolder
+from optimum_moonshot.results.run_folder import LAYERS, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 TENSORS = {"layer": torch.arange(6.0).view(2, 3)}
 # Holds a folder until its input ends.
 HOLD = """
 import sys
-from optimum_moonshot.pruning.run_folder import RunFolder
+from optimum_moonshot.results.run_folder import RunFolder
 folder = RunFolder(sys.argv[1], "resume_dir")
 folder.open("theirs")
 print("held", flush=True)

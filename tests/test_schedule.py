@@ -10,15 +10,15 @@ from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.calibration.accumulators import STAGED, LayerTotals, Part, Plan, RowMatrices, Samples
-from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import PrunableLayer
 from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
 from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pruning import schedule as gathering
-from optimum_moonshot.pruning import solving
+from optimum_moonshot.pipeline import schedule as gathering
+from optimum_moonshot.runs import loop as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]

@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, SelfCalibration
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.text import file_rows
-from optimum_moonshot.pruning import preparation, self_samples
-from optimum_moonshot.pruning.self_samples import write_samples
+from optimum_moonshot.pipeline import generated_samples as self_samples
+from optimum_moonshot.pipeline import inputs as preparation
+from optimum_moonshot.pipeline.generated_samples import write_samples
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -16,7 +16,7 @@ from optimum_moonshot.objective.linalg import check_factored
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pruning import schedule
+from optimum_moonshot.pipeline import schedule
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
 from optimum_moonshot.solvers.cap import CAP

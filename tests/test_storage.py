@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimum_moonshot import mapped as storage_module
-from optimum_moonshot.calibration.memory import Storage
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import MoonshotError
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, s
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.model.units import CONVOLUTION, find_units
+from optimum_moonshot.model.structured_groups import CONVOLUTION, find_units
 
 # Columns per head (with its key-value head) and heads, neurons of the feed-forward layer; None where there are none.
 EXPECTED = {

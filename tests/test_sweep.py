@@ -9,10 +9,10 @@ import torch
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.pruning import sweep as sweep_module
 from optimum_moonshot.reports.seeds import SweepEntry, choice, means, table
 from optimum_moonshot.reports.sweep_plots import plot_by_lambda, plot_by_sparsity
 from optimum_moonshot.reports.sweep_report import SweepReport, save_all
+from optimum_moonshot.runs import sweep as sweep_module
 
 LAMBDAS = (0.5, 1.0)
 
@@ -227,7 +227,7 @@ def test_layers_without_the_fisher_loss_are_solved_once(monkeypatch):
 
 @pytest.mark.parametrize("allocation, once", [("alpha", "tail_exponent"), ("owl", "outlier_share")])
 def test_what_lambda_does_not_change_is_computed_once(allocation, once, monkeypatch):
-    from optimum_moonshot.pruning import allocation as module
+    from optimum_moonshot.allocation import block_scores as module
 
     calls, real = [], getattr(module, once)
     monkeypatch.setattr(module, once, lambda *arguments: calls.append(1) or real(*arguments))

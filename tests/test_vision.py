@@ -11,10 +11,10 @@ from models import PLAIN, VISION, image_batches, make
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy
+from optimum_moonshot.allocation.block_scores import outlier_share
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.convolution import geometry, strips
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pruning.allocation import outlier_share
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = 6

@@ -3,7 +3,7 @@
 `Samples` keeps every A_n, `Squares` their elementwise Σ_n A_n², and `RowMatrices` compresses them exactly, where there
 are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row, or every column block of a row. All but `Squares` give
 a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [samples, groups, tokens, in] and δ
-[samples, groups, tokens, out] (model/forms.py); a layer that is called several times for a sample, or in strips, has
+[samples, groups, tokens, out] (`model/layer_adapters.py`); a layer that is called several times for a sample, or in strips, has
 the sum of its pieces as gradient.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
 from ..objective.quadratic import Totals
 from ..objective.row_slices import row_slices
-from ..processes import Ranks
-from .memory import Storage
 from .statistic import GradientStatistic
+from .storage import Storage
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
 STAGED = 64
@@ -76,14 +76,14 @@ class Samples(GradientStatistic):
         if owner in (None, ranks.rank):
             shape = (self.samples, *self.value.shape[1:])
             whole = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
-        ranks.join(self.value, whole, self.samples, owner)
+        ranks.gather_rows(self.value, whole, self.samples, owner)
         self.value = self.value if whole is None else whole
 
     def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
         self.window, own, count = self.value[:0], rows[ranks.rank], self.value.shape[1]
         shape = (self.samples, len(range(*own.indices(count))), self.value.shape[2])
         mine = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
-        ranks.deal([self.value[:, some] for some in rows], mine, self.samples)
+        ranks.all_to_all([self.value[:, some] for some in rows], mine, self.samples)
         self.value = mine
 
     def result(self) -> SampleGradients:
@@ -118,11 +118,11 @@ class Squares(GradientStatistic):
         self.sums.clear()
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
-        ranks.add(self.value, owner)
+        ranks.all_reduce(self.value, owner)
 
     def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
         for owner, some in enumerate(rows):
-            ranks.add(self.value[some], owner)
+            ranks.all_reduce(self.value[some], owner)
         self.value = self.value[rows[ranks.rank]].clone()
 
     def result(self) -> Tensor:
@@ -174,14 +174,14 @@ class RowMatrices(GradientStatistic):
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
         self._flush()
-        ranks.add(self.matrices, owner)
+        ranks.all_reduce(self.matrices, owner)
 
     def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
         self._flush()
         blocks = len(self.matrices) // self.part.count
         of_rows = [slice(blocks * some.start, blocks * some.stop) for some in rows]
         for owner, some in enumerate(of_rows):
-            ranks.add(self.matrices[some], owner)
+            ranks.all_reduce(self.matrices[some], owner)
         self.matrices = self.matrices[of_rows[ranks.rank]].clone()
 
     def result(self) -> FisherMatrices:
@@ -219,7 +219,7 @@ class LayerTotals(GradientStatistic):
         self.window = self.weight[:0]
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
-        found = ranks.gather((self.fisher, self.squares))
+        found = ranks.all_gather_object((self.fisher, self.squares))
         self.fisher, self.squares = (sum(values) for values in zip(*found, strict=True))
 
     def result(self, reconstruction: float) -> Totals:

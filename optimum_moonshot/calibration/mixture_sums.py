@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
-from ..processes import ALONE, Ranks
-from .memory import Storage
+from .storage import Storage
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class MixtureSums:
         ranks: the processes that share the samples.
     """
 
-    def __init__(self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, ranks: Ranks = ALONE):
+    def __init__(
+        self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, ranks: Ranks = SINGLE_PROCESS
+    ):
         self.mixture, count = mixture, mixture.count
         self.samples, self.ranks = samples, ranks
 
@@ -52,7 +54,7 @@ class MixtureSums:
             return storage.zeros(shape, torch.float64, f"{mixture.name}: statistics of its experts")
 
         self.gram, self.norms, self.tokens = zeros(count, count), zeros(count), zeros(count)
-        self.gradients = zeros(len(ranks.part(samples)), count) if gradients else None
+        self.gradients = zeros(len(ranks.shard(samples)), count) if gradients else None
         self.sample = 0
         self.waiting: list[MixtureCall] = []  # whose gradients are not known yet
 
@@ -88,10 +90,10 @@ class MixtureSums:
     def merge(self) -> None:
         """Take in what all processes have seen."""
         for total in (self.gram, self.norms, self.tokens):
-            self.ranks.add(total)
+            self.ranks.all_reduce(total)
         if self.gradients is not None:
             own, self.gradients = self.gradients, self.gradients.new_empty(self.samples, self.mixture.count)
-            self.ranks.join(own, self.gradients, self.samples)
+            self.ranks.gather_rows(own, self.gradients, self.samples)
 
     def result(self) -> MixtureStatistics:
         """What the data gave.
@@ -120,7 +122,12 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
     """
 
     def __init__(
-        self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage, ranks: Ranks = ALONE
+        self,
+        mixtures: Sequence[Mixture],
+        gradients: bool,
+        samples: int,
+        storage: Storage,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, ranks) for mixture in mixtures}
         self.several = ranks.size > 1

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import naming, require
-from ..model.forms import Form
+from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
-from ..processes import ALONE, Ranks
 from .accumulators import Plan
 from .layer_statistics import LayerStatistics
-from .memory import Storage
 from .statistic import GradientStatistic, InputStatistic
+from .storage import Storage
 from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall, TokenCounts
 
 
@@ -53,7 +53,7 @@ class Observer(AbstractContextManager["Observer"]):
         plans: dict[str, Plan] | None = None,
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         into: Mapping[str, Tensor] | None = None,
     ):
         self.layers, self.diagonal, self.samples, self.ranks = layers, diagonal, samples, ranks
@@ -61,7 +61,7 @@ class Observer(AbstractContextManager["Observer"]):
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.kind = InputSquares if diagonal else Gram
         kinds = [self.kind, *of_inputs]
-        kinds += [TokenCounts] if any(layer.form.separate for layer in layers) else []
+        kinds += [TokenCounts] if any(layer.adapter.separate for layer in layers) else []
         self.inputs = InputSums(kinds, storage, share, into)
         self.gradients = {
             layer.name: GradientSums(
@@ -78,7 +78,7 @@ class Observer(AbstractContextManager["Observer"]):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                self._hooks.callback(layer.form_of(module).watch(partial(self._observe, layer)).remove)
+                self._hooks.callback(layer.adapter_of(module).watch(partial(self._observe, layer)).remove)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -108,7 +108,7 @@ class Observer(AbstractContextManager["Observer"]):
         for sums in self.gradients.values():
             sums.end()
 
-    def _observe(self, layer: PrunableLayer, form: Form, inputs: Tensor, output: Tensor) -> Tensor | None:
+    def _observe(self, layer: PrunableLayer, form: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor | None:
         """Hand on a call's inputs, and its gradient once it is known.
 
         Returns:

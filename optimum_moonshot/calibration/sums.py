@@ -1,6 +1,6 @@
 """What is made of the calls of layers: sums over their inputs, and sums over the gradients of their samples.
 
-Calls arrive from the hooks of observer.py and are read in the normal form of model/forms.py, piece by piece.
+Calls arrive from the hooks of observer.py and are read in the normal form of model/layer_adapters.py, piece by piece.
 `InputSums` keeps what needs the inputs alone, `Gram` or `InputSquares`, once for all layers that read the same tensor
 (q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import NO_BACKWARD, naming, require
-from ..model.forms import Form, Pair
+from ..model.layer_adapters import LayerAdapter, Pair
 from ..model.layers import PrunableLayer
-from ..processes import ALONE, Ranks
 from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
-from .memory import Storage
 from .statistic import GradientStatistic, InputStatistic
+from .storage import Storage
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LayerCall:
     """One call of a layer on a batch."""
 
     layer: PrunableLayer
-    form: Form  # of the module that was called: one of several, where they share the weight
+    adapter: LayerAdapter  # of the module that was called: one of several, where they share the weight
     inputs: Tensor  # as the module read them
     version: int  # of the inputs: it grows when they are changed in place
     mask: Tensor | None  # of the tokens that count, laid out as the inputs
@@ -36,11 +36,11 @@ class LayerCall:
     def key(self) -> Hashable:
         """What calls share that read the same matrix from the same tensor, while that tensor lives."""
         inputs = self.inputs
-        return inputs.data_ptr(), inputs.shape, inputs.stride(), self.version, self.form.reads
+        return inputs.data_ptr(), inputs.shape, inputs.stride(), self.version, self.adapter.reads
 
     def tokens(self) -> Iterator[Tensor]:
         """The inputs of the tokens that count, [groups, tokens, in], in pieces."""
-        return self.form.tokens(self.inputs, self.mask)
+        return self.adapter.tokens(self.inputs, self.mask)
 
     def pairs(self, delta: Tensor) -> Iterator[Pair]:
         """The inputs, and their gradients from that of the call's output, sample by sample, in pieces.
@@ -54,7 +54,7 @@ class LayerCall:
             f"{NO_BACKWARD}",
         )
         with naming(self.layer.name):
-            yield from self.form.pairs(self.inputs, delta, self.mask, self.samples)
+            yield from self.adapter.pairs(self.inputs, delta, self.mask, self.samples)
 
 
 class _Sum(InputStatistic):
@@ -79,7 +79,7 @@ class _Sum(InputStatistic):
         return self.value
 
     def merge(self, ranks: Ranks) -> None:
-        ranks.add(self.value)
+        ranks.all_reduce(self.value)
 
 
 class Gram(_Sum):
@@ -129,7 +129,7 @@ class TokenCounts(InputStatistic):
         self.value[groups] += inputs.shape[1]
 
     def merge(self, ranks: Ranks) -> None:
-        ranks.add(self.value)
+        ranks.all_reduce(self.value)
 
     def result(self) -> Tensor:
         return self.value
@@ -146,7 +146,7 @@ class _Shared:
     def add(self, call: LayerCall) -> None:
         for inputs in call.tokens():
             for statistic in self.statistics.values():
-                statistic.add(inputs, call.form.part)
+                statistic.add(inputs, call.adapter.part)
 
 
 class InputSums:
@@ -247,7 +247,9 @@ class InputSums:
             MoonshotError: layers share their statistics in some processes only.
         """
         numbers: dict[int, int] = {}
-        known = ranks.gather({name: numbers.setdefault(id(own), len(numbers)) for name, own in self.of_layer.items()})
+        known = ranks.all_gather_object(
+            {name: numbers.setdefault(id(own), len(numbers)) for name, own in self.of_layer.items()}
+        )
         merged: dict[tuple[int | None, ...], _Shared] = {}
         for layer in layers:
             key = tuple(numbered.get(layer.name) for numbered in known)
@@ -307,7 +309,7 @@ class GradientSums:
         storage: Storage,
         plan: Plan,
         kinds: Iterable[type[GradientStatistic]],
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ):
         self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
         self.gradients: GradientStatistic | None = None
@@ -316,7 +318,7 @@ class GradientSums:
         elif diagonal:
             self.gradients = Squares(layer, storage)
         elif plan.column_block is None:
-            self.gradients = Samples(layer, samples, storage, plan, len(ranks.part(samples)))
+            self.gradients = Samples(layer, samples, storage, plan, len(ranks.shard(samples)))
         else:
             self.gradients = RowMatrices(layer, samples, storage, plan)
         self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
@@ -352,7 +354,7 @@ class GradientSums:
         self.open -= 1
         for inputs, part, last in call.pairs(delta):
             for statistic in self.statistics:
-                statistic.add(inputs, part, last and self.open == 0, call.form.part)
+                statistic.add(inputs, part, last and self.open == 0, call.adapter.part)
 
     def end(self) -> None:
         """The batch is over."""

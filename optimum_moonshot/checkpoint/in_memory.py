@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from ..errors import MoonshotError, naming, require
 from ..files import staged
-from ..model.forms import find_form
+from ..malloc_trim import trim_host_memory
+from ..model.layer_adapters import find_adapter
 from ..model.offload import visiting
 from ..packing import PackedLayer
 from ..packing.codec import Parts
-from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
-from ..runtime.freed import give_back
 from ..runtime.packed_linear import PackedLinear
+from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import check_format, pruned_layers
 from .streamed_files import save_streamed
@@ -94,7 +94,7 @@ def obstacle(module: nn.Module, shared: bool) -> str | None:
     """
     if shared:
         return "tied to another weight"
-    form = find_form(module)
+    form = find_adapter(module)
     if form is None or form.images:
         return f"{type(module).__name__} layers are multiplied dense"
     return "accelerate moves it for every call" if hasattr(module, "_hf_hook") else None
@@ -225,7 +225,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         _unpack_all(model)
         note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
         raise
-    give_back()
+    trim_host_memory()
     packed = _places(model).values()
     dense_bytes = sum(module.shape[0] * module.shape[1] * module.dtype.itemsize for module in packed)
     tell(runtime, chosen, sum(held_bytes(module.parts) for module in packed), dense_bytes)
@@ -311,7 +311,7 @@ def _unpacked(name: str, module: PackedLinear) -> nn.Module:
 
 @torch.no_grad()
 def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
-    form = find_form(dense)
+    form = find_adapter(dense)
     assert form is not None
     return form.as_parameter(packed.weight).contiguous()
 

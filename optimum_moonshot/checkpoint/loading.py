@@ -15,15 +15,15 @@ from ..config import MoonshotConfig
 from ..errors import MoonshotError, check_path, naming, reason, require
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
-from ..runtime.choice import check_runtime
+from ..runtime.runtime_selection import check_runtime
 from ..runtime.semi_structured import check_batch_shape
+from .file_integrity import check_alone, check_complete, verify
 from .in_memory import to_runtime
-from .keys import loaded_into
+from .meta_model import model_class
 from .packed_files import read_model_config
 from .request import Request, requested
-from .skeleton import model_class
-from .verified import check_alone, check_complete, verify
 from .weight_files import packed_version, weight_files
+from .weight_names import loaded_into
 
 # What stands in for weights in safetensors files, or for a model of another library.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")

@@ -15,7 +15,7 @@ from ..devices import default_device
 from ..errors import require
 from ..files import writing
 from ..model.layers import find_blocks
-from .skeleton import empty_model
+from .meta_model import empty_model
 
 PLACES = ("cpu", "disk")
 

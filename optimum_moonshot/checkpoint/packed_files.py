@@ -21,10 +21,10 @@ from ..model.layers import find_structure
 from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from .keys import Merged, merged_weights, parameter_names
+from .meta_model import named_empty_model
 from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
-from .skeleton import named_empty_model
 from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
+from .weight_names import Merged, merged_weights, parameter_names
 
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
@@ -83,10 +83,10 @@ def pruned_layers(model: nn.Module) -> Layers:
     for layer in layers:
         pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
         # Experts that are stored [experts, in, out] are n:m along another axis than their rows in memory.
-        stored = None if layer.form.separate and layer.form.axes == (2, 1) else pattern
+        stored = None if layer.adapter.separate and layer.adapter.axes == (2, 1) else pattern
         if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
-            transposed = layer.form.axes == (1, 0)
+            transposed = layer.adapter.axes == (1, 0)
             entry = PackedLayer(shape, transposed, str(stored or Unstructured.kind), dtype)
             found |= dict.fromkeys(names[id(layer.parameter)], entry)
     return found

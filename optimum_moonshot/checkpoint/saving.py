@@ -16,11 +16,11 @@ from ..model.offload import is_offloaded
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
+from .file_integrity import check_alone, verify
 from .in_memory import is_packed, to_save
 from .loading import HUB_OPTIONS, local_folder
 from .packed_files import check_format, model_skeleton, pack_files, unpack_files
 from .streamed_files import save_streamed
-from .verified import check_alone, verify
 from .weight_files import checkpoint_format, packed_version
 
 

@@ -13,14 +13,14 @@ from ..errors import MoonshotError, check_path, reason, require
 from ..masks import follows
 from ..objective.patterns import NM, parse_pattern
 from ..reports.tables import text_table
-from .claims import CARD, Claim, Claims, read_claims
-from .layer_places import Places, find_places
+from .declared_metadata import CARD, Claim, Claims, read_claims
+from .file_integrity import check_alone
+from .file_integrity import verify as check_files
 from .loading import HUB_OPTIONS, local_folder
 from .packed_format import METHOD
 from .stored_weights import StoredWeights
-from .verified import check_alone
-from .verified import verify as check_files
 from .weight_files import packed_version, read_config, weight_files
+from .weight_locations import Places, find_places
 
 _SPARSER = 0.01  # more zeros than were claimed, as a share of the weights, that are worth a note
 _ROUNDED = 1e-6  # what texts lose of a sparsity

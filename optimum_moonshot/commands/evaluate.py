@@ -142,7 +142,7 @@ def _reference(args: argparse.Namespace, option: str) -> Any:
 def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
     """Perplexities compare on windows of one length."""
     from ..data.text import window_length
-    from ..model.facts import max_positions
+    from ..model.model_info import max_positions
 
     length = window_length(args.sequence_length, max_positions(model))
     for dataset in args.dataset if reference is not None else ():
@@ -230,8 +230,8 @@ def _load_for_evaluation(args: argparse.Namespace, device: Any) -> tuple[Any, An
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..checkpoint.loading import load_pruned
-    from ..checkpoint.skeleton import model_class
-    from ..model.facts import load_processor
+    from ..checkpoint.meta_model import model_class
+    from ..model.model_info import load_processor
     from ..reports.record import PruningRecord
 
     config = load(lambda dtype, **kwargs: AutoConfig.from_pretrained(args.model, **kwargs), args)

@@ -86,6 +86,6 @@ def last_words(error: BaseException, message: str) -> tuple[str, str] | None:
     """
     if not several():
         return "", message
-    from ..processes import leave
+    from ..distributed.ranks import leave
 
     return leave(error if isinstance(error, MoonshotError) else MoonshotError(message))

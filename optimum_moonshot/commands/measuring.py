@@ -26,7 +26,7 @@ def make_meter(
         limit: the first so many windows or images alone.
     """
     from .. import accuracy, perplexity
-    from ..model.facts import takes_images
+    from ..model.model_info import takes_images
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
     if takes_images(model):

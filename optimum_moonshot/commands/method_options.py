@@ -56,7 +56,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "HOW",
         "help": "routed (the default): an expert's statistics are of the tokens that the model sends it; all: of all",
     },
-    "starved_experts": {
+    "under_calibrated_experts": {
         "metavar": "HOW",
         "help": "experts that few tokens reach have all tokens instead (the default), go by magnitude, or stay routed",
     },

@@ -62,7 +62,7 @@ class Output:
 
     def finish(self) -> None:
         """All is written: remove what a command would go on from."""
-        from ..pruning.run_folder import RunFolder
+        from ..results.run_folder import RunFolder
 
         for folder in (self.work(), *self.partial.glob("seed-*/")):
             RunFolder.remove_all(folder)
@@ -75,7 +75,7 @@ class Output:
 
     def discard(self, seed: int) -> None:
         """Remove the results of a seed whose report is kept."""
-        from ..pruning.run_folder import RunFolder
+        from ..results.run_folder import RunFolder
 
         RunFolder.remove_all(self.work(seed))
 
@@ -144,7 +144,7 @@ class Output:
             lock.close()  # the command that has just ended removed it
 
     def _leave(self) -> None:
-        from ..pruning.run_folder import RunFolder
+        from ..results.run_folder import RunFolder
 
         for folder in (self.work(), *self.partial.glob("seed-*/")):
             if not any(folder.rglob("*.safetensors")):

@@ -90,7 +90,7 @@ def sweep(args: argparse.Namespace) -> None:
 
 def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: Any, output: Output) -> None:
     """Sweep every seed that is not finished, write what all have in common, and save the best model."""
-    from ..processes import by_the_first
+    from ..distributed.ranks import on_main_process
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
@@ -104,7 +104,7 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
     swept = None
     output.begin()
     for config in configs:
-        kept = by_the_first(partial(output.report, config.seed))
+        kept = on_main_process(partial(output.report, config.seed))
         if kept is None:
             swept = config
             reports.append(run(config, **_what(args)))
@@ -133,7 +133,7 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
 def _config(args: argparse.Namespace, seed: int) -> Any:
     """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
     from ..objective.patterns import own_sparsity
-    from ..pruning.sweep import variants
+    from ..runs.sweep import variants
 
     single = {"seed": seed, "pattern": args.patterns[0]}
     if not own_sparsity(args.patterns[0]):

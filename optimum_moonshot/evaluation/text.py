@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
-from ..model.facts import check_tokens, max_positions
+from ..model.model_info import check_tokens, max_positions
 from ..progress import progress_bar
 from ..reports.measurement import Measurement
 

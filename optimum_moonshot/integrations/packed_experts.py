@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key
 
-from ..checkpoint.keys import Merged, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..checkpoint.packed_format import Description, Layers
+from ..checkpoint.weight_names import Merged, conversions_of, followed_names, merged_weights, parameter_names, renamed
 from ..errors import naming
 from ..packing import weight_of
 

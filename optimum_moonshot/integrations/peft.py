@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import require
 from ..masks import find_pruned, is_pruned
-from ..model.forms import find_form
+from ..model.layer_adapters import find_adapter
 from ..model.layers import WEIGHT
 
 MEND = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
@@ -239,7 +239,7 @@ class SparseLinear(_Masked, Linear):
         return result.to(dtype)
 
     def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        weight = find_form(self.get_base_layer()).as_matrix(self.get_delta_weight(adapter))
+        weight = find_adapter(self.get_base_layer()).as_matrix(self.get_delta_weight(adapter))
         x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])

@@ -21,12 +21,12 @@ from ..data.text import open_source
 from ..devices import own_random_numbers
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
-from ..model.facts import takes_images
 from ..model.layers import PrunableLayer, adapted_layers
 from ..model.losses import IGNORED
+from ..model.model_info import takes_images
 from ..objective.patterns import NM, Experts
+from ..pipeline.selection import select
 from ..pruner import MoonshotPruner
-from ..pruning.selection import select
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation

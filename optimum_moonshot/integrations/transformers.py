@@ -17,18 +17,18 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.keys import followed_names
+from ..checkpoint.file_integrity import check_complete, checksums_wanted, verify
 from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, config_entry, read_version
 from ..checkpoint.request import current_request
-from ..checkpoint.verified import check_complete, checksums_wanted, verify
 from ..checkpoint.weight_files import PACKED_INDEX
+from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import naming, require
-from ..model.forms import find_form
+from ..model.layer_adapters import find_adapter
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.choice import DENSE, check_runtime, held_bytes, said, tell, wanted
+from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
 
 if TYPE_CHECKING:
     from .packed_experts import PackedExperts
@@ -198,7 +198,7 @@ class MoonshotQuantizer(HfQuantizer):
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
     def _prepare_pruning(self, model: nn.Module) -> None:
-        from ..model.facts import load_processor, load_tokenizer
+        from ..model.model_info import load_processor, load_tokenizer
 
         pruned = PruningRecord.of(model) is not None
         require(not pruned, f"quantization_config: {model.name_or_path} is pruned already; load it without one")
@@ -285,7 +285,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _Found]:
         for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
-            form = find_form(module)
+            form = find_adapter(module)
             with naming(name):
                 require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
                 turned = layer.transposed == (form is not None and form.axes == (1, 0))

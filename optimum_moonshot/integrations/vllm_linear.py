@@ -11,8 +11,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from ..errors import require
+from ..malloc_trim import trim_host_memory
 from ..packing import Codec
-from ..runtime.freed import give_back
 from ..runtime.packed_linear import held_parts
 from ..runtime.smallest import pack_if_smaller
 
@@ -48,7 +48,7 @@ class Tally:
         """Log it, once all are loaded, and give back what loading has left."""
         if not self.reported:
             self.reported = True
-            give_back()
+            trim_host_memory()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
             _log.info("%d linear layers are packed in memory, %d dense: %s", self.packed, self.dense, sizes)
             if self.experts:

@@ -14,8 +14,8 @@ from torch import Tensor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import download_safetensors_index_file_from_hf
 
+from ..checkpoint.file_integrity import checksums_wanted, verify
 from ..checkpoint.packed_format import Description, Layers
-from ..checkpoint.verified import checksums_wanted, verify
 from ..checkpoint.weight_files import PACKED_INDEX, read_header
 from ..errors import require
 from .packed_stream import unpacked

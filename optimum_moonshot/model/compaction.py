@@ -34,7 +34,7 @@ from .calls import (
 )
 from .configurations import Edit, edited, whole_numbers
 from .layers import PrunableLayer, find_blocks, find_structure
-from .units import Units, find_units, probe_inputs
+from .structured_groups import Units, find_units, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -198,7 +198,7 @@ class _Search:
         for family in self.families:
             layer = family.members[0][0]
             name = self.names[id(layer.parameter)][0]
-            width = shapes.get(name, (0, 0))[layer.form.axes[1]]
+            width = shapes.get(name, (0, 0))[layer.adapter.axes[1]]
             gone, rest = divmod(family.size * family.count - width, family.size)
             if rest or not 0 <= gone <= family.dead:
                 return None
@@ -223,9 +223,9 @@ class _Search:
         for family, gone in removed.items():
             for layer, units, dead in family.members:
                 leaving = dead[:gone]
-                cut(layer.parameter, layer.form.axes[1], ~torch.isin(units.columns, leaving))
+                cut(layer.parameter, layer.adapter.axes[1], ~torch.isin(units.columns, leaving))
                 for maker, served in units.rows.items():
-                    form, keep = self.layers[maker].form, ~torch.isin(served, leaving)
+                    form, keep = self.layers[maker].adapter, ~torch.isin(served, leaving)
                     cut(form.parameter, form.axes[0], keep)
                     cut(form.module.bias, 0, keep)
         return cuts

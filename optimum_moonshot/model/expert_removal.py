@@ -23,10 +23,10 @@ from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
 from .calls import first_tensor, run_model, without_caches
 from .configurations import Edit, edited, whole_numbers
-from .layers import presence_in, visited
+from .layers import onloading_in, visited
 from .mixtures import Mixture, Mixtures
 from .offload import Offloaded
-from .presence import RESIDENT, Weights, by_module, present_in_turn
+from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
 
 # Fields that count a router's groups of experts, and how many of them it looks into.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
@@ -115,7 +115,7 @@ class ExpertRemoval:
             for weights, some in self._by_place().items():
                 if isinstance(weights, Offloaded):
                     undo.callback(weights.restore, weights.changes())
-                with weights.present():  # those that came for this alone come as they were next time
+                with weights.onloaded():  # those that came for this alone come as they were next time
                     self._cut(some, cut, undo if weights is RESIDENT else ExitStack())
             self._configure(undo)
             undo.pop_all()
@@ -172,7 +172,7 @@ class ExpertRemoval:
             with ExitStack() as undo:
                 self._cut(self._by_place().get(RESIDENT, ()), cut, undo)
                 self._configure(undo)
-                undo.enter_context(present_in_turn(visited(self.model), within))
+                undo.enter_context(onloaded_in_turn(visited(self.model), within))
                 run_model(self.model, probe)
         except MoonshotError as error:
             raise MoonshotError(
@@ -196,11 +196,11 @@ class ExpertRemoval:
 
                 module = self.model.get_submodule(name)
                 hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            hooks.enter_context(present_in_turn(visited(self.model)))
+            hooks.enter_context(onloaded_in_turn(visited(self.model)))
             run_model(self.model, probe)
         size = self.mixtures.count // self.pattern.groups
         order = torch.arange(self.mixtures.count).view(-1, size).roll(1, 1).flatten()
-        present = presence_in(self.model)
+        present = onloading_in(self.model)
         for name, owner in owners.items():
             module = self.model.get_submodule(owner)
             with present(module):

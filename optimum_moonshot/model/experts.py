@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import MoonshotError, require
-from .forms import Form, Pair, See
+from .layer_adapters import LayerAdapter, Pair, See
 
 _IMPLEMENTATION = "_experts_implementation"  # of a configuration: transformers' choice of how experts are computed
 
@@ -72,7 +72,7 @@ def _is_fused(parameter: nn.Parameter | None) -> bool:
 
 
 @dataclass(frozen=True)
-class ExpertsForm(Form):
+class ExpertsAdapter(LayerAdapter):
     """One fused parameter of a module of experts, or some of its experts.
 
     `span` is the first of them and the one behind the last; None is all. `expert` says whose calls it is the form of,
@@ -178,8 +178,8 @@ class ExpertsForm(Form):
 class _Watch:
     """One who is told of the products of some experts, until it is removed."""
 
-    def __init__(self, form: ExpertsForm, see: See):
-        self.form, self.see = form, see
+    def __init__(self, form: ExpertsAdapter, see: See):
+        self.adapter, self.see = form, see
         self.watched = _watched(form.module)
         self.watched.add(self)
 
@@ -204,8 +204,8 @@ class _Watched:
 
     def remove(self, watch: _Watch) -> None:
         self.watches.remove(watch)
-        if not any(other.form.key == watch.form.key for other in self.watches):
-            vars(self.module).pop(watch.form.key, None)
+        if not any(other.adapter.key == watch.adapter.key for other in self.watches):
+            vars(self.module).pop(watch.adapter.key, None)
         if not self.watches:
             self.changes.close()
             _WATCHED.pop(self.module, None)
@@ -221,7 +221,7 @@ class _Watched:
             output: [..., out].
         """
         for watch in self.watches:
-            form = watch.form
+            form = watch.adapter
             if form.key != key or form.everywhere != (self.showing is not None):
                 continue
             if expert is not None and (expert not in form.experts or self.showing not in (None, expert)):
@@ -242,10 +242,10 @@ class _Watched:
         """Before a call: stand-ins for the weights as they are now; and every expert that someone watches everywhere
         computes all tokens of the call.
         """
-        for form in {watch.form.key: watch.form for watch in self.watches}.values():
+        for form in {watch.adapter.key: watch.adapter for watch in self.watches}.values():
             vars(module)[form.key] = _StandIn.of(form.parameter, self, form.key)
         wanted: dict[int, set[str]] = {}
-        for form in (watch.form for watch in self.watches if watch.form.everywhere):
+        for form in (watch.adapter for watch in self.watches if watch.adapter.everywhere):
             for expert in form.experts:
                 wanted.setdefault(expert, set()).add(form.key)
         try:
@@ -313,7 +313,7 @@ def _routed_to(
     if found is None:
         raise MoonshotError(
             f"{type(module).__name__} does not say which token it sends to which expert: leave expert_tokens and "
-            'starved_experts at "routed"'
+            'under_calibrated_experts at "routed"'
         )
     index, _ = found
     places = torch.arange(index.shape[1], device=index.device)

@@ -15,10 +15,10 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from ..errors import require
-from .experts import ExpertsForm, expert_keys, stacks_experts
-from .forms import Form, find_form
+from .experts import ExpertsAdapter, expert_keys, stacks_experts
+from .layer_adapters import LayerAdapter, find_adapter
 from .offload import rest_of, weights_of
-from .presence import RESIDENT, Weights, by_module
+from .onloading import RESIDENT, Weights, by_module
 
 WEIGHT = "weight"  # what a module with one matrix calls it
 ROUTER = "it sends tokens to experts: it stays dense unless targets names it"
@@ -42,14 +42,14 @@ class PrunableLayer:
     everywhere: bool = False
 
     @cached_property
-    def form(self) -> Form:
+    def adapter(self) -> LayerAdapter:
         """How the parameter, the inputs and the output gradients become matrices."""
-        return self.form_of(self.modules[0])
+        return self.adapter_of(self.modules[0])
 
-    def form_of(self, module: nn.Module) -> Form:
+    def adapter_of(self, module: nn.Module) -> LayerAdapter:
         """That of one of its modules."""
-        form = form_at(module, self.key)
-        if not isinstance(form, ExpertsForm):
+        form = adapter_at(module, self.key)
+        if not isinstance(form, ExpertsAdapter):
             return form
         return replace(form, span=self.span, everywhere=self.everywhere)
 
@@ -60,7 +60,7 @@ class PrunableLayer:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.form.parameter
+        return self.adapter.parameter
 
     @property
     def matrix(self) -> Tensor:
@@ -73,16 +73,16 @@ class PrunableLayer:
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         """[d_out, d_in] of a tensor that is laid out as the parameter."""
-        return self.form.as_matrix(tensor)
+        return self.adapter.as_matrix(tensor)
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
         """The inverse of `as_matrix`."""
-        return self.form.as_parameter(matrix)
+        return self.adapter.as_parameter(matrix)
 
     @property
     def shape(self) -> tuple[int, int]:
         """[d_out, d_in]."""
-        return self.form.shape
+        return self.adapter.shape
 
     def expert(self, index: int) -> "PrunableLayer":
         """One of a layer of experts alone.
@@ -90,14 +90,14 @@ class PrunableLayer:
         Args:
             index: counted from the layer's first.
         """
-        form = self.form
-        assert isinstance(form, ExpertsForm)
+        form = self.adapter
+        assert isinstance(form, ExpertsAdapter)
         return replace(self, span=(form.experts[index], form.experts[index] + 1))
 
     @property
     def groups(self) -> int:
         """How many equal slices of rows read inputs of their own; 1 for all but grouped convolutions and experts."""
-        return self.form.groups
+        return self.adapter.groups
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Block:
     layers: tuple[PrunableLayer, ...]
     weights: Weights = RESIDENT
 
-    def present(self) -> AbstractContextManager[None]:
+    def onloaded(self) -> AbstractContextManager[None]:
         """A context in which the block's weights are in its parameters; see presence.py."""
-        return self.weights.present()
+        return self.weights.onloaded()
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class Structure:
             yield from block.layers
         yield from self.outside
 
-    def layers_present(self) -> Iterator[PrunableLayer]:
+    def layers_onloaded(self) -> Iterator[PrunableLayer]:
         """As `layers`, each with its block's weights present until the next one is asked for."""
         for block in self.blocks:
             if block.layers:
-                with block.present():
+                with block.onloaded():
                     yield from block.layers
         yield from self.outside
 
@@ -153,14 +153,14 @@ def visited(model: nn.Module) -> list[Block]:
     return [Block(name, module, (), weights_of(model, module)) for name, module in find_blocks(model)]
 
 
-def presence_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
+def onloading_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
     """What makes a context in which a module's weights are in the model, where those outside of the blocks are.
 
     Args:
         model: whose modules will be asked for.
     """
     inside = by_module(visited(model))
-    return lambda module: inside.get(module, RESIDENT).present()
+    return lambda module: inside.get(module, RESIDENT).onloaded()
 
 
 def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:
@@ -174,9 +174,9 @@ def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[s
         What makes a context in which they are in the model, and which they are.
     """
     found: dict[str, list[str]] = {"": []}
-    visits: dict[str, Visit] = {"": partial(rest_present, model)}
+    visits: dict[str, Visit] = {"": partial(rest_onloaded, model)}
     for block in visited(model):
-        found[block.name], visits[block.name] = [], block.present
+        found[block.name], visits[block.name] = [], block.onloaded
     for name in names:
         parts = name.split(".")
         inside = next((own for own in (".".join(parts[:end]) for end in range(1, len(parts))) if own in found), "")
@@ -184,9 +184,9 @@ def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[s
     return [(visits[own], some) for own, some in found.items()]
 
 
-def rest_present(model: nn.Module) -> AbstractContextManager[None]:
+def rest_onloaded(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which all weights outside of the blocks are in the model."""
-    return rest_of(model, [module for _, module in find_blocks(model)]).present()
+    return rest_of(model, [module for _, module in find_blocks(model)]).onloaded()
 
 
 def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -195,14 +195,14 @@ def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str,
         inner = f"{name}.{key}"
         if isinstance(element, nn.ModuleList | nn.ModuleDict):
             yield from _elements(inner, element, nested=True)
-        elif _is_block(element) or (nested and find_form(element) is not None):
+        elif _is_block(element) or (nested and find_adapter(element) is not None):
             yield inner, element
 
 
 def _is_block(module: nn.Module) -> bool:
     """A list of bare matrices is no list of layers: heads and adapters look like that."""
     inner = [child for child in module.modules() if child is not module]
-    return any(find_form(child) is not None for child in inner)
+    return any(find_adapter(child) is not None for child in inner)
 
 
 def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()) -> Structure:
@@ -268,8 +268,8 @@ def _candidates(
             chosen = any(re.search(target, name) for target in targets)
         if not chosen or any(re.search(expression, name) for expression in ignore):
             continue
-        form = form_at(module, key)
-        if not isinstance(form, ExpertsForm):
+        form = adapter_at(module, key)
+        if not isinstance(form, ExpertsAdapter):
             parent = model.get_submodule(name.rpartition(".")[0])
             reason = ROUTER if module in routers else None
             reason = _unprunable(module, parent, asked=targets is not None) or reason
@@ -299,14 +299,14 @@ def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, module, WEIGHT
 
 
-def form_at(module: nn.Module, key: str) -> Form | None:
+def adapter_at(module: nn.Module, key: str) -> LayerAdapter | None:
     """The form of a module's parameter; None where it is no layer's.
 
     Args:
         module: that has it.
         key: what the module calls it.
     """
-    return ExpertsForm(module, key) if key in expert_keys(module) else find_form(module)
+    return ExpertsAdapter(module, key) if key in expert_keys(module) else find_adapter(module)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
@@ -333,7 +333,7 @@ def _is_matrix(weight: Tensor) -> bool:
 
 def _unprunable(module: nn.Module, parent: nn.Module, asked: bool) -> str | None:
     """Why a module that holds weight matrices cannot be pruned; None where it can, or holds none."""
-    form = find_form(module)
+    form = find_adapter(module)
     if form is not None:
         if isinstance(parent, nn.MultiheadAttention):
             return "torch's fused attention does not call its output projection"
@@ -354,7 +354,7 @@ def _routers(model: nn.Module) -> set[nn.Module]:
     for module in model.modules():
         counts = {_experts(child) for child in module.children()} - {0}
         for child in module.children() if counts else ():
-            forms = [form for form in map(find_form, child.modules()) if form is not None]
+            forms = [form for form in map(find_adapter, child.modules()) if form is not None]
             if len(forms) == 1 and forms[0].parameter is not None and forms[0].shape[0] in counts:
                 found.add(forms[0].module)
     return found

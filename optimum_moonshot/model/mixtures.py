@@ -19,8 +19,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
 from .experts import expert_keys, routing, with_others
-from .layers import presence_in, visited
-from .presence import present_in_turn
+from .layers import onloading_in, visited
+from .onloading import onloaded_in_turn
 
 # Bytes of the contributions that are in memory at a time.
 ROOM = 64 * 2**20
@@ -274,7 +274,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     with ExitStack() as hooks:
         for look in looks:
             look.enter(hooks)
-        hooks.enter_context(present_in_turn(visited(model)))
+        hooks.enter_context(onloaded_in_turn(visited(model)))
         run_model(model, probe)
     understood = [look for look in looks if look.chosen and not look.reason]
     counts = {look.mixture.count for look in understood}
@@ -285,7 +285,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
         f"pattern='experts': {name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; as many must go "
         "of every layer",
     )
-    present = presence_in(model)
+    present = onloading_in(model)
     for look in understood:
         with present(look.around):
             look.check()

@@ -1,7 +1,7 @@
 """Blocks whose weights accelerate keeps in host memory or on disk: they are in the model for the time of a visit.
 
 `from_pretrained(..., device_map=...)` leaves a hook on every module with such weights, which brings them before a call
-of the module and takes them away behind it. `Offloaded.present` brings those of a whole block at once, for as long as
+of the module and takes them away behind it. `Offloaded.onloaded` brings those of a whole block at once, for as long as
 somebody reads or writes them, and the hooks stand still meanwhile.
 
 What is written during a visit is kept beside the weights that were loaded, as small as its zeros allow: in host memory
@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ..mapped import SpillFile
-from ..packing.squeezed import spilled
-from .presence import RESIDENT, Block, Weights
+from ..packing.spill_codec import spill_matrix
+from .onloading import RESIDENT, Block, Weights
 
 Load = Callable[[], Tensor]
 
@@ -99,7 +99,7 @@ class Offloaded:
         return any(slot.hook.weights_map.on_disk(slot.name) for slot in self.slots)
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def onloaded(self) -> Iterator[None]:
         """A context in which the weights are in the model; what was written to them is kept on exit."""
         if self._depth == 0:
             self._away = [slot.table[slot.key] for slot in self.slots]
@@ -172,7 +172,7 @@ class Offloaded:
         matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
         if self._spill is None:
             self._spill = SpillFile(self.folder())
-        load = spilled(self._spill, slot.name, matrix)
+        load = spill_matrix(self._spill, slot.name, matrix)
         return lambda: load().reshape(shape)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:

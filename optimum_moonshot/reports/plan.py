@@ -16,7 +16,7 @@ Bytes = dict[str, int]  # by place: a device, "cpu" or "disk"
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """A point of the run at which memory is at its most."""
 
     phase: str  # "rotation", "allocation", "calibration", "solver", "recovery", "writing", "saving"
@@ -42,7 +42,7 @@ class BlockPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Misfit:
+class Overflow:
     """What would not fit."""
 
     place: str
@@ -71,15 +71,15 @@ class Plan:
     room: Bytes  # free by place when the plan was made, without the model; of the disk None asks nobody
     budget: Bytes  # what statistics and caches may take
     blocks: tuple[BlockPlan, ...]
-    moments: tuple[Moment, ...]  # the most of every phase, at every place
+    moments: tuple[Snapshot, ...]  # the most of every phase, at every place
     seconds: dict[str, float]  # by phase, and their total; empty without weights
-    misfits: tuple[Misfit, ...] = ()
+    overflows: tuple[Overflow, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether everything does."""
-        return not self.misfits
+        return not self.overflows
 
     @property
     def places(self) -> list[str]:
@@ -87,7 +87,7 @@ class Plan:
         found = dict.fromkeys([self.device, *self.room])
         return [*found, *([DISK] if any(moment.total(DISK) for moment in self.moments) else [])]
 
-    def peak(self, place: str | None = None) -> Moment:
+    def peak(self, place: str | None = None) -> Snapshot:
         """The moment at which the most is held, beside the model.
 
         Args:
@@ -166,7 +166,7 @@ class Plan:
         lines += [f"note: {note}" for note in self.notes]
         if self.seconds:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
-        lines += [misfit.line() for misfit in self.misfits]
+        lines += [misfit.line() for misfit in self.overflows]
         peaks = ", ".join(
             f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
             for place, size in self.peaks.items()
@@ -175,7 +175,7 @@ class Plan:
         lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: beside {beside}, at most {peaks}")
         return lines
 
-    def _most(self, phase: str, place: str) -> Moment:
+    def _most(self, phase: str, place: str) -> Snapshot:
         return max((m for m in self.moments if m.phase == phase), key=lambda moment: moment.total(place))
 
     def _peak_line(self, phase: str, place: str) -> str:
@@ -185,14 +185,14 @@ class Plan:
         return f"{phase}: {gib(moment.total(place))} of {place} at {moment.where} ({parts})"
 
 
-def most_of(moments: Sequence[Moment], places: Sequence[str]) -> tuple[Moment, ...]:
+def most_of(moments: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
     """Of every phase, the moments that hold the most at some place.
 
     Args:
         moments: of a run, in their order.
         places: devices, and the disk.
     """
-    chosen: dict[int, Moment] = {}
+    chosen: dict[int, Snapshot] = {}
     for phase in dict.fromkeys(moment.phase for moment in moments):
         of_phase = [moment for moment in moments if moment.phase == phase]
         for place in places:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import require
 from ..model.layers import Block
 from ..model.offload import Changes, Offloaded
-from ..model.presence import RESIDENT, Weights, by_module
+from ..model.onloading import RESIDENT, Weights, by_module
 from .spaces import Place, Space
 from .trace import Axis, places_of_parameters
 
@@ -126,7 +126,7 @@ class Basis:
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 block.restore(self.elsewhere[block])
-            with block.present():
+            with block.onloaded():
                 by_parameter = {id(change.at.parameter): change for change in reversed(changes)}
                 for change in by_parameter.values():  # once, where several places hold it
                     parameter = change.at.parameter

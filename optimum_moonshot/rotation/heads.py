@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..model.units import Units
+from ..model.structured_groups import Units
 from .spaces import Place, Space, held
 from .trace import Node, Trace, tolerance_of
 

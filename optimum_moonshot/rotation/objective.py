@@ -100,7 +100,7 @@ class Objective:
             if block is None:
                 total += sum(_group_value(group, rotations) for group in groups)
             else:
-                with block.present():
+                with block.onloaded():
                     total += sum(_group_value(group, rotations) for group in groups)
         return total
 
@@ -222,7 +222,7 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
     }
     for block, groups in objective.blocks:
         for group in groups:
-            with block.present() if block else torch.no_grad():
+            with block.onloaded() if block else torch.no_grad():
                 device = group.matrices[0].layer.parameter.device
                 reads = None if group.reads is None else identity[group.reads.space].to(device)
                 diagonal = rotated_diagonal(group.inverse.to(device), reads)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..calibration.memory import Storage
 from ..calibration.statistic import GradientStatistic
+from ..calibration.storage import Storage
+from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
-from ..processes import Ranks
 from .learning import Learned, rotations
 from .spaces import Space
 
@@ -54,7 +54,7 @@ class OutputMoments(GradientStatistic):
             self.totals[space.name] = self.totals.get(space.name, 0) + found.double().cpu()
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
-        found = ranks.gather(self.totals)
+        found = ranks.all_gather_object(self.totals)
         names = dict.fromkeys(name for totals in found for name in totals)
         self.totals = {name: torch.stack([t[name] for t in found if name in t]).sum(0) for name in names}
 

@@ -10,8 +10,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks, visited
-from ..model.presence import present_in_turn
-from ..model.units import find_units
+from ..model.onloading import onloaded_in_turn
+from ..model.structured_groups import find_units
 from .basis import Basis
 from .heads import find_heads
 from .neurons import find_neurons, find_scales
@@ -76,7 +76,7 @@ def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
         model: in any mode.
         batch: its inputs.
     """
-    with frozen(model), present_in_turn(visited(model)):
+    with frozen(model), onloaded_in_turn(visited(model)):
         result = run_model(model, to_device(batch, model_device(model)))
     return [leaf.cpu() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..calibration.memory import Storage
 from ..calibration.statistic import GradientStatistic
+from ..calibration.storage import Storage
+from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from ..objective.linalg import damped_inverse_factor, escalate
-from ..processes import Ranks
 from .objective import Coordinates
 from .spaces import Space
 
@@ -42,7 +42,7 @@ class FisherAtZero(GradientStatistic):
             self.products = None
 
     def merge(self, ranks: Ranks, owner: int | None) -> None:
-        self.total = sum(ranks.gather(self.total))
+        self.total = sum(ranks.all_gather_object(self.total))
 
     def result(self) -> float:
         return self.total
@@ -79,6 +79,6 @@ def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordina
     for space in spaces:
         for place in space.places:
             if place.at.holder in layer.modules and place.at.parameter is layer.parameter:
-                found = gives if place.at.axis == layer.form.axes[0] else reads
+                found = gives if place.at.axis == layer.adapter.axes[0] else reads
                 found.append(Coordinates(space, place.index))
     return (reads[0] if reads else None), tuple(gives)

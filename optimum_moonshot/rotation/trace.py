@@ -22,9 +22,9 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.experts import plain_implementation
-from ..model.forms import find_form
+from ..model.layer_adapters import find_adapter
 from ..model.layers import visited
-from ..model.presence import differentiated_in_turn, present_in_turn
+from ..model.onloading import differentiated_in_turn, onloaded_in_turn
 from .norms import Norm, find_norm, may_be_norm
 
 # How far rounding may take a derivative from one that commutes, as a share of it.
@@ -306,7 +306,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
         if module in embeddings or module in norms or not _is_floating(output):
             return
         own = list(module.parameters(recurse=False))
-        if find_form(module) is not None:
+        if find_adapter(module) is not None:
             return
         if read is None or not read.is_floating_point():
             if len(own) == 1 and own[0].ndim == 2 and own[0].shape[1] == output.shape[-1]:
@@ -323,7 +323,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
             if next(module.children(), None) is None:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         products = stack.enter_context(_Products(model, product))
-        stack.enter_context(present_in_turn(visited(model), products.of))
+        stack.enter_context(onloaded_in_turn(visited(model), products.of))
         _run(model, batch)
     nodes: list[Node] = []
     owned: set[int] = set()
@@ -344,7 +344,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
 
 
 def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
-    form = find_form(module)
+    form = find_adapter(module)
     if form is not None and form.unprunable() is None:  # also one that the probe does not reach
         out, into = form.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()

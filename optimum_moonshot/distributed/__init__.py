@@ -1,0 +1,1 @@
+"""Several processes that prune one model together, over torch.distributed."""

@@ -1,0 +1,292 @@
+"""Units: a layer's input columns that can leave together with all that makes them, its neurons or attention heads.
+
+No table of model names: a probe shows it. Every linear layer of a decoder layer gives random outputs in place of its
+own, and automatic differentiation shows which of these reach which input column of which layer without passing
+through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj`` each;
+those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
+projections need nothing else. A unit is the smallest set of consecutive columns that can leave: under grouped-query
+attention a key-value head with all of its query heads; where one key-value head serves every query head, it stays and
+query heads go.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..data.batches import Batch
+from ..errors import MoonshotError, require
+from ..objective.patterns import Structured
+from .calls import frozen, model_device, run_model, to_device
+from .layer_adapters import LayerAdapter
+from .layers import Block, PrunableLayer, Structure, find_structure
+from .model_info import max_positions, vocabulary_size
+from .onloading import differentiated_in_turn
+
+PROBE_SAMPLES, PROBE_TOKENS = 2, 16
+UNEXPLAINED = "its columns are no neurons or heads that could leave alone, and it makes none"
+UNREACHED = "the probe for neurons and heads did not reach it"
+OUTSIDE = "it is in no repeated layer, where neurons and heads are looked for"
+EXPERTS = "fused experts, whose neurons are not removed one by one"
+CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of linear layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """How the input columns of one layer divide: ``count`` units of ``size`` consecutive ones, neurons or heads."""
+
+    name: str  # of the layer that reads the columns
+    size: int
+    count: int
+    rows: dict[str, Tensor]  # layer that makes the columns → int64 [d_out]: the unit that a row serves, -1 for all
+
+    @property
+    def columns(self) -> Tensor:
+        """The unit of every column, int64 [d_in]."""
+        return torch.arange(self.count).repeat_interleave(self.size)
+
+
+@dataclasses.dataclass
+class _Trace:
+    """One forward pass of the model on random layer outputs; a layer that is called twice has two of each."""
+
+    inputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # what a layer read
+    outputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # the leaves of the graph
+    results: list[Tensor] = dataclasses.field(default_factory=list)  # what the model returned
+
+
+def _has_units(layer: PrunableLayer) -> bool:
+    """Whether its kind may have neurons or heads that can go one by one."""
+    return not layer.adapter.images and not layer.adapter.separate
+
+
+def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str, Units], dict[str, str]]:
+    """The units of every layer that has some, by the layer's name.
+
+    Args:
+        model: any model with decoder layers; it runs once, on random data.
+        inputs: to run it on, in place of random tokens or pixels. Their values do not matter.
+
+    Returns:
+        The units, and for each layer that neither has nor makes any the reason.
+
+    Raises:
+        MoonshotError: the model does not run on the probe, or ``torch.inference_mode()`` forbids it.
+    """
+    require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: leave it to find neurons")
+    blocks = [
+        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _has_units(layer)))
+        for block in find_structure(model).blocks
+    ]
+    if not any(block.layers for block in blocks):
+        return {}, {}
+    with frozen(model):
+        with differentiated_in_turn(blocks):
+            trace = _run_probe(model, blocks, inputs or probe_inputs(model))
+        found: dict[str, Units] = {}
+        sizes: dict[str, int] = {}  # found in an earlier decoder layer, to be tried first
+        for block in blocks:
+            leaves = {layer.name: trace.outputs[layer.name] for layer in block.layers if layer.name in trace.outputs}
+            for name in leaves:
+                relative = name.removeprefix(block.name)
+                units = _units(trace, name, leaves, sizes.get(relative))
+                if units is not None:
+                    found[name], sizes[relative] = units, units.size
+    used = {*found, *(maker for units in found.values() for maker in units.rows)}
+    names = [layer.name for block in blocks for layer in block.layers if layer.name not in used]
+    return found, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
+
+
+def structured_patterns(
+    model: nn.Module, structure: Structure, pattern: Structured, chosen: bool
+) -> tuple[Structure, dict[str, Structured], list[str]]:
+    """What a structured run prunes.
+
+    Neurons go ``pattern.group`` at a time, heads one by one, whatever that is.
+
+    Args:
+        model: the model.
+        structure: its layers that may be pruned.
+        pattern: of the whole run.
+        chosen: whether the user named those layers. One without neurons or heads then loses columns too, which stay
+            as zeros; otherwise it stays dense.
+
+    Returns:
+        The layers that are left, a pattern for each, and what the user should know.
+    """
+    found, unused = find_units(model)
+    skipped, patterns, notes = dict(structure.skipped), {}, []
+    for layer in structure.layers():
+        if layer.adapter.separate:
+            skipped[layer.name] = EXPERTS
+        elif layer.name in found and found[layer.name].size > 1:
+            patterns[layer.name] = dataclasses.replace(pattern, group=found[layer.name].size)
+        elif layer.name in found or chosen:
+            patterns[layer.name] = pattern
+        elif all(layer.name not in units.rows for units in found.values()):
+            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.adapter.images else OUTSIDE)
+        if chosen and layer.name not in found and layer.name in patterns:
+            notes.append(f"{layer.name}: its columns are no neurons or heads; as zeros they make no model smaller")
+
+    def kept(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
+        return tuple(layer for layer in layers if layer.name in patterns)
+
+    blocks = tuple(dataclasses.replace(block, layers=kept(block.layers)) for block in structure.blocks)
+    structure = Structure(blocks, kept(structure.outside), skipped)
+    whole = [layer for layer in structure.layers() if pattern.sparsity and not _removed(layer, patterns[layer.name])]
+    if whole:
+        notes.append(
+            f"{len(whole)} layers, such as {whole[0].name}, keep all columns: {pattern.sparsity:g} of their "
+            f"{whole[0].shape[1] // patterns[whole[0].name].group} groups rounds to none"
+        )
+    return structure, patterns, notes
+
+
+def probe_inputs(model: nn.Module) -> Batch:
+    """A small random batch that a text or image model runs on.
+
+    Raises:
+        MoonshotError: the model reads something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        size = getattr(config, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(config, "num_channels", 3)
+        return {name: torch.randn(PROBE_SAMPLES, channels, height, width, generator=generator)}
+    require(name == "input_ids", f"{type(model).__name__} reads {name}: structured pruning knows text and image models")
+    length = min(PROBE_TOKENS, max_positions(model) or PROBE_TOKENS)
+    ids = torch.randint(vocabulary_size(model), (PROBE_SAMPLES, length), generator=generator)
+    return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
+
+
+def _removed(layer: PrunableLayer, pattern: Structured) -> int:
+    """How many groups of its columns a layer loses."""
+    return round(pattern.sparsity * (layer.shape[1] // pattern.group))
+
+
+def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
+    """Run the model with every layer's output replaced by a random leaf."""
+    trace = _Trace()
+    generator = torch.Generator().manual_seed(0)
+
+    def replace(layer: PrunableLayer, form: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor:
+        (random,) = _random_like([output], generator)
+        trace.inputs.setdefault(layer.name, []).append(inputs)
+        trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
+        return random.clone()  # the model may change it in place, which a leaf forbids
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            for layer in block.layers:
+                for module in layer.modules:
+                    hooks.callback(layer.adapter_of(module).watch(partial(replace, layer)).remove)
+        try:
+            output = run_model(model, to_device(inputs, model_device(model)))
+        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+            name, shapes = type(model).__name__, {key: list(tensor.shape) for key, tensor in inputs.items()}
+            raise MoonshotError(f"{name} does not run on a probe of {shapes}: {error}") from error
+    trace.results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return trace
+
+
+def _units(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None) -> Units | None:
+    """The smallest units of a layer's columns that separate; None where none do, or other layers read them too."""
+    inputs = [tensor for tensor in trace.inputs[name] if tensor.requires_grad]
+    if not inputs:
+        return None
+    width = inputs[0].shape[-1]
+    cotangents = _random_like(inputs, torch.Generator().manual_seed(0))
+
+    def reached(columns: Tensor) -> Tensor:
+        return _reached(inputs, [part * columns.to(part.device) for part in cotangents], leaves)
+
+    for size in _sizes(width, likely):
+        unit_of = torch.arange(width) // size
+        served = _served(unit_of, width // size, reached)
+        if served is None:
+            continue
+        rows = _per_layer(served, leaves, width // size)
+        alone = rows is not None and not _reach_others(trace, name, {maker: leaves[maker] for maker in rows}, rows)
+        return Units(name, size, width // size, rows) if alone else None
+    return None
+
+
+def _sizes(width: int, likely: int | None) -> Iterator[int]:
+    """Sizes of units to try: what fitted elsewhere, then every divisor that leaves two units or more."""
+    if likely and width % likely == 0:
+        yield likely
+    yield from (size for size in range(1, width // 2 + 1) if width % size == 0)
+
+
+def _reached(outputs: list[Tensor], cotangents: list[Tensor], leaves: dict[str, list[Tensor]]) -> Tensor:
+    """Bool over the output channels of all leaves, one layer after another: whether they reach the outputs."""
+    flat = [leaf for parts in leaves.values() for leaf in parts]
+    gradients = iter(torch.autograd.grad(outputs, flat, cotangents, retain_graph=True, allow_unused=True))
+    found = []
+    for parts in leaves.values():
+        reached = torch.zeros(parts[0].shape[-1], dtype=torch.bool)
+        for gradient in (next(gradients) for _ in parts):
+            if gradient is not None:
+                reached |= (gradient != 0).flatten(0, -2).any(0).cpu()
+        found.append(reached)
+    return torch.cat(found)
+
+
+def _served(unit_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The one unit that each channel reaches, -1 if it reaches all, -2 if none; None if any reaches some.
+
+    Two probes per binary digit of the unit's number, the columns of the units that have it and those that have not,
+    find it for all channels together: one that reaches two units is seen by both probes of a digit they differ in.
+
+    Args:
+        unit_of: the unit of every column, int64 [d_in].
+        count: how many units there are.
+        reached: from bool [d_in], the columns to look at, to bool over the channels of all layers: which reach them.
+    """
+    digits = range((count - 1).bit_length())
+    single, every, silent, number = True, True, True, 0
+    for digit in sorted(digits, key=lambda digit: (digit > 0, -digit)):  # what fails, mostly fails at the ends
+        has = unit_of >> digit & 1 == 1
+        one, zero = reached(has), reached(~has)
+        single, every, silent = single & (one ^ zero), every & (one & zero), silent & ~(one | zero)
+        number = number + (one.long() << digit)
+        if not single.any() or not (single | every | silent).all():
+            return None
+    if every.any() and not all(reached(unit_of == unit)[every].all() for unit in range(count)):
+        return None
+    return torch.where(single, number, torch.where(every, -1, -2))
+
+
+def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> dict[str, Tensor] | None:
+    """The parts of `served` of layers that reach any unit; None unless a layer has equally many rows for each."""
+    rows = {}
+    parts = served.split([parts[0].shape[-1] for parts in leaves.values()])
+    for name, part in zip(leaves, parts, strict=True):
+        sizes = torch.bincount(part[part >= 0], minlength=count)
+        if not (sizes == sizes[0]).all():
+            return None
+        if (part >= -1).any():
+            rows[name] = part
+    return rows
+
+
+def _reach_others(trace: _Trace, name: str, makers: dict[str, list[Tensor]], rows: dict[str, Tensor]) -> bool:
+    """Whether a row that serves a unit of the layer `name` reaches any other layer or the model's result too."""
+    read = [tensor for other, tensors in trace.inputs.items() if other != name for tensor in tensors]
+    outputs = [tensor for tensor in [*read, *trace.results] if tensor.requires_grad]
+    if not outputs:
+        return False
+    reached = _reached(outputs, _random_like(outputs, torch.Generator().manual_seed(1)), makers)
+    return bool(reached[torch.cat([*rows.values()]) >= 0].any())
+
+
+def _random_like(tensors: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Random tensors of the same shapes, types and devices, without the global random state."""
+    return [torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) for tensor in tensors]

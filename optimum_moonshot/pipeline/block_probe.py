@@ -1,0 +1,236 @@
+"""A first look at a model whose blocks are elsewhere: one pass of a small sample, each block there for its own call.
+
+It says whether the blocks are a chain, so that passes can go block by block over all data with one of them in memory,
+and what the rest of the model does with them. `chains.is_sequential` asks the same of a model that is there as a whole: it
+compares the gradients of the blocks with the model's. Here a block is run again alone while it is there, and the
+gradients are those of a model whose blocks give back what they read: wherever these reach the loss otherwise than by
+the last block, the gradients differ from block to block.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..calibration.samples import calls_seen, unlike
+from ..data.batches import Batch, batch_size, take
+from ..errors import MoonshotError, require
+from ..model.calls import BlockCall, calling, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
+from ..model.layers import Block
+from ..model.losses import Loss, loss_gradient, token_mask
+from ..model.onloading import onloaded_in_turn
+
+Extras = list[int | None]  # what every block returns behind its hidden state: how many values, None for a bare tensor
+_MEND = "load the model without offload to prune it"
+
+
+def survey(
+    model: nn.Module,
+    blocks: tuple[Block, ...],
+    batch: Batch,
+    gradients: bool,
+    loss: Loss | None,
+    look: Callable[[Block], None] = lambda block: None,
+) -> tuple[Extras, list[str]]:
+    """Check that the blocks are a chain; each is brought once.
+
+    Args:
+        model: in evaluation mode; it stays as it is.
+        blocks: all of its blocks.
+        batch: a small sample on its device, or two.
+        gradients: whether passes will go backwards.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+        look: told every block while its weights are there.
+
+    Returns:
+        What every block returns behind its hidden state; and, of two samples, as `unshown_samples`.
+
+    Raises:
+        MoonshotError: passes block by block would not see what the model sees, with the reason.
+    """
+    looking = _Look(blocks, batch, gradients, look)
+    if looking.samples > 1:
+        found = without_weights(model, blocks, take(batch, 1, 2))
+        looking.second = None if found is None else found.arguments
+    with ExitStack() as stack:
+        for i, block in enumerate(blocks):
+            stack.callback(block.module.register_forward_pre_hook(partial(looking.enter, i), with_kwargs=True).remove)
+            stack.callback(block.module.register_forward_hook(partial(looking.leave, i), with_kwargs=True).remove)
+        stack.enter_context(onloaded_in_turn(blocks))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        try:
+            run_model(model, batch)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise MoonshotError(f"blocks without a hidden state among their arguments ({error}): {_MEND}") from None
+    missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
+    require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them: {_MEND}")
+    _check_around(model, blocks, batch, gradients, loss, looking)
+    return list(looking.extras.values()), looking.unshown  # which came in the blocks' order
+
+
+class _Look:
+    """Hooks of the first pass."""
+
+    def __init__(self, blocks: tuple[Block, ...], batch: Batch, gradients: bool, look: Callable[[Block], None]):
+        self.blocks, self.gradients, self.look = blocks, gradients, look
+        self.mask, self.samples = token_mask(batch), batch_size(batch)
+        self.unshown: list[str] = []
+        self.second: list[tuple[Any, ...]] | None = None  # every block's arguments for the second of two samples
+        self.calls: dict[int, BlockCall] = {}
+        self.extras: dict[int, int | None] = {}
+        self.latest: Tensor | None = None  # what the block before returned
+        self.alone = False  # a block is run again
+
+    def enter(self, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.alone:
+            return None
+        name = self.blocks[i].name
+        hidden, rest, named = split_hidden(args, kwargs)
+        require(i == len(self.calls), f"{name}: it is not called in its turn, once: {_MEND}")
+        require(i == 0 or hidden is self.latest, f"{name}: it does not read what the block before gives: {_MEND}")
+        hidden = hidden.detach().requires_grad_(self.gradients)
+        tensors = [each for each in tree_flatten((rest, named))[0] if isinstance(each, Tensor)]
+        require(not any(each.requires_grad for each in tensors), f"{name}: it reads more of other blocks: {_MEND}")
+        self.calls[i] = BlockCall(rest, without_caches(named), hidden)
+        return join_hidden(hidden, BlockCall(rest, named, hidden))
+
+    def leave(self, i: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.alone:
+            return
+        self.latest = first_tensor(output)
+        self.extras[i] = None if isinstance(output, Tensor) else len(output) - 1
+        name, call = self.blocks[i].name, self.calls[i]
+        self.look(self.blocks[i])
+        self.alone = True
+        try:
+            with torch.no_grad():
+                again = self._again(i, module, call)
+        finally:
+            self.alone = False
+        call.hidden = call.hidden.detach()
+        alike = again.shape == call.hidden.shape == self.latest.shape and close(again, self.latest.detach())
+        require(alike, f"{name}: run alone it gives something else than in the model: {_MEND}")
+
+    def _again(self, i: int, module: nn.Module, call: BlockCall) -> Tensor:
+        """What a block gives when it is run again; of two samples, its layers are compared with the second alone."""
+        layers, outputs = self.blocks[i].layers, list[Tensor]()
+
+        def run(hidden: Tensor, arguments: Any) -> None:
+            args, kwargs = join_hidden(hidden, BlockCall(*arguments, hidden))
+            outputs.append(first_tensor(module(*args, **kwargs)))
+
+        both = calls_seen(layers, self.mask, self.samples, partial(run, call.hidden, (call.args, call.kwargs)))
+        if self.samples > 1 and self.second is None:
+            self.unshown += [layer.name for layer in layers]
+        elif self.samples > 1:
+            mask, hidden = None if self.mask is None else self.mask[1:], call.hidden[len(call.hidden) // 2 :]
+            alone = calls_seen(layers, mask, 1, partial(run, hidden, self.second[i]))
+            self.unshown += unlike(layers, both, alone)
+        return outputs[0]
+
+
+class Unweighted(NamedTuple):
+    """A pass of a model whose blocks gave back what they read."""
+
+    extras: Extras  # by which they could
+    arguments: list[tuple[Any, ...]]  # of every block
+
+
+@torch.no_grad()
+def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> Unweighted | None:
+    """Every block's arguments, seen without their weights, whatever they return; None where that cannot be seen.
+
+    Args:
+        model: that has them.
+        blocks: all of them.
+        batch: on the model's device.
+    """
+    for extra in (None, 0, 1, 2, 3):
+        found: list[tuple[Any, ...]] = []
+        shapes: set[torch.Size] = set()
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, rest, named = split_hidden(args, kwargs)
+            found.append((rest, without_caches(named)))  # noqa: B023
+            shapes.add(hidden.shape)  # noqa: B023
+
+        with ExitStack() as stack, suppress(MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError):
+            for block in blocks:
+                stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            extras: Extras = [extra] * len(blocks)
+            stack.enter_context(passing_on(blocks, extras))
+            run_model(model, batch)
+            if len(found) == len(blocks) and len(shapes) == 1:
+                return Unweighted(extras, found)
+    return None
+
+
+def _check_around(
+    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None, looking: _Look
+) -> None:
+    """The arguments of the blocks, and the gradients, where the blocks give back what they read."""
+    calls: list[tuple[Any, ...]] = []
+    hiddens: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, rest, named = split_hidden(args, kwargs)
+        if not calls and gradients:
+            hidden = hidden.detach().requires_grad_(True)
+        hidden = hidden.clone()  # each block's own, to have a gradient
+        calls.append((rest, without_caches(named)))
+        hiddens.append(hidden)
+        return join_hidden(hidden, BlockCall(rest, named, hidden))
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        stack.enter_context(passing_on(blocks, list(looking.extras.values())))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        try:
+            output = run_model(model, batch)
+        except (MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise MoonshotError(f"the model reads more of its blocks than their hidden state: {_MEND}") from error
+        for block, call, found in zip(blocks, calls, looking.calls.values(), strict=True):
+            same = _alike(call, (found.args, found.kwargs))
+            require(same, f"{block.name}: its arguments depend on what other blocks compute: {_MEND}")
+        if gradients:
+            logits, gradient, _ = loss_gradient(model, output, batch, loss)
+            reached = logits.requires_grad
+            deltas = torch.autograd.grad(logits, hiddens, gradient, allow_unused=True) if reached else (None,)
+            alike = all(delta is not None and close(delta, deltas[-1]) for delta in deltas)
+            require(alike, f"the loss depends on blocks otherwise than by the last one's output: {_MEND}")
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether the tensors of two trees are equal."""
+    (left, shape), (right, other) = tree_flatten(a), tree_flatten(b)
+    return shape == other and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y)
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+@contextmanager
+def passing_on(blocks: Sequence[Block], extras: Extras, last: Callable[[], Tensor] | None = None) -> Iterator[None]:
+    """Meanwhile the blocks give back what they read and need no weights.
+
+    Args:
+        blocks: a chain.
+        extras: of `survey`.
+        last: gives what the last block returns in place of that.
+    """
+    with ExitStack() as stack:
+        for block, extra in zip(blocks, extras, strict=True):
+            stack.enter_context(calling(block.module, partial(_pass_on, extra, None)))
+        if last is not None:
+            stack.enter_context(calling(blocks[-1].module, partial(_pass_on, extras[-1], last)))
+        yield
+
+
+def _pass_on(extra: int | None, given: Callable[[], Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    hidden = split_hidden(args, kwargs)[0] if given is None else given()
+    return hidden if extra is None else (hidden, *[None] * extra)

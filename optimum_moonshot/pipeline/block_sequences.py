@@ -1,0 +1,194 @@
+"""Which blocks of a model are a chain, each of which reads what the one before gives, and can be run one by one.
+
+A model may have several: an encoder and a decoder, a vision tower and a text model. Each is a chain of its own, however
+the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from ..data.batches import Batch
+from ..errors import MoonshotError
+from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
+from ..model.layers import Block, visited
+from ..model.losses import Loss, loss_gradient
+from ..model.onloading import onloaded_in_turn
+
+
+class BlockSequences(NamedTuple):
+    """The blocks of a model in which something is pruned."""
+
+    sequential: list[tuple[Block, ...]]  # in the model's order; with the blocks between them in which nothing is pruned
+    non_sequential: tuple[Block, ...]  # in none
+    unreached: tuple[Block, ...]  # not called at all
+
+
+def find_block_sequences(
+    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
+) -> BlockSequences:
+    """The longest chains: of all blocks, else of the blocks of one list.
+
+    Args:
+        model: in evaluation mode, its weights present.
+        blocks: all of the model's.
+        batch: a small sample on its device.
+        gradients: whether input gradients must agree too.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+    """
+    wanted = tuple(block for block in blocks if block.layers)
+    if not wanted:
+        return BlockSequences([], (), ())
+    if is_sequential(model, blocks, batch, gradients, loss):
+        return BlockSequences([blocks], (), ())
+    called = _called(model, blocks, batch)
+    reached = tuple(block for block in blocks if block.name in called)
+    unreached = tuple(block for block in wanted if block.name not in called)
+    if not any(block.layers for block in reached):
+        return BlockSequences([], (), unreached)
+    if len(reached) < len(blocks) and is_sequential(model, reached, batch, gradients, loss):
+        return BlockSequences([reached], (), unreached)
+    chains, loose = [], ()
+    for stack in _stacks(reached):
+        pruned = tuple(block for block in stack if block.layers)
+        if pruned and len(stack) < len(reached) and is_sequential(model, stack, batch, gradients, loss):
+            chains.append(stack)
+        else:
+            loose += pruned
+    return BlockSequences(chains, loose, unreached)
+
+
+def _called(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> set[str]:
+    """The names of the blocks that a forward pass calls."""
+    called: set[str] = set()
+    handles = [block.module.register_forward_pre_hook(lambda *_, name=block.name: called.add(name)) for block in blocks]
+    try:
+        with torch.no_grad():
+            run_model(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called
+
+
+def _stacks(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
+    """The blocks of each list."""
+    lists: dict[str, list[Block]] = {}
+    for block in blocks:
+        lists.setdefault(block.name.rpartition(".")[0], []).append(block)
+    yield from map(tuple, lists.values())
+
+
+def is_sequential(
+    model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
+) -> bool:
+    """Whether block-by-block passes see what the whole model sees, tried on one small sample.
+
+    Each block must be called once, read the output of the one before, and give the same output and the same input
+    gradient when run again alone on its cached arguments.
+
+    Args:
+        model, blocks, batch, gradients, loss: as for `find_block_sequences`.
+    """
+    calls: dict[int, BlockCall] = {}
+    outputs: dict[int, Tensor] = {}
+    order: list[int] = []
+
+    def enter(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, rest, named = split_hidden(args, kwargs)
+        order.append(i)
+        if gradients and len(order) == 1:
+            hidden = hidden.detach().requires_grad_(True)
+        calls[i] = BlockCall(rest, without_caches(named), hidden)
+        return join_hidden(hidden, BlockCall(rest, named, hidden))
+
+    def leave(i: int, output: Any) -> None:
+        outputs[i] = first_tensor(output)
+
+    handles = []
+    try:
+        for i, block in enumerate(blocks):
+            before = lambda _, args, kwargs, i=i: enter(i, args, kwargs)  # noqa: E731
+            handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.module.register_forward_hook(lambda _, args, output, i=i: leave(i, output)))
+        with torch.set_grad_enabled(gradients):
+            result = run_model(model, batch)
+    except (KeyError, IndexError, TypeError, AttributeError, MoonshotError):
+        return False  # a block without a hidden state among its arguments
+    finally:
+        for handle in handles:
+            handle.remove()
+    if order != list(range(len(blocks))):
+        return False
+    if any(calls[i].hidden is not outputs[i - 1] for i in range(1, len(blocks))):
+        return False
+    deltas = None
+    if gradients:
+        logits, gradient, _ = loss_gradient(model, result, batch, loss)
+        if not logits.requires_grad:
+            return False  # the loss follows from them by choices alone, which have no gradient
+        wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
+        deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
+        if any(delta is None for delta in deltas):
+            return False
+    return all(_runs_alone(block, calls[i], outputs[i], deltas, i) for i, block in enumerate(blocks))
+
+
+def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequence[Tensor] | None, i: int) -> bool:
+    if expected.shape != call.hidden.shape:
+        return False
+    hidden = call.hidden.detach().requires_grad_(deltas is not None)
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, join_hidden(hidden, call))
+    args, kwargs = join_hidden(hidden, BlockCall(args, kwargs, hidden))
+    with torch.set_grad_enabled(deltas is not None):
+        output = first_tensor(block.module(*args, **kwargs))
+    if not close(output, expected):
+        return False
+    if deltas is None:
+        return True
+    (delta,) = torch.autograd.grad(output, [hidden], deltas[i + 1])
+    return close(delta, deltas[i])
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the parameters that functions are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.parameters: set[nn.Parameter] = set()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        tree_map_only(nn.Parameter, self.parameters.add, (args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def parameters_read(model: nn.Module, batch: Batch) -> set[str]:
+    """The names of parameters that a forward pass gives to any function, in the call of their own module or elsewhere.
+
+    Args:
+        model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
+        batch: a small sample on its device.
+    """
+    found: set[str] = set()
+
+    def note() -> None:
+        every = model.named_parameters(remove_duplicate=False)
+        found.update(name for name, parameter in every if parameter in reads.parameters)
+
+    @contextmanager
+    def within(_: nn.Module) -> Iterator[None]:
+        yield
+        note()  # before its parameters give way to what stands for them
+
+    with _Reads() as reads, onloaded_in_turn(visited(model), within):
+        run_model(model, batch)
+    note()
+    return found

@@ -1,0 +1,254 @@
+"""The dense model writes its calibration samples: exactly N of T tokens, each begun anew, none padded.
+
+All samples of a batch grow in step, by `generate` with its cache. What a sample begins with is forced token by token,
+and so is the next beginning where the model ends a text early. The samples are kept in the run's folder: a run that
+goes on reads the same tokens, and writes none.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from ..data.batches import digest
+from ..data.self_calibration import SelfCalibration
+from ..data.text import CalibrationData, window_length
+from ..devices import is_out_of_memory, own_random_numbers, release_unused
+from ..distributed.line import one_line
+from ..errors import MoonshotError, reason, require
+from ..model.calls import frozen, model_device
+from ..model.layers import visited
+from ..model.model_info import max_positions, takes_images
+from ..model.onloading import onloaded_in_turn
+from ..progress import progress_bar
+from ..results.run_folder import SAMPLES, RunFolder
+from ..results.store import fingerprint
+from .selection import Selection
+
+
+def load_self(
+    model: nn.Module,
+    tokenizer: Any,
+    selection: Selection,
+    source: SelfCalibration,
+    kept: RunFolder | None,
+    progress: bool,
+) -> CalibrationData:
+    """Exactly `num_samples` samples that the model writes, or that it wrote before the run was interrupted.
+
+    Args:
+        model: dense; it stays as it is.
+        tokenizer: for prompts; may be None without.
+        selection: of layers in the model, with the number of samples, their length and the seed.
+        source: where they begin, and how they are drawn.
+        kept: a folder for the samples alone, or None.
+        progress: show a bar.
+
+    Raises:
+        MoonshotError: a model that does not write from left to right, prompts that cannot be used, or no BOS token.
+    """
+    config, name = selection.config, type(model).__name__
+    require(writes(model), f"calibration='self': {name} writes no text from left to right: give data instead")
+    length = window_length(config.sequence_length, max_positions(model))
+    beginnings = source.beginnings(tokenizer, _bos(model, tokenizer), length)
+    ends = _ends(model, tokenizer)
+    notes: list[str] = []
+
+    def write() -> Tensor:
+        with frozen(model):
+            sizes = config.num_samples, length
+            return write_samples(model, beginnings, ends, source, *sizes, config.seed, progress, notes)
+
+    if kept is None:
+        ids = write()
+    else:
+        values = {**asdict(source), "prompts": None, "ends": sorted(ends), "beginnings": beginnings}
+        settings = json.dumps([values, config.num_samples, length, config.seed])
+        known = fingerprint(settings, layers=selection.structure.layers_onloaded())
+        ids = _kept(kept, known, write, notes)
+    batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
+    return CalibrationData(
+        batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes), given=False
+    )
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether a model writes text from left to right."""
+    able = getattr(model, "can_generate", None)
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return able is not None and bool(able()) and not encoder_decoder and not takes_images(model)
+
+
+def _kept(folder: RunFolder, known: str, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
+    """The samples of an interrupted run, or new ones, which are kept."""
+    same = folder.open(known)
+    try:
+        for _, report, tensors in folder.saved(SAMPLES) if same else ():
+            if report is not None:
+                notes.append("the samples that the model wrote were taken over from an interrupted run")
+                return tensors["input_ids"]
+            notes.append("damaged samples of an interrupted run were thrown away and written again")
+        ids = write()
+        folder.save(SAMPLES, "self", {"input_ids": ids}, {})
+        return ids
+    finally:
+        folder.release()
+
+
+def _bos(model: nn.Module, tokenizer: Any) -> int | None:
+    """The token that the model's texts begin with, by the first of those that know one."""
+    known = (getattr(each, "bos_token_id", None) for each in (tokenizer, model.generation_config, model.config))
+    return next((token for token in known if token is not None), None)
+
+
+def _ends(model: nn.Module, tokenizer: Any) -> set[int]:
+    """The tokens that end a text."""
+    known = (getattr(each, "eos_token_id", None) for each in (tokenizer, model.generation_config))
+    return {
+        token for each in known for token in (each if isinstance(each, list | tuple) else [each]) if token is not None
+    }
+
+
+def write_samples(
+    model: nn.Module,
+    beginnings: list[list[int]],
+    ends: set[int],
+    source: SelfCalibration,
+    count: int,
+    length: int,
+    seed: int,
+    progress: bool,
+    notes: list[str],
+) -> Tensor:
+    """Samples [count, length], int64 on the CPU; the global random state stays as it is.
+
+    Where the device is out of memory, half as many are written at a time from there on.
+
+    Args:
+        model: in evaluation mode.
+        beginnings: token ids, of which each is taken as often as the others, in random order.
+        ends: tokens behind which the next beginning follows.
+        source: how they are drawn.
+        count: samples.
+        length: tokens of each.
+        seed: of beginnings and of words.
+        progress: show a bar.
+        notes: gets one where fewer were written at a time than was asked.
+
+    Raises:
+        MoonshotError: the model gives no probabilities.
+        torch.OutOfMemoryError: there is none for a single sample.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = _order(beginnings, generator)
+    device = model_device(model)
+    written: list[Tensor] = []
+    done, size = 0, source.batch_size
+    bar = progress_bar(total=count * length, desc="writing samples", unit="token", shown=progress)
+    with bar, own_random_numbers(device):
+        while done < count:
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+            forced = Beginnings([next(order) for _ in range(min(size, count - done))], order, ends, bar.update)
+            found = _batch(model, forced, source, length)
+            if isinstance(found, Tensor):
+                written.append(found)
+                bar.update(len(found))
+                done += len(found)
+                continue
+            bar.update(done * length - bar.n)
+            size = len(forced.first) // 2
+            if size == 0:
+                raise torch.OutOfMemoryError(found)
+            release_unused(device)
+    if size < source.batch_size:
+        notes.append(
+            f"out of memory on {device}: the model wrote {size} samples at a time, not {source.batch_size}; they are "
+            f"others than those of batch_size={source.batch_size}"
+        )
+    return torch.cat(written)
+
+
+def _batch(model: Any, forced: "Beginnings", source: SelfCalibration, length: int) -> Tensor | str:
+    """Samples [B, length] on the CPU, or what the device says where it has too little memory for them."""
+    try:
+        with onloaded_in_turn(visited(model)), _generating(model, length, source):
+            return _generate(model, forced.first.to(model_device(model)), forced).cpu()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return one_line(error)
+
+
+def _order(beginnings: list[list[int]], generator: torch.Generator) -> Iterator[list[int]]:
+    while True:
+        for index in torch.randperm(len(beginnings), generator=generator).tolist():
+            yield beginnings[index]
+
+
+def _generate(model: Any, first: Tensor, forced: "Beginnings") -> Tensor:
+    try:
+        return model.generate(
+            first, attention_mask=torch.ones_like(first), logits_processor=LogitsProcessorList([forced])
+        )
+    except MoonshotError:
+        raise
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise MoonshotError(f"calibration='self': {type(model).__name__} cannot write ({reason(error)})") from error
+
+
+@contextmanager
+def _generating(model: Any, length: int, source: SelfCalibration) -> Iterator[None]:
+    """Meanwhile `generate` draws by these settings alone: it would fill in the model's own where one is missing."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=source.temperature, top_p=source.top_p, top_k=0, max_length=length, use_cache=True
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class Beginnings(LogitsProcessor):
+    """Forces what samples begin with, token by token, also after an end that the model has chosen itself.
+
+    Args:
+        now: the beginning of each sample of a batch.
+        following: the beginnings that come after those, for whichever sample needs one.
+        ends: tokens behind which one follows.
+        tick: told how many tokens are written at every step.
+    """
+
+    def __init__(
+        self, now: list[list[int]], following: Iterator[list[int]], ends: set[int], tick: Callable[[int], Any]
+    ):
+        self.following, self.ends, self.tick = following, ends, tick
+        self.first = torch.tensor([[tokens[0]] for tokens in now])
+        self.waiting = [deque(tokens[1:]) for tokens in now]
+        self.forced = [True] * len(now)  # the latest token was: a prompt may hold what ends a text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, vocabulary] of the next token; where one is forced, of that one alone.
+
+        Args:
+            input_ids: what is written so far, [B, T].
+            scores: of the model.
+        """
+        self.tick(len(scores))
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            waiting = self.waiting[row]
+            if not self.forced[row] and token in self.ends:
+                waiting.extend(next(self.following))
+            self.forced[row] = bool(waiting)
+            if waiting:
+                scores[row] = -torch.inf
+                scores[row, waiting.popleft()] = 0
+        return scores

@@ -1,0 +1,322 @@
+"""Statistics on the already pruned prefix: the paper's "++" (MOONSHOT, arXiv 2604.13287, "Hessian Recomputation").
+
+The blocks are pruned first to last. What a block's layers read, and the gradients of their outputs, come from a model
+whose blocks before it are pruned and whose blocks from it on are dense; all layers of a block are seen before one is
+pruned, as in SparseGPT. Nothing of this is in the model longer than a pass takes: pruned weights are lent to it, and
+while they are, the device holds them beside the dense ones (of one block, or of the whole prefix without a chain).
+
+Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be seen and pruned to give the
+next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block passes
+backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is alive at
+a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
+blocks before. `FullModelPasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of
+them: each of these comes after all blocks, in the model's order, as a block of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..calibration.observer import Observer
+from ..calibration.storage import Storage
+from ..data.batches import Batch, batch_size
+from ..model.calls import (
+    BlockCall,
+    close,
+    first_tensor,
+    join_hidden,
+    model_device,
+    run_model,
+    split_hidden,
+    to_device,
+)
+from ..model.layers import Block, PrunableLayer, Structure
+from ..model.losses import Loss, token_mask
+from ..model.onloading import all_onloaded, onloaded_in_turn
+from ..progress import progress_bar
+from .block_pipeline import FullModelPasses, Step
+from .block_probe import Extras, passing_on
+from .block_sequences import is_sequential
+from .streamed import StreamedPasses
+
+Layers = tuple[PrunableLayer, ...]
+
+
+class _Stop(Exception):
+    """Ends a forward pass behind the last block that it was for."""
+
+
+@contextmanager
+def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[None]:
+    """Meanwhile some layers have other weights; on exit they have their own tensors back.
+
+    Args:
+        layers: all different.
+        weight: from a layer to the matrix that it has meanwhile, [d_out, d_in].
+    """
+    own = []
+    try:
+        for layer in layers:
+            parameter, matrix = layer.parameter, weight(layer)
+            own.append((parameter, parameter.data))
+            parameter.data = torch.empty_like(parameter.data)
+            layer.assign(matrix)
+        yield
+    finally:
+        for parameter, data in own:
+            parameter.data = data
+
+
+class Entrance:
+    """Starts the model at one of its blocks: those before it pass their input on and compute nothing.
+
+    Args:
+        blocks: all blocks of the chain.
+        extras: what every block returns behind its hidden state: how many values, None for a bare tensor.
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], extras: list[int | None]):
+        self.blocks, self.extras = blocks, extras
+
+    @contextmanager
+    def at(self, i: int, hidden: Tensor) -> Iterator[None]:
+        """Meanwhile a pass of the model starts at a block.
+
+        Args:
+            i: its number in the chain.
+            hidden: what it reads, [B, T, d] or of any shape that it takes, on its device.
+        """
+
+        def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            _, args, kwargs = split_hidden(args, kwargs)
+            return join_hidden(hidden, BlockCall(args, kwargs, hidden))
+
+        with ExitStack() as stack:
+            stack.enter_context(passing_on(self.blocks[:i], self.extras[:i]))
+            handle = self.blocks[i].module.register_forward_pre_hook(give, with_kwargs=True)
+            stack.callback(handle.remove)
+            yield
+
+
+def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> Entrance | None:
+    """How to start the model at any of its blocks; None where the last block's output is not the same then.
+
+    Args:
+        model: in evaluation mode, its weights present.
+        blocks: known to be a chain.
+        batch: a small sample on the model's device, to try it.
+    """
+    inputs: list[Tensor] = []
+    outputs: list[Any] = []
+    with ExitStack() as stack, torch.no_grad():
+        for block in blocks:
+            before = lambda _, args, kwargs: inputs.append(split_hidden(args, kwargs)[0])  # noqa: E731
+            for handle in (
+                block.module.register_forward_pre_hook(before, with_kwargs=True),
+                block.module.register_forward_hook(lambda _, args, output: outputs.append(output)),
+            ):
+                stack.callback(handle.remove)
+        run_model(model, batch)
+    extras = [None if isinstance(output, Tensor) else len(output) - 1 for output in outputs]
+    entrance = Entrance(blocks, extras)
+    expected = first_tensor(outputs[-1])
+    for i in range(1, len(blocks)):
+        try:
+            with entrance.at(i, inputs[i]):
+                found = output_of(blocks[-1].module, lambda: run_model(model, batch))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            return None  # something reads what a skipped block computes besides its hidden state
+        if not close(found, expected):
+            return None
+    return entrance
+
+
+def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """The hidden state that a module reads. No graph is built.
+
+    Args:
+        module: a part of a model.
+        run: a forward pass of the model, which ends there.
+    """
+    return _until(
+        run,
+        lambda keep: module.register_forward_pre_hook(
+            lambda _, args, kwargs: keep(split_hidden(args, kwargs)[0]), with_kwargs=True
+        ),
+    )
+
+
+def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """The hidden state that a module returns. No graph is built.
+
+    Args:
+        module, run: as for `input_of`.
+    """
+    return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
+
+
+def _until(run: Callable[[], Any], register: Callable[[Callable[[Tensor], None]], RemovableHandle]) -> Tensor:
+    found: list[Tensor] = []
+
+    def keep(hidden: Tensor) -> None:
+        found.append(hidden)
+        raise _Stop
+
+    handle = register(keep)
+    try:
+        with torch.no_grad(), suppress(_Stop):
+            run()
+    finally:
+        handle.remove()
+    return found[0]
+
+
+@dataclass(frozen=True)
+class RecomputedStep:
+    """A `Step` of which nothing is kept: the passes move on when the next one is asked for."""
+
+    layers: Layers
+    run: Callable[[Observer], None]
+    moved: ClassVar[bool] = False
+
+    def observe(self, observer: Observer, last: bool) -> None:
+        self.run(observer)
+
+    def skip(self) -> None:
+        """Nothing waits for it."""
+
+
+class RecomputedPasses:
+    """Steps in the order of pruning; see the module's text.
+
+    Args:
+        model: frozen.
+        structure: what is pruned.
+        batches: the calibration data.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+        storage: where the caches live.
+        weight: a layer's pruned weight [d_out, d_in], asked for once its step is over.
+        extras: of `survey`, where the blocks are elsewhere.
+        progress: show a bar for every step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        batches: list[Batch],
+        loss: Loss | None,
+        storage: Storage,
+        weight: Callable[[PrunableLayer], Tensor],
+        extras: Extras | None = None,
+        progress: bool = False,
+    ):
+        self.model, self.structure, self.blocks = model, structure, structure.blocks
+        self.batches, self.loss, self.storage = batches, loss, storage
+        self.weight, self.extras, self.progress = weight, extras, progress
+        self.behind: StreamedPasses | None = None  # from a block on
+        self.hidden: list[Tensor] = []  # what enters the block that is seen, batch by batch
+        self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
+
+    @property
+    def cost(self) -> str:
+        """What the steps took, for the report."""
+        parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
+        parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
+        return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
+
+    def steps(self, probe: Batch, gradients: bool) -> Iterator[Step]:
+        """One step per block with layers to see (and those between), then one per layer outside of blocks.
+
+        Args:
+            probe: a small sample on the model's device, to try on it whether the blocks are a chain.
+            gradients: whether any layer needs them.
+        """
+        inside = [block.layers for block in self.blocks if block.layers]
+        shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
+        entrance = None
+        if self.extras is not None:
+            entrance = Entrance(self.blocks, self.extras)
+        else:
+            with all_onloaded(self.blocks):
+                if inside and not shared and is_sequential(self.model, self.blocks, probe, gradients, self.loss):
+                    entrance = find_entrance(self.model, self.blocks, probe)
+        done: Layers = ()
+        if entrance is not None:
+            yield from self._chain(entrance)
+            done = sum(inside, ())
+            inside = []
+        for layers in (*inside, *((layer,) for layer in self.structure.outside)):
+            yield RecomputedStep(layers, partial(self._run_whole, done))
+            done += layers
+
+    def _chain(self, entrance: Entrance) -> Iterator[Step]:
+        wanted = [i for i, block in enumerate(self.blocks) if block.layers]
+        first = self.blocks[wanted[0]]
+        for _, batch in self._batches(first.name):
+            with onloaded_in_turn(self.blocks):
+                hidden = input_of(first.module, partial(run_model, self.model, batch))
+            self.hidden.append(self.storage.put(hidden, f"{first.name}: inputs"))
+        self.forward += wanted[0]
+        for i in range(wanted[0], wanted[-1] + 1):
+            with self.blocks[i].onloaded():
+                yield RecomputedStep(self.blocks[i].layers, partial(self._run, entrance, i))
+            if i < wanted[-1]:
+                self._advance(entrance, i)
+        self.hidden = []
+
+    def _batches(self, name: str) -> Iterator[tuple[int, Batch]]:
+        """Every batch on the model's device, with its index, under a bar."""
+        device = model_device(self.model)
+        bar = progress_bar(self.batches, desc=f"calibrating {name}", unit="batch", leave=False, shown=self.progress)
+        for index, batch in enumerate(bar):
+            yield index, to_device(batch, device)
+
+    def _run(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the observer wants any."""
+        block, first, gradients = self.blocks[i].module, 0, bool(observer.gradients)
+        if gradients:
+            self._run_backwards(entrance, i, observer)
+            return
+        device = next(block.parameters()).device
+        for index, batch in self._batches(self.blocks[i].name):
+            count, mask = batch_size(batch), token_mask(batch)
+            observer.begin(first, count, None if mask is None else mask.to(device))
+            with entrance.at(i, self.hidden[index].to(device)):
+                output_of(block, partial(run_model, self.model, batch))
+            observer.end()
+            first += count
+        self.forward += 1
+
+    def _run_backwards(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """As `_run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
+        if self.behind is None:
+            arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
+            behind = StreamedPasses(*arguments, entrance.extras)
+            behind.arguments()
+            self.behind = behind
+        self.behind.run_from(i, self.hidden, observer)
+        behind = len(self.blocks) - i - 1
+        self.forward += 2 * (1 + behind)
+        self.backward += 1 + behind
+
+    def _advance(self, entrance: Entrance, i: int) -> None:
+        """Replace block `i`'s inputs by what it makes of them now that it is pruned."""
+        with self.blocks[i].onloaded(), lent(self.blocks[i].layers, self.weight):
+            for index, batch in self._batches(self.blocks[i].name):
+                with entrance.at(i, self.hidden[index].to(next(self.blocks[i].module.parameters()).device)):
+                    output = output_of(self.blocks[i].module, partial(run_model, self.model, batch))
+                self.hidden[index].copy_(output)
+        self.forward += 1
+
+    def _run_whole(self, done: Layers, observer: Observer) -> None:
+        with lent(done, self.weight):
+            passes = FullModelPasses(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
+            passes.run(observer)
+        self.whole += 1

@@ -1,0 +1,156 @@
+"""What a configuration prunes of a model and how, as far as that is known without calibration data."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..config import MoonshotConfig
+from ..errors import require
+from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.model_info import takes_images
+from ..model.structured_groups import structured_patterns
+from ..objective.linalg import all_finite
+from ..objective.patterns import MixedNM, Pattern, Structured
+from ..solvers import Solver
+
+# Why a structured pattern has no shares of its own for every layer.
+ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The layers that a configuration chooses in a model, with the pattern and λ of each."""
+
+    config: MoonshotConfig
+    solver: Solver
+    structure: Structure
+    patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; what is asked, where an allocation divides
+    lam: float  # the configuration's, or the default for this kind of model
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> list[PrunableLayer]:
+        """In the order of pruning: those of the blocks, then those outside of them."""
+        return list(self.structure.layers())
+
+    def lam_of(self, layer: PrunableLayer) -> float:
+        """λ of a layer: 1 where the Fisher loss is the attention's alone and the layer is none of it."""
+        return self.lam if self.config.fisher == "all" or layer.attention else 1.0
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether some layer has a Fisher loss."""
+        return any(self.lam_of(layer) < 1 for layer in self.structure.layers())
+
+    @property
+    def rotates_by_gradients(self) -> bool:
+        """Whether a rotation weighs the layers by their Fisher losses."""
+        return self.config.rotation is not None and self.config.rotation_weights == "fisher"
+
+    @property
+    def needs_losses(self) -> bool:
+        """Whether a backward pass starts from the samples' losses, for these layers, their shares, or a rotation."""
+        return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
+
+    def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
+        """The same layers and patterns at another λ.
+
+        Args:
+            config: which differs from this one's in λ alone.
+            model: whose default λ holds where it names none.
+        """
+        return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
+
+    def of_the_dense_model(self, lam: float) -> "Selection":
+        """The same layers, all with the Fisher loss, by statistics of the dense model: for a look before the run.
+
+        Args:
+            lam: λ; below 1 the passes go backwards.
+        """
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, fisher="all", recompute=False), lam=lam
+        )
+
+
+def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
+    """λ of a configuration on a model: the default depends on what the model reads."""
+    return config.resolve_lam("vision" if takes_images(model) else "language")
+
+
+def select(model: nn.Module, config: MoonshotConfig) -> Selection:
+    """Find what to prune.
+
+    Args:
+        model: any module; it stays as it is (structured patterns run a probe through it).
+        config: which layers, and by which patterns.
+
+    Raises:
+        MoonshotError: nothing is chosen, or the pattern fits no layer.
+    """
+    found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
+    pattern = config.parsed_pattern
+    patterns: Mapping[str, Pattern | MixedNM]
+    notes: list[str] = []
+    if isinstance(pattern, Structured):
+        found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
+        if config.allocation == "fisher":
+            config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
+    else:
+        patterns = config.layer_patterns(layer.name for layer in found.layers())
+    structure = _fitting(found, patterns, solver, config)
+    return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
+
+
+def _fitting(
+    found: Structure, patterns: Mapping[str, Pattern | MixedNM], solver: Solver, config: MoonshotConfig
+) -> Structure:
+    """Without the layers that their pattern does not fit or that the solver cannot take, each with the reason."""
+    skipped = dict(found.skipped)
+    for layer in found.layers():
+        pattern = patterns[layer.name]
+        if not pattern.fits(layer.shape):
+            skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
+        elif layer.groups > 1 and not (solver.grouped or layer.adapter.separate):
+            skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
+
+    def left(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
+        return tuple(layer for layer in layers if layer.name not in skipped)
+
+    blocks = tuple(dataclasses.replace(block, layers=left(block.layers)) for block in found.blocks)
+    structure = Structure(blocks, left(found.outside), skipped)
+    require(any(structure.layers()), f"pattern={config.pattern!r} fits no layer: {skipped}")
+    return structure
+
+
+def check_weights(selection: Selection) -> None:
+    """Everything about a model's weights that would fail later, before any work.
+
+    Raises:
+        MoonshotError: a weight that is on no device, NaN or infinite.
+    """
+    for layer in selection.structure.layers_onloaded():
+        check_weight(layer)
+
+
+def check_weight(layer: PrunableLayer) -> None:
+    """Whether a layer's weight, which is present, can be pruned.
+
+    Raises:
+        MoonshotError: a weight that is on no device, NaN or infinite.
+    """
+    weight = layer.matrix
+    require(weight.device.type != "meta", f"{layer.name}: its weight is on the meta device; load the model's weights")
+    require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
+
+
+def check_attention(selection: Selection) -> None:
+    """Whether ``fisher="attention"`` has any.
+
+    Raises:
+        MoonshotError: it has none.
+    """
+    require(
+        selection.config.fisher == "all" or any(layer.attention for layer in selection.structure.layers()),
+        'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',
+    )

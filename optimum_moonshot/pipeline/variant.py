@@ -1,0 +1,282 @@
+"""One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ..config import MoonshotConfig
+from ..distributed.ranks import Ranks
+from ..model.layers import PrunableLayer
+from ..model.offload import Changes, Offloaded, is_on_disk
+from ..objective.allocation_rules import METHODS
+from ..objective.patterns import MixedNM, Pattern
+from ..reports.environment import versions
+from ..reports.prune_report import LayerReport, PruneReport
+from ..reports.record import PruningRecord
+from ..results.store import ResultStore, fingerprint
+from ..rotation.rotated import Rotated
+from .inputs import Prepared
+from .selection import Selection
+
+
+class Variant:
+    """A selection of layers, patterns and λ, and the results so far.
+
+    Args:
+        selection: what is pruned, and how.
+        store: the results; those of an earlier run may be in it.
+        notes: for the report.
+    """
+
+    def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
+        self.selection, self.store = selection, store
+        self.patterns: dict[str, Pattern | MixedNM] = dict(selection.patterns)
+        self.notes = [*selection.notes, *notes, *store.notes]
+        self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
+        self.solving = 0.0  # seconds in the solver
+        self.rotated: Rotated | None = None  # the basis that the results are of
+        self.allocating = 0.0  # seconds that the curves of an allocation took
+
+    @classmethod
+    def open(
+        cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+    ) -> "Variant":
+        """With results that are kept in `folder`, or in memory without one.
+
+        Args:
+            prepared: the model and the data.
+            selection: of a configuration that differs from the prepared one's in λ, pattern and sparsity at most.
+            folder: the same settings, model and data find their results there again.
+            field: the argument that the folder came with, for messages.
+
+        Raises:
+            MoonshotError: the folder holds other files, or cannot be written.
+        """
+        notes = prepared.data.notes if prepared.data else ()
+        return cls(selection, open_store(prepared, selection, folder, field), notes)
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether a layer has no result yet, and is to have one."""
+        return layer not in self.store and layer.name not in self.skipped
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """Leave a layer dense; the report says why.
+
+        Args:
+            layer: that it lacks.
+            reason: as the end of "left dense: LAYER (…)".
+        """
+        self.skipped[layer.name] = reason
+
+    @property
+    def layers(self) -> list[PrunableLayer]:
+        """Those that are pruned."""
+        return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
+
+    def pattern_of(self, layer: PrunableLayer) -> Pattern:
+        """What a layer is pruned by; where an allocation has not divided yet, or has left it out, what was asked."""
+        pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
+        return pattern.nearest if isinstance(pattern, MixedNM) else pattern
+
+    def weight(self, layer: PrunableLayer) -> Tensor:
+        """A layer's pruned weight, [d_out, d_in] in host memory."""
+        return self.store.weight(layer)
+
+    def put(self, report: LayerReport, weight: Tensor) -> None:
+        """Keep a layer's result; as `ResultStore.put`, and the time it took is added up.
+
+        Args:
+            report: which names the layer.
+            weight: the pruned weight, [d_out, d_in], on any device.
+        """
+        self.solving += report.seconds
+        self.store.put(report, weight)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
+
+        Each pruned weight gives its place to the dense one, so that the two never add up to two models.
+        """
+        with self._in_its_basis():
+            _swap(self, self.store.pop).clear()
+
+    @torch.no_grad()
+    def write(self) -> "Dense":
+        """Write every result into the model, and return the dense weights; if that fails, these are put back."""
+        with self._in_its_basis():
+            return _swap(self, self.store.weight)
+
+    @contextmanager
+    def _in_its_basis(self) -> Iterator[None]:
+        """Rotate the model where the results ask for it and it is not yet; back if the block fails."""
+        before = self.rotated is None or self.rotated.written
+        if self.rotated is not None:
+            self.rotated.write()
+        try:
+            yield
+        except BaseException:
+            if self.rotated is not None and not before:
+                self.rotated.undo()
+            raise
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Meanwhile the model has the results' weights; dense again on exit."""
+        with nullcontext() if self.rotated is None else self.rotated.applied():
+            dense = self.write()
+            try:
+                yield
+            finally:
+                dense.restore()
+
+    def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
+        """What was done; it is noted in the model's configuration too.
+
+        Args:
+            prepared: the model and the data.
+            seconds: calibration, solver, recovery (where there was one), total.
+        """
+        structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
+        layers = [store.reports[layer.name] for layer in self.layers]
+        notes = [
+            *self.notes,
+            *prepared.backoff.notes,
+            *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
+        ]
+        if prepared.surveyed is not None:
+            place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
+            notes.append(f"blocks stayed {place}: one at a time was brought")
+        notes += divided(prepared.ranks, self.selection.config)
+        report = PruneReport(
+            config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
+            layers=layers,
+            skipped={**structure.skipped, **self.skipped},
+            calibration=None if prepared.data is None else prepared.data.describe(),
+            seconds=seconds,
+            peak_memory=max(layer.peak_memory for layer in layers),
+            versions=versions(),
+            notes=notes,
+            parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
+            recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+            rotation=None if self.rotated is None else self.rotated.report,
+        )
+        PruningRecord(
+            config=report.config,
+            solver_options=self.selection.config.hyperparameters(),
+            lam=self.selection.lam,
+            sparsity=report.sparsity,
+            calibration=report.calibration,
+            versions=report.versions,
+            dense=tuple(self.skipped),
+            rotation=None if self.rotated is None else self.rotated.report.summary(),
+            allocated=self._allocated(layers),
+        ).attach(prepared.model)
+        return report
+
+    def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
+        """Layer → the sparsity that a method gave it."""
+        divided = self.selection.config.allocation in METHODS[1:]
+        return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
+
+
+def open_store(
+    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+) -> ResultStore:
+    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
+
+    Args:
+        prepared, selection, folder, field: as for `Variant.open`.
+
+    Raises:
+        MoonshotError: the folder holds other files, or cannot be written.
+    """
+    ranks, known = prepared.ranks, ""
+    folder = ranks.broadcast_object(folder)
+    if folder is not None and ranks.is_main:
+        digest = prepared.data.digest if prepared.data else ""
+        surveyed = prepared.surveyed
+        layers = selection.structure.layers_onloaded() if surveyed is None else surveyed.sums
+        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
+    spilling = is_on_disk(selection.structure.blocks)
+    return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
+
+
+def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
+    """What several processes had of a run, as a note for its report; none of one process.
+
+    Args:
+        ranks: the processes.
+        config: of the run.
+    """
+    if ranks.size == 1:
+        return []
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover is not None else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
+    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
+
+
+class Dense:
+    """The weights in whose place results are.
+
+    Args:
+        selection: of the layers.
+    """
+
+    def __init__(self, selection: Selection):
+        self.selection = selection
+        self.weights: dict[str, Tensor] = {}  # by layer, [d_out, d_in] in host memory
+        self.elsewhere: list[tuple[Offloaded, Changes]] = []  # what had been written to blocks that are
+
+    def clear(self) -> None:
+        """The results are for good."""
+        self.weights.clear()
+        self.elsewhere.clear()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back."""
+        for weights, changes in self.elsewhere:
+            weights.restore(changes)
+        structure = self.selection.structure
+        for block in structure.blocks:
+            if not isinstance(block.weights, Offloaded):
+                with block.onloaded():
+                    self._assign(block.layers)
+        self._assign(structure.outside)
+
+    def _assign(self, layers: tuple[PrunableLayer, ...]) -> None:
+        for layer in layers:
+            if layer.name in self.weights:
+                layer.assign(self.weights[layer.name])
+
+
+def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
+    """Give every layer the matrix that `weight` has for it; returns the dense ones, which a failure puts back."""
+    structure, dense = variant.selection.structure, Dense(variant.selection)
+    try:
+        for block in (*structure.blocks, None):
+            layers = structure.outside if block is None else block.layers
+            layers = tuple(layer for layer in layers if layer.name not in variant.skipped)
+            if block is not None and isinstance(block.weights, Offloaded):
+                dense.elsewhere.append((block.weights, block.weights.changes()))
+                for layer in layers:
+                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer)))
+                continue
+            with nullcontext() if block is None else block.onloaded():
+                for layer in layers:
+                    dense.weights[layer.name] = layer.matrix.to("cpu", copy=True)
+                    layer.assign(weight(layer))
+    except BaseException:
+        dense.restore()
+        raise
+    return dense
+
+
+def _parameter(layer: PrunableLayer, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What gives a matrix in the layout of the layer's parameter."""
+    return lambda: layer.as_parameter(load()).contiguous()

@@ -1,0 +1,127 @@
+"""A run as far as it is known before it: what a plan asks of layers, batches and the run's own decisions."""
+
+import dataclasses
+
+import torch
+
+from ..calibration.storage import Storage
+from ..devices import is_gpu
+from ..model.layers import Block, PrunableLayer
+from ..objective.problem_size import ProblemSize, ruler_bytes
+from ..pipeline.schedule import StatisticsSchedule
+from ..pipeline.selection import Selection
+from ..pipeline.under_calibrated_experts import is_under_calibrated
+from .block_footprint import ModelFootprint
+from .offloaded import Away
+
+CPU = torch.device("cpu")
+# What a C library keeps of freed tensors within a phase, at most: those of up to 32 MiB, twice.
+KEPT_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """A run as far as it is known before it."""
+
+    selection: Selection
+    sequential: tuple[tuple[Block, ...], ...]
+    non_sequential: tuple[Block, ...]
+    footprint: ModelFootprint
+    samples: int  # N
+    sizes: tuple[int, ...]  # samples of each batch
+    tokens: int | None  # of a sample
+    vocabulary: int
+    itemsize: int  # of the model's numbers
+    storage: Storage
+    resumes: bool  # results lie in a folder
+    kind: type[StatisticsSchedule] = StatisticsSchedule  # which decides what is gathered together
+    away: Away | None = None  # blocks that are elsewhere
+
+    @property
+    def kept(self) -> int:
+        """What the C library keeps in host memory of what every batch allocates and frees."""
+        passing = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
+        logits = self.logits_bytes() if self.selection.needs_gradients else 0
+        return min(KEPT_BYTES, max(*passing, logits)) if self.storage.device.type == "cpu" else 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of the largest."""
+        return max(self.sizes)
+
+    @property
+    def schedule(self) -> StatisticsSchedule:
+        """The run's own."""
+        selection, config = self.selection, self.selection.config
+        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
+        patterns = {layer.name: [pattern_of(selection, layer)] for layer in selection.layers}
+        experts = config.expert_tokens, config.under_calibrated_experts
+        return self.kind(selection.solver, patterns, lams, self.samples, self.storage, *experts)
+
+    def starved(self, layer: PrunableLayer) -> int:
+        """How many experts of a layer are shown all tokens, if its router sends each as many as any other."""
+        experts, choices = self.schedule.experts, self.footprint.choices.get(layer.name)
+        if choices is None or experts.as_routed or (experts.instead == "magnitude" and not experts.everyone):
+            return 0
+        tokens = self.samples * (self.tokens or 0) * choices // len(layer.parameter)
+        return layer.groups if experts.everyone or is_under_calibrated(tokens, layer.shape[1]) else 0
+
+    def logits_bytes(self) -> int:
+        """A batch's logits with their gradient, and one sample's in float32, three times."""
+        if not self.tokens:
+            return 0
+        sample = self.tokens * self.vocabulary
+        return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
+
+
+def pattern_of(selection: Selection, layer: PrunableLayer):
+    """What a layer is pruned by, as far as it is known before an allocation divides."""
+    pattern = selection.patterns[layer.name]
+    return getattr(pattern, "nearest", pattern)
+
+
+def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None) -> ProblemSize:
+    """What the solver is given of a layer: of one expert, where it is many.
+
+    Args:
+        outline: of the run.
+        layer: any of it.
+        rows: of a chunk; None is all.
+    """
+    selection, lam = outline.selection, outline.selection.lam_of(layer)
+    d_out, d_in = layer.shape
+    pattern, separate = pattern_of(selection, layer), layer.adapter.separate
+    plan = outline.schedule.plan(layer)
+    device = outline.storage.device
+    return ProblemSize(
+        rows=rows or (d_out // layer.groups if separate else d_out),
+        inputs=d_in,
+        samples=outline.samples if lam < 1 else 0,
+        groups=1 if separate else layer.groups,
+        column_block=selection.solver.column_block(d_in, pattern),
+        compressed=plan.column_block is not None,
+        lam=lam,
+        sparsity=pattern.sparsity,
+        device=device,
+        threads=1 if is_gpu(device) else torch.get_num_threads(),
+    )
+
+
+def solver_bytes(outline: RunSpec, layer: PrunableLayer, rows: int | None = None) -> int:
+    """What solving takes beside the statistics, with what measuring its losses takes, and the weights of all experts.
+
+    Args:
+        outline, layer, rows: as for `problem_size`.
+    """
+    size = problem_size(outline, layer, rows)
+    solver = outline.selection.solver
+    work = solver.work(size, pattern_of(outline.selection, layer))
+    return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + (
+        weight_bytes(layer) if layer.adapter.separate else 0
+    )
+
+
+def weight_bytes(layer: PrunableLayer) -> int:
+    """Of a layer's matrix in the model's dtype."""
+    d_out, d_in = layer.shape
+    return d_out * d_in * layer.parameter.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Pruned weights between the solver and the model, in memory or in a resumable folder."""

@@ -1,0 +1,1 @@
+"""The runs a user starts: prune, sweep, sparsity path, rotation, expert pruning."""
