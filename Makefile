@@ -24,7 +24,7 @@ test-oldest: .venv-oldest/.installed
 
 # Packed checkpoints in vLLM's build for CPUs, and what vLLM is given of them.
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_packed_stream.py
+	.venv-vllm/bin/python -m pytest -q tests/integrations/test_vllm.py tests/integrations/test_packed_stream.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """OBC, CAP and OSSCAR with row-specific Hessians: this package against the literal algorithms, per row.
 
-The literal side is `tests/reference.py` in float32, rows batched as the textbook batches them (32, fewer where a matrix
-per row would take more than 1 GiB): every removal updates the whole inverse Hessian of every row. Both sides factor or
+The literal side is `tests/support/reference.py` in float32, rows batched as the textbook batches them (32, fewer where
+a matrix per row would take more than 1 GiB): every removal updates the whole inverse Hessian of every row. Both sides factor or
 invert their rows' Hessians themselves, and compute the weights at 90% (OSSCAR: 10%). One process, one CPU thread; the
 figure is processor time, the median of the repeats; λ = 0.5, as for vision.
 

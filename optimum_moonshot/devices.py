@@ -1,7 +1,7 @@
 """What is asked of an accelerator: its memory, its random state, and which one there is.
 
-Everything else asks here, so that one place knows CUDA, and a stand-in for it (tests/other_device.py) shows a tensor
-that was left on the host.
+Everything else asks here, so that one place knows CUDA, and a stand-in for it (tests/support/other_device.py) shows a
+tensor that was left on the host.
 """
 
 import gc

@@ -1,14 +1,84 @@
-"""Errors a user can act on: each message names the field, the value and the mend."""
+"""Errors a user can act on: each names the field, the value and a hint."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of the public API, with the value to set it to: `lam=1` in Python, `--lam 1` on the command line."""
+
+    name: str
+    value: Any = UNSET
+
+    def __str__(self) -> str:
+        return self.name if self.value is UNSET else f"{self.name}={shown(self.value)}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A message that mentions fields: a `str.format` template whose `{}` stand for them.
+
+    Args:
+        template: such as "raise {}, or lower {}".
+        options: the fields, in order; a name stands for one without a value.
+    """
+
+    template: str
+    options: tuple["Option | str", ...]
+
+    def __init__(self, template: str, *options: "Option | str"):
+        object.__setattr__(self, "template", template)
+        object.__setattr__(self, "options", options)
+
+    def render(self, option: Callable[[Option], str]) -> str:
+        """The message, with each field as `option` writes it."""
+        fields = (Option(each) if isinstance(each, str) else each for each in self.options)
+        return self.template.format(*map(option, fields))
+
+    def __str__(self) -> str:
+        return self.render(str)
 
 
 class MoonshotError(ValueError):
-    """Input that cannot be pruned as asked. The model is left as it was."""
+    """Input that cannot be pruned as asked. The model is left as it was.
+
+    Reads ``field=value: message; hint``; `render` writes the fields in another form, as the command line does.
+
+    Args:
+        message: the reason, with the layer or file in front where there is one.
+        field: the argument or the field of `MoonshotConfig` that is wrong, if it is one.
+        value: of the field.
+        hint: the fix.
+    """
+
+    def __init__(
+        self, message: str | Text = "", *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
+    ):
+        super().__init__(message)
+        self.message, self.field, self.value, self.hint = message, field, value, hint
+        self.prefixes: tuple[str, ...] = ()
+
+    def within(self, name: str) -> "MoonshotError":
+        """The same error with the name of a layer or file in front."""
+        self.prefixes = (name, *self.prefixes)
+        return self
+
+    def render(self, option: Callable[[Option], str] = str) -> str:
+        """The whole message, with each field as `option` writes it."""
+        texts = [each.render(option) if isinstance(each, Text) else each for each in (self.message, self.hint)]
+        body = "; ".join(filter(None, texts))
+        heads = [*self.prefixes, *([option(Option(self.field, self.value))] if self.field else [])]
+        return ": ".join([*heads, *([body] if body else [])])
+
+    def __str__(self) -> str:
+        return self.render()
 
 
 # The mend where something forbids a backward pass.
@@ -100,10 +170,17 @@ class FactorizationError(MoonshotError):
     """A layer's quadratic stayed singular at the largest damping tried."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `MoonshotError(message)` unless `condition` holds."""
+def require(
+    condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
+) -> None:
+    """Raise a `MoonshotError` unless a condition holds.
+
+    Args:
+        condition: to hold.
+        message, field, value, hint: of the error.
+    """
     if not condition:
-        raise MoonshotError(message)
+        raise MoonshotError(message, field=field, value=value, hint=hint)
 
 
 @contextmanager
@@ -112,4 +189,4 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except MoonshotError as error:
-        raise MoonshotError(f"{name.removesuffix('.weight')}: {error}") from None
+        raise error.within(name.removesuffix(".weight")) from None

@@ -1,7 +1,7 @@
 """What a statistic of a layer is, and how to add one.
 
-The hooks of `Observer` bring every call of a layer to the normal form of model/layer_adapters.py and hand it on in pieces. What
-is made of the pieces is a statistic: a class that is made for a layer, sees all of its pieces, and has a result. One
+The hooks of `Observer` bring every call of a layer to the normal form of model/layer_adapters.py and hand it on in pieces.
+What is made of the pieces is a statistic: a class that is made for a layer, sees all of its pieces, and has a result. One
 that needs the inputs alone is an `InputStatistic`, shared by the layers that read the same tensor; one that needs the
 output gradients too is a `GradientStatistic`. To add one, write the class, in a file of its own, and name it where the
 observer is made:

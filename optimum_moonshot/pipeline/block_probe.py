@@ -1,8 +1,8 @@
 """A first look at a model whose blocks are elsewhere: one pass of a small sample, each block there for its own call.
 
 It says whether the blocks are a chain, so that passes can go block by block over all data with one of them in memory,
-and what the rest of the model does with them. `chains.is_sequential` asks the same of a model that is there as a whole: it
-compares the gradients of the blocks with the model's. Here a block is run again alone while it is there, and the
+and what the rest of the model does with them. `chains.is_sequential` asks the same of a model that is there as a whole:
+it compares the gradients of the blocks with the model's. Here a block is run again alone while it is there, and the
 gradients are those of a model whose blocks give back what they read: wherever these reach the loss otherwise than by
 the last block, the gradients differ from block to block.
 """

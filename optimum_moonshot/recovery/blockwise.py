@@ -77,8 +77,8 @@ class Recovery:
         require(
             len(found.sequential) == 1 and not found.non_sequential,
             f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
-            f"one before gives: this model has {len(found.sequential)}, and {len(found.non_sequential)} blocks in none; use "
-            "recover=None, or choose the layers of one chain by targets=",
+            f"one before gives: this model has {len(found.sequential)}, and {len(found.non_sequential)} blocks in none; "
+            "use recover=None, or choose the layers of one chain by targets=",
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")

@@ -1,7 +1,7 @@
 """The neurons of a layer: columns that may change their order or their scale, with the rows that make them.
 
-What makes a neuron's column is one row of each matrix before (model/structured_groups.py finds which), by an activation that is the
-same for all. So another order of the neurons leaves the function alone; it decides which of them an n:m pattern lets
+What makes a neuron's column is one row of each matrix before (model/structured_groups.py finds which), by an activation that is
+the same for all. So another order of the neurons leaves the function alone; it decides which of them an n:m pattern lets
 compete. Where a parameter of its own acts on each neuron, as a gain would, they keep their order.
 """
 

@@ -1,0 +1,439 @@
+"""Nothing of ours reads packed weights unverified, and nothing else reads them at all."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from checkpoints import assert_same, pruned, tensors
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from optimum_moonshot import MoonshotError, convert, load_pruned
+from optimum_moonshot.runtime.packed_linear import PackedLinear
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "packed"
+AUTO = hf.AutoModelForCausalLM
+
+
+def change_json(path, change):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def change_config(folder, **values):
+    change_json(folder / "config.json", lambda config: config.update(values))
+
+
+def change_description(path, change):
+    """A file whose description of itself, in its metadata, was changed; its tensors are as they were."""
+    with safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    described = json.loads(metadata["moonshot"])
+    change(described)
+    save_file(found, path, {**metadata, "moonshot": json.dumps(described)})
+
+
+def flip(path, seed=0):
+    """One bit of one tensor."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    generator = torch.Generator().manual_seed(seed)
+    position = start + int(torch.randint(len(content) - start, (1,), generator=generator))
+    content[position] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+    path.write_bytes(content)
+
+
+def readers(folder, output):
+    """Every way in which this package reads weights."""
+    return {
+        "load_pruned": lambda: load_pruned(folder),
+        "load_pruned, packed": lambda: load_pruned(folder, runtime="packed"),
+        "from_pretrained": lambda: AUTO.from_pretrained(folder),
+        "AutoModel": lambda: hf.AutoModel.from_pretrained(folder),
+        "convert": lambda: convert(folder, output, "dense"),
+    }
+
+
+def refused(folder, output, words, names=None):
+    for name, read in readers(folder, output).items():
+        if names is None or name in names:
+            with pytest.raises(MoonshotError, match=words):
+                read()
+            assert not output.exists() or not list(output.iterdir()), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_bit_reaches_no_reader(packed_copy, tmp_path, seed):
+    path = sorted(packed_copy.glob("*.safetensors"))[seed % 2]
+    flip(path, seed)
+    refused(packed_copy, tmp_path / "out", rf"^\S+: it is damaged: its checksum differs \({path.name}\)")
+
+
+def test_checksums_can_be_left_out_by_the_environment_alone(packed_copy, tmp_path, monkeypatch):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    with safe_open(path, "pt") as file:
+        name = next(name for name in file.keys() if "norm" in name)  # noqa: SIM118
+        before = file.get_tensor(name).clone()
+    old, new = (tensor.view(torch.uint8).numpy().tobytes() for tensor in (before, before + 1))
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    monkeypatch.setenv("MOONSHOT_VERIFY", "0")
+    assert torch.equal(AUTO.from_pretrained(packed_copy).get_parameter(name), before + 1)
+    for name in ("load_pruned", "convert"):  # what promises verified weights
+        with pytest.raises(MoonshotError, match="its checksum differs"):
+            readers(packed_copy, tmp_path / "out")[name]()
+    for value in ("", "no", "2"):
+        monkeypatch.setenv("MOONSHOT_VERIFY", value)
+        with pytest.raises(MoonshotError, match=f"MOONSHOT_VERIFY='{value}': 0 leaves out"):
+            AUTO.from_pretrained(packed_copy)
+    monkeypatch.delenv("MOONSHOT_VERIFY")
+    change_json(packed_copy / "config.json", lambda config: config["quantization_config"].update(verify=False))
+    refused(packed_copy, tmp_path / "out", r"unknown fields: \{'verify': False\}")
+
+
+def test_an_intact_folder_passes_without_checksums(packed, monkeypatch):
+    monkeypatch.setenv("MOONSHOT_VERIFY", "0")
+    assert_same(packed[1], AUTO.from_pretrained(packed[0]))
+
+
+def test_a_file_that_says_how_it_wants_to_run_is_refused(packed_copy, tmp_path):
+    """The caller chooses; `runtime` in a file of another's would have chosen for him."""
+    for entry in ({"runtime": "packed"}, {"bits": 4}, {"runtime": "dense", "x": None}):
+        quantization = {"quant_method": "moonshot", "format": "packed", "version": 2, **entry}
+        change_config(packed_copy, quantization_config=quantization)
+        refused(packed_copy, tmp_path / "out", "quantization_config in config.json has unknown fields: ")
+
+
+def test_one_load_does_not_choose_for_the_next(packed):
+    kept = load_pruned(packed[0], runtime="packed")
+    assert any(isinstance(module, PackedLinear) for module in kept.modules())
+    for loaded in (AUTO.from_pretrained(packed[0]), load_pruned(packed[0])):
+        assert not any(isinstance(module, PackedLinear) for module in loaded.modules())
+
+
+def test_a_model_beside_the_files_of_the_index_is_not_loaded(packed_copy, tmp_path):
+    stray = pruned().model
+    stray.save_pretrained(tmp_path / "stray")
+    shutil.copy(tmp_path / "stray" / "model.safetensors", packed_copy)
+    expected = AUTO.from_pretrained(packed_copy)  # version 2 names its index
+    assert_same(expected, load_pruned(packed_copy))
+    convert(packed_copy, tmp_path / "dense", "dense")
+    assert_same(expected, load_pruned(tmp_path / "dense"))
+    shutil.copy(tmp_path / "stray" / "model.safetensors", tmp_path / "dense")
+    with pytest.raises(MoonshotError, match="model.safetensors beside model-00001.*which the index names"):
+        load_pruned(tmp_path / "dense")
+    with pytest.raises(MoonshotError, match="model.safetensors beside model-00001.*which the index names"):
+        convert(tmp_path / "dense", tmp_path / "out", "packed")
+
+
+def test_a_stray_model_in_a_folder_of_version_1_is_refused(tmp_path):
+    folder = shutil.copytree(GOLDEN / "v1", tmp_path / "v1")
+    shutil.copy(GOLDEN / "v1-dense.safetensors", folder / "model.safetensors")
+    refused(folder, tmp_path / "out", "model.safetensors beside model-00001.*which the index names")
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_adapters_and_other_files_that_transformers_would_load_are_refused(format, packed, tmp_path):
+    folder = shutil.copytree(packed[0], tmp_path / "copy")
+    if format == "dense":
+        folder = tmp_path / "dense"
+        convert(packed[0], folder, "dense")
+    other = "packed" if format == "dense" else "dense"
+    for name in ("adapter_config.json", "shard-00001-model-00001-of-00001.safetensors"):
+        (folder / name).write_text('{"base_model_name_or_path": "elsewhere", "peft_type": "LORA"}')
+        for read in (load_pruned, lambda path: convert(path, tmp_path / "out", other)):
+            with pytest.raises(MoonshotError, match=f"{name}: transformers would load it too"):
+                read(folder)
+        (folder / name).unlink()
+    shutil.copy(next(folder.glob("*.safetensors")), folder / "other.safetensors")
+    change_config(folder, transformers_weights="other.safetensors")
+    if format == "packed":  # its own index goes before what config.json says
+        assert_same(packed[1], load_pruned(folder))
+        assert_same(packed[1], AUTO.from_pretrained(folder))
+    else:
+        with pytest.raises(MoonshotError, match="config.json names transformers_weights='other.safetensors'"):
+            load_pruned(folder)
+
+
+def test_weights_of_another_shape_are_refused_although_the_caller_lets_transformers_make_them_up(packed_copy):
+    change_config(packed_copy, vocab_size=64)
+    with pytest.raises(MoonshotError, match="(embed_tokens|lm_head): its shape in the files is not"):
+        load_pruned(packed_copy, ignore_mismatched_sizes=True)
+
+
+OUTSIDE = ["../x.safetensors", "/etc/passwd", "a/../../x", "..", "", ".", "C:\\x", "..\\x", "away/x.safetensors", "\0"]
+
+
+@pytest.mark.parametrize("file", [*OUTSIDE, "x" * 999], ids=lambda file: repr(file)[:14])
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_an_index_that_names_files_elsewhere_is_refused(format, packed, file, tmp_path):
+    folder = shutil.copytree(packed[0], tmp_path / "copy")
+    if format == "dense":
+        folder = tmp_path / "dense"
+        convert(packed[0], folder, "dense")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    first = sorted(folder.glob("*.safetensors"))[0]
+    for place in (outside / "x.safetensors", tmp_path / "x.safetensors"):
+        shutil.copy(first, place)
+    (folder / "away").symlink_to(outside)
+    index = next(folder.glob("*.index.json"))
+    change_json(index, lambda values: values["weight_map"].update(dict.fromkeys(values["weight_map"], file)))
+    words = "weights lie in the folder of their index|is missing, which holds"
+    with pytest.raises(MoonshotError, match=words):
+        load_pruned(folder)
+    with pytest.raises(MoonshotError, match=words):
+        convert(folder, tmp_path / "out", "dense" if format == "packed" else "packed")
+
+
+def test_files_of_one_name_in_several_folders_are_all_converted(packed, tmp_path):
+    folder = tmp_path / "dense"
+    convert(packed[0], folder, "dense")
+    files = sorted(folder.glob("*.safetensors"))
+    moved = {path.name: f"part{number}/weights.safetensors" for number, path in enumerate(files)}
+    for path in files:
+        (folder / moved[path.name]).parent.mkdir()
+        path.rename(folder / moved[path.name])
+    change_json(
+        folder / "model.safetensors.index.json",
+        lambda index: index.update(weight_map={name: moved[file] for name, file in index["weight_map"].items()}),
+    )
+    (folder / "part0" / "notes.txt").write_text("mine")
+    assert_same(packed[1], load_pruned(folder))
+    convert(folder, tmp_path / "packed", "packed")
+    assert_same(packed[1], load_pruned(tmp_path / "packed"))
+    assert (tmp_path / "packed" / "part0" / "notes.txt").read_text() == "mine"
+    assert len(list((tmp_path / "packed").rglob("*.safetensors"))) == len(files)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        *(
+            (lambda d, name, value=value: d["layers"][name].update(shape=value), "shape=")
+            for value in ("x", ["24", "16"], [-24, 16], [2**70, 16], [[24, 16]], {}, None)
+        ),
+        *(
+            (lambda d, name, value=value: d["layers"][name].update(pattern=value), "pattern=")
+            for value in (None, 7, ["2:4"], {"2": 4}, "9" * 5000 + ":1")
+        ),
+        (lambda d, name: d["layers"].update({name: [1, 2]}), "no object"),
+        (lambda d, name: d["layers"][name].update(transposed=True), "weight_meta is|checksum of its metadata differs"),
+        (lambda d, name: d["layers"][name].update(pattern="unstructured"), "checksum of its metadata differs"),
+        (lambda d, name: d.update(checksum=None), "checksum of its metadata differs"),
+    ],
+    ids=range(16),
+)
+def test_a_damaged_description_is_named_with_file_and_layer(packed_copy, tmp_path, change, words):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    layer = next(name for name in load_file(path) if name.endswith("_meta")).removesuffix("_meta")
+    change_description(path, lambda described: change(described, layer))
+    shown = words if "metadata" in words else rf"^{layer.removesuffix('.weight')}: .*({words}).*"
+    refused(packed_copy, tmp_path / "out", rf"{shown}.*{path.name}|checksum of its metadata.*{path.name}")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[]", "3", '"x"', "{}", DEEP, '{"version": 2, "layers": [], "sha256": {}}', '{"version": true}', "{"],
+    ids=lambda text: text[:9],
+)
+def test_a_description_that_is_none_is_refused(packed_copy, tmp_path, text):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    found = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(found, path, {"format": "pt", "moonshot": text})
+    refused(packed_copy, tmp_path / "out", f"(metadata of the packed layers is damaged|version=).*{path.name}")
+
+
+NO_STRINGS = [{"moonshot": value} for value in (None, {}, [1])]
+
+
+@pytest.mark.parametrize("metadata", [None, [], "x", 3, *NO_STRINGS, "deep"], ids=str)
+def test_metadata_that_is_no_mapping_of_strings_is_refused(packed_copy, tmp_path, metadata):
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps({**json.loads(content[8 : 8 + length]), "__metadata__": metadata})
+    header = (header.replace('"deep"', DEEP) if metadata == "deep" else header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    refused(packed_copy, tmp_path / "out", path.name)
+
+
+def test_json_of_any_depth_and_kind_in_the_other_files(packed_copy, tmp_path):
+    index = packed_copy / "moonshot.safetensors.index.json"
+    intact = index.read_text()
+    for text in (DEEP, "null", *(f'{{"weight_map": {value}}}' for value in ("[]", "{}", "null", '{"a": [1]}'))):
+        index.write_text(text)
+        refused(packed_copy, tmp_path / "out", f"{index.name} is damaged", ("load_pruned", "convert"))
+        with pytest.raises(Exception):  # noqa: B017 — transformers reads it before this package does
+            AUTO.from_pretrained(packed_copy)
+    index.write_text(intact)
+    change_json(index, lambda values: values.update(metadata=[1]))
+    with pytest.raises(MoonshotError, match="its metadata is no object"):
+        convert(packed_copy, tmp_path / "out", "dense")
+    index.unlink()
+    refused(packed_copy, tmp_path / "out", "index.json is missing", ("load_pruned", "convert"))
+    index.write_text(intact)
+    for text in (DEEP, "[]", '{"quantization_config": {"quant_method": "moonshot", "version": [2]}}'):
+        (packed_copy / "config.json").write_text(text)
+        refused(packed_copy, tmp_path / "out", "config.json is damaged|version': \\[2\\]", ("load_pruned", "convert"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"hidden_size": size} for size in ("x", 2**70, None)),
+        *({"architectures": names} for names in ([3], "x", ["AutoConfig"], [])),
+        *({"dtype": dtype} for dtype in ("bfloat17", [], "int8")),
+        *({"num_attention_heads": 0}, {"model_type": 3}, {"vocab_size": -1}, {"rope_parameters": []}),
+    ],
+    ids=str,
+)
+def test_a_config_that_transformers_trips_over(packed, packed_copy, values):
+    change_config(packed_copy, **values)
+    try:
+        assert_same(packed[1], load_pruned(packed_copy))
+    except MoonshotError as error:
+        assert "transformers" in str(error) or "config.json" in str(error)
+
+
+def test_what_is_left_out_of_the_index_is_missed(packed_copy, tmp_path):
+    """A whole file, or one tensor; transformers makes up what it does not find."""
+    index = packed_copy / "moonshot.safetensors.index.json"
+    intact = json.loads(index.read_text())
+    places = intact["weight_map"]
+    first = min(places.values())
+    for kept, words in [
+        (
+            {name: file for name, file in intact["weight_map"].items() if file != first},
+            "is one of . files, the index names",
+        ),
+        (dict(list(intact["weight_map"].items())[1:]), "is in a file and not in the index"),
+        ({**intact["weight_map"], "extra": first}, "extra is named by the index and in no file"),
+    ]:
+        index.write_text(json.dumps({**intact, "weight_map": kept}))
+        refused(packed_copy, tmp_path / "out", words)
+
+
+def test_a_smaller_or_larger_model_than_was_saved_is_not_made_up(packed_copy):
+    for layers in (2, 4):
+        change_config(packed_copy, num_hidden_layers=layers)
+        for read in (load_pruned, AUTO.from_pretrained):
+            with pytest.raises(MoonshotError, match="not in the model of config.json|no file holds it"):
+                read(packed_copy)
+
+
+def test_another_head_on_a_packed_model_is_as_new_as_on_a_dense_one(packed):
+    model = hf.AutoModelForSequenceClassification.from_pretrained(packed[0], num_labels=3)
+    assert_same(packed[1].model, model.model) and model.score.weight.shape == (3, 16)
+
+
+def test_a_tensor_that_became_another_type_is_noticed(packed_copy, tmp_path):
+    """bfloat16 and float16 have equally many bytes: the checksum is the same, the numbers are not."""
+    path = sorted(packed_copy.glob("*.safetensors"))[0]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(name for name in header if "norm" in name)
+    header[name]["dtype"] = "F16"
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+    refused(packed_copy, tmp_path / "out", rf"{name} is stored as float16 \[16\], bfloat16 \[16\] was written")
+
+
+def test_a_folder_of_version_1_is_still_read(tmp_path):
+    """Written by the release before: other names of the files, and metadata without a checksum of its own."""
+    expected = load_file(GOLDEN / "v1-dense.safetensors")
+
+    def same(model):
+        state = model.state_dict()
+        return all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+    folder = GOLDEN / "v1"
+    assert same(load_pruned(folder)) and same(AUTO.from_pretrained(folder))
+    kept = load_pruned(folder, runtime="packed").transformer.h[0].mlp.c_fc
+    assert isinstance(kept, PackedLinear)
+    assert torch.equal(kept.weight.T, expected["transformer.h.0.mlp.c_fc.weight"])
+    convert(folder, tmp_path / "dense", "dense")
+    assert same(load_pruned(tmp_path / "dense"))
+    convert(tmp_path / "dense", tmp_path / "packed", "packed")
+    assert (
+        same(load_pruned(tmp_path / "packed"))
+        and (tmp_path / "packed" / "moonshot-00001-of-00003.safetensors").is_file()
+    )
+    before, after = tensors(folder), tensors(tmp_path / "packed")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_folder_of_version_1_is_verified_too(tmp_path):
+    folder = shutil.copytree(GOLDEN / "v1", tmp_path / "v1")
+    path = folder / "model-00002-of-00003.safetensors"
+    intact = path.read_bytes()
+    flip(path)
+    refused(folder, tmp_path / "out", "its checksum differs")
+    path.write_bytes(intact)
+    change_description(path, lambda described: described["layers"].pop("transformer.h.0.mlp.c_fc.weight"))
+    refused(folder, tmp_path / "out", "c_fc.weight_meta.* has no entry in the file's metadata")
+
+
+def without_the_package(folder):
+    """The status and the last line of a process that knows nothing of this package."""
+    code = f"""
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained({str(folder)!r})
+assert not any(name.startswith("optimum_moonshot") for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_without_this_package_a_packed_checkpoint_is_an_error(packed, tmp_path):
+    """And no model of random numbers, with a warning and exit status 0."""
+    assert without_the_package(packed[0]) == (
+        1,
+        "ValueError: The transformers file in the config seems to be incorrect: it is neither a safetensors file "
+        "(*.safetensors) nor a safetensors index file (*.safetensors.index.json): this checkpoint is packed: "
+        "pip install optimum-moonshot, and import optimum_moonshot to load it",
+    )
+    # Releases of transformers that do not know that entry find no file.
+    single = tmp_path / "single"
+    pruned().save_pretrained(single, format="packed")
+    change_json(single / "config.json", lambda config: config.pop("transformers_weights"))
+    status, line = without_the_package(single)
+    assert status == 1 and line.startswith("OSError: Error no file named model.safetensors")
+
+
+@pytest.mark.slow
+def test_what_is_saved_and_loaded_has_no_trace_of_the_names(packed, tmp_path):
+    config = json.loads((packed[0] / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "moonshot", "format": "packed", "version": 2}
+    for model in (load_pruned(packed[0]), load_pruned(packed[0], runtime="packed"), AUTO.from_pretrained(packed[0])):
+        assert not hasattr(model.config, "transformers_weights")
+    convert(packed[0], tmp_path / "dense", "dense")
+    assert "transformers_weights" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert without_the_package(tmp_path / "dense")[0] == 0
+    single = tmp_path / "single"
+    pruned().save_pretrained(single, format="packed")
+    assert {path.name for path in single.glob("*.safetensors*")} == {
+        "moonshot.safetensors",
+        "moonshot.safetensors.index.json",
+    }
+    convert(single, single, "dense")
+    assert {path.name for path in single.glob("*.safetensors*")} == {"model.safetensors"}
+    convert(single, single, "packed")
+    assert {path.name for path in single.glob("*.safetensors*")} == {
+        "moonshot.safetensors",
+        "moonshot.safetensors.index.json",
+    }
+    assert os.path.isfile(single / "README.md")

@@ -1,0 +1,389 @@
+"""The command line: its options follow the configuration, and what a user can mend is one line and an exit status."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimum_moonshot import MoonshotConfig
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.commands import messages, method_options
+from optimum_moonshot.commands import moonshot as cli
+from optimum_moonshot.objective.patterns import Experts
+from optimum_moonshot.solvers import solver_class, solver_names
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo_model"
+WITHOUT_OPTION = {"calibration"}  # fields of MoonshotConfig that only Python code can set
+
+
+def parse(*argv):
+    parser = cli.argparse.ArgumentParser()
+    cli.add_prune_options(parser)
+    return parser.parse_args(["some/model", "--output", "out", *argv])
+
+
+def failure(capsys, *argv):
+    """Exit status and message of a command that fails."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(part) for part in argv])
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert lines[-1].startswith("error: "), captured.err
+    assert "Traceback" not in captured.err
+    return caught.value.code, lines
+
+
+def test_every_field_has_an_option():
+    fields = {field.name for field in dataclasses.fields(MoonshotConfig)}
+    assert set(method_options.CONFIG_OPTIONS) == fields - WITHOUT_OPTION
+
+
+def test_help_names_every_solver():
+    ours = [
+        name
+        for name in {*solver_names(), *solver_names(Experts)}
+        if solver_class(name).__module__.startswith("optimum_moonshot.")
+    ]
+    assert all(name in method_options.CONFIG_OPTIONS["solver"]["help"] for name in ours)
+
+
+@pytest.mark.parametrize("name", ["group_size", "damping", "num_samples", "batch_size", "seed"])
+def test_help_states_the_default(name):
+    assert f"({getattr(MoonshotConfig(pattern='2:4'), name)})" in method_options.CONFIG_OPTIONS[name]["help"]
+
+
+def test_only_given_options_reach_the_config(toy):
+    assert method_options.make_config(parse("--pattern", "2:4")) == MoonshotConfig(pattern="2:4")
+    given = {
+        "solver": "toy",
+        "pattern": "structured",
+        "sparsity": 0.6,
+        "group_size": 2,
+        "allocation": "uniform",
+        "owl_threshold": 4.0,
+        "owl_lambda": 0.1,
+        "alpha_tau": 0.2,
+        "recompute": True,
+        "lam": 0.25,
+        "fisher": "attention",
+        "expert_tokens": "all",
+        "under_calibrated_experts": "magnitude",
+        "damping": 0.1,
+        "block_size": 64,
+        "solver_options": {"power": 0.5, "largest": True},
+        "targets": ("q_proj", "k_proj"),
+        "ignore": (r"layers\.0\.", "down"),
+        "num_samples": 32,
+        "sequence_length": 128,
+        "batch_size": 2,
+        "seed": 7,
+        "max_memory": "2GiB",
+        "offload_dir": "spill",
+        "recover": "blockwise",
+        "recover_steps": 20,
+        "recover_lr": 0.002,
+        "rotation_weights": "equal",
+        "rotation_steps": 30,
+        "rotation_lr": 0.02,
+        "rotation_rows": 512,
+    }
+    assert set(given) == set(method_options.CONFIG_OPTIONS) - {"rotation"}  # which pattern="structured" rules out
+    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation")).rotation == "learned"
+    assert method_options.make_config(parse("--sparsity", "0.5", "--rotation", "heads")).rotation == "heads"
+    argv = []
+    for name, value in given.items():
+        if isinstance(value, dict):
+            argv += [f"{method_options.flag(name)}={option}={setting}" for option, setting in value.items()]
+            continue
+        values = value if isinstance(value, tuple) else [] if value is True else [value]
+        argv += [method_options.flag(name), *map(str, values)]
+    assert method_options.make_config(parse(*argv)) == MoonshotConfig(**given)
+
+
+def test_an_allocation_may_be_a_file(tmp_path):
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"mlp": 0.7, "attn": "2:4"}))
+    assert method_options.make_config(parse("--allocation", str(path))) == MoonshotConfig(
+        allocation={"mlp": 0.7, "attn": "2:4"}
+    )
+    for content, words in (("[1]", "object of layers"), ("{", "Expecting"), ('{"mlp": 2}', "allocation['mlp']=2")):
+        path.write_text(content)
+        with pytest.raises(cli.UsageError, match=re.escape(words)):
+            method_options.make_config(parse("--allocation", str(path)))
+    with pytest.raises(cli.UsageError, match="--allocation nowhere: neither one of uniform, owl, alpha, fisher nor"):
+        method_options.make_config(parse("--allocation", "nowhere"))
+
+
+def test_options_with_several_values_repeat():
+    args = parse("--eval", "a", "b", "--eval", "c", "--ignore", "x", "--ignore", "y")
+    assert args.eval == ["a", "b", "c"]
+    assert args.ignore == ["x", "y"]
+    assert parse().eval == []
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--solver", "nope", "--pattern", "2:4"], "--solver nope: "),
+        (["--pattern", "5:4"], "5:4"),
+        (["--pattern", "2:4", "--lam", "1.5"], "--lam 1.5: "),
+        (["--pattern", "2:4", "--targets", "("], "--targets: '(' is not a regular expression"),
+        (["--pattern", "2:4", "--calibration", "missing.txt"], "--calibration missing.txt"),
+        (["--pattern", "2:4", "--eval", "wikitext2", "missing.txt"], "--eval missing.txt"),
+        (["--pattern", "2:4", "--compact"], "--compact: only --pattern structured"),
+        (["--pattern", "2:4", "--device", "abacus"], "--device abacus"),
+        (["--pattern", "2:4", "--device", "cuda:99"], "--device cuda:99"),
+    ],
+)
+def test_wrong_option_is_found_before_loading(capsys, tmp_path, argv, words):
+    status, lines = failure(capsys, "prune", "no/such/model", "--output", tmp_path / "out", *argv)
+    assert status == 2
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_folder_is_not_overwritten_unasked(capsys, tmp_path):
+    (tmp_path / "keep.txt").write_text("mine")
+    prune = ["prune", tmp_path / "no-model", "--pattern", "2:4", "--output"]
+    status, lines = failure(capsys, *prune, tmp_path)
+    assert status == 2 and len(lines) == 1 and "--overwrite" in lines[0]
+    status, lines = failure(capsys, *prune, tmp_path / "keep.txt")
+    assert status == 2 and len(lines) == 1 and "is a file: give a folder" in lines[0]
+
+
+def test_model_is_not_pruned_into_its_own_folder(capsys):
+    status, lines = failure(capsys, "prune", DEMO, "--pattern", "2:4", "--output", DEMO, "--overwrite")
+    assert status == 2 and len(lines) == 1 and "the model's own folder" in lines[0]
+
+
+@pytest.mark.parametrize("argv", [["prune", "--pattern", "2:4", "--output", "out"], ["eval", "--dataset", "ptb"]])
+def test_model_that_cannot_be_loaded(capsys, tmp_path, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    command, *options = argv
+    status, lines = failure(capsys, command, tmp_path / "empty", *options)
+    assert status == 1
+    assert len(lines) == 1 and str(tmp_path / "empty") in lines[0] and "cannot be loaded" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_eval_checks_its_numbers_first(capsys):
+    status, lines = failure(capsys, "eval", "no/such/model", "--dataset", "x", "--batch-size", "0")
+    assert status == 2 and len(lines) == 1 and "--batch-size 0" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "error, status, message",
+    [
+        (cli.MoonshotError("two\nlines"), 1, "error: two lines\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_failure_is_one_line(capsys, monkeypatch, error, status, message):
+    def work(args):
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        messages.guard(work, None)
+    assert caught.value.code == status
+    assert capsys.readouterr().err == message
+    monkeypatch.setenv("MOONSHOT_DEBUG", "1")
+    with pytest.raises(type(error)):
+        messages.guard(work, None)
+
+
+@pytest.mark.parametrize(
+    "message, expected",
+    [
+        ("lam=1.5: λ lies between 0 and 1", "--lam 1.5: λ lies between 0 and 1"),
+        ("num_samples=20: short, set num_samples=9", "--num-samples 20: short, set --num-samples 9"),
+        ("max_memory: little; lower num_samples, set lam=1", "--max-memory: little; lower --num-samples, set --lam 1"),
+        ("resume_dir='/a/out.partial/run' cannot be written: full", "--output out cannot be written: full"),
+        ("work_dir='/a b/c': another run", "--output out: another run"),
+        ("directory='/a/out' is a file", "--output out is a file"),
+        ("the output of layer 0: a directory", "the output of layer 0: a directory"),
+        ('pattern="structured": use pattern="n:m"', "--pattern structured: use --pattern n:m"),
+        ("recompute=True: leave it out", "--recompute: leave it out"),
+        ("calibration=None: give some", "--calibration: give some"),
+        ("targets: '(' is no expression", "--targets: '(' is no expression"),
+        ("solver_options: power=-1: give a number", "--solver-option: power=-1: give a number"),
+        ("allocation['mlp']=2: a sparsity", "--allocation['mlp']=2: a sparsity"),
+        ("a pattern of a solver: its sparsity", "a pattern of a solver: its sparsity"),
+        ("model.layers.0.seed=1 /x/lam=1 --seed=2", "model.layers.0.seed=1 /x/lam=1 --seed=2"),
+    ],
+)  # fmt: skip
+def test_fields_are_named_as_options(message, expected):
+    assert messages.as_options(message, {}, "out") == expected
+
+
+def test_fields_that_a_command_has_several_of_are_named_by_their_plural():
+    from optimum_moonshot.commands.sweep import SWEPT
+
+    told = messages.as_options("lam=2: of lambdas=[0.5, 2], patterns=['2:4', '4:8'], lam is one", SWEPT, None)
+    assert told == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8, lam is one"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    def work(args):
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError):
+        messages.guard(work, None)
+
+
+def test_registration_imports_no_torch():
+    code = (
+        "import sys, runpy, optimum_moonshot, optimum_moonshot.__main__\n"
+        f"found = runpy.run_path({str(ROOT / 'optimum_moonshot/commands/register/register_moonshot.py')!r})\n"
+        "assert found['REGISTER_COMMANDS'][0].COMMAND.name == 'moonshot'\n"
+        "assert not {'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert not (ROOT / "optimum_moonshot" / "commands" / "register" / "__init__.py").exists()
+
+
+def test_function_survives_the_import_of_its_module():
+    import optimum_moonshot
+    import optimum_moonshot.functional
+
+    assert optimum_moonshot.prune_weight is optimum_moonshot.functional.prune_weight
+    assert set(optimum_moonshot.__all__) <= set(dir(optimum_moonshot))
+    assert all(getattr(optimum_moonshot, name) is not None for name in optimum_moonshot.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = optimum_moonshot.nothing
+
+
+def test_module_runs_as_a_program(tmp_path):
+    argv = ["prune", "m", "--output", str(tmp_path / "o"), "--pattern", "9"]
+    command = [sys.executable, "-m", "optimum_moonshot", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "MOONSHOT_DEBUG": ""})
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_prune_and_eval_end_to_end(capsys, tmp_path):
+    heldout = tmp_path / "heldout.txt"
+    heldout.write_text((DEMO / "heldout.txt").read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    output = tmp_path / "pruned"
+    options = ["--solver", "wanda", "--pattern", "2:4", "--lam", "1", "--num-samples", "16", "--sequence-length", "64"]
+    data = ["--calibration", DEMO / "calibration.txt", "--eval", heldout, "--device", "cpu"]
+    main([str(part) for part in ("prune", DEMO, "--output", output, *options, *data)])
+    printed = capsys.readouterr().out
+    report = json.loads((output / "moonshot_report.json").read_text(encoding="utf-8"))
+    assert f"sparsity    0.5000 over 28 layers, {report['model_sparsity']:.4f} of the whole model\n" in printed
+    assert f"saved       {output}" in printed
+    assert not output.with_name("pruned.partial").exists()
+
+    evaluation = json.loads((output / "moonshot_report.json").read_text(encoding="utf-8"))["evaluations"]["heldout.txt"]
+    assert evaluation["dense"] < evaluation["pruned"] < math.inf
+    main(["eval", str(output), "--dataset", str(heldout), "--sequence-length", "64", "--device", "cpu", "--json"])
+    measured = json.loads(capsys.readouterr().out)["perplexity"][str(heldout)]
+    assert measured == pytest.approx(evaluation["pruned"], rel=1e-3)
+
+
+def test_structured_pruning_and_compaction_end_to_end(capsys, tmp_path):
+    options = ["--solver", "magnitude", "--pattern", "structured", "--group-size", "8", "--device", "cpu", "--compact"]
+    main([str(part) for part in ("prune", DEMO, "--output", tmp_path / "small", "--sparsity", "0.25", *options)])
+    printed = capsys.readouterr().out
+    assert "intermediate_size 704 → 528" in printed and "parameters  3,475,712 → 2,935,040" in printed
+    assert (tmp_path / "small" / "model.safetensors").stat().st_size < 0.85 * (
+        DEMO / "model.safetensors"
+    ).stat().st_size
+    # Where nothing is dead, the result is saved all the same.
+    main([str(part) for part in ("prune", DEMO, "--output", tmp_path / "same", "--sparsity", "0", *options)])
+    assert "not compacted: nothing to compact" in capsys.readouterr().out
+    report = json.loads((tmp_path / "same" / "moonshot_report.json").read_text(encoding="utf-8"))
+    assert any("not compacted" in note for note in report["notes"])
+
+
+def test_prune_packed_and_convert(capsys, tmp_path):
+    packed, dense = tmp_path / "packed", tmp_path / "packed-dense"
+    options = ["--solver", "magnitude", "--pattern", "2:4", "--format", "packed", "--device", "cpu"]
+    main([str(part) for part in ("prune", DEMO, "--output", packed, *options)])
+    capsys.readouterr()
+    main(["convert", str(packed), "--format", "dense"])
+    printed = capsys.readouterr().out
+    assert f"saved       {dense}" in printed and "weights" in printed
+    sizes = [next(folder.glob("*.safetensors")).stat().st_size for folder in (packed, dense)]
+    assert sizes[0] < 0.8 * sizes[1]
+    main(["convert", str(dense), "--format", "packed", "--output", str(tmp_path / "again")])
+    assert not list(tmp_path.glob("*/.saving*"))
+    status, lines = failure(capsys, "convert", dense, "--format", "dense", "--output", tmp_path / "new")
+    assert status == 1 and "is a dense checkpoint already" in lines[-1]
+    for arguments, words in [
+        ([tmp_path / "nothing", "--format", "dense"], "not a folder"),
+        ([dense, "--format", "packed", "--output", packed], "--overwrite"),
+        ([dense, "--format", "packed", "--output", dense, "--overwrite"], "the model's own folder"),
+    ]:
+        status, lines = failure(capsys, "convert", *arguments)
+        assert status == 2 and words in lines[-1]
+
+
+def test_sweep_writes_table_plots_and_the_best_model(capsys, tmp_path):
+    output = tmp_path / "out"
+    given = ["--solver", "wanda", "--sparsities", "0.5", "--lambdas", "0.5", "1", "--seeds", "0", "1", "--save"]
+    given += ["--num-samples", "4", "--sequence-length", "16", "--calibration", DEMO / "calibration.txt"]
+    main([str(part) for part in ("sweep", DEMO, "--output", output, "--device", "cpu", *given)])
+    printed = capsys.readouterr().out
+    assert "calibration perplexity" in printed and "saved       " in printed
+    names = {path.name for path in output.iterdir()}
+    assert names == {"seed-0", "seed-1", "sweep.csv", "metric_by_lambda.png", "model"}
+    assert not output.with_name("out.partial").exists()
+    record = json.loads((output / "model" / "config.json").read_text(encoding="utf-8"))["moonshot"]
+    assert f"λ = {record['lam']:g}, seed 1" in printed and record["config"]["seed"] == 1
+
+
+def test_a_killed_sweep_goes_on_with_the_same_command(capsys, tmp_path, monkeypatch):
+    from optimum_moonshot.solvers.wanda import Wanda
+
+    given = ["--solver", "wanda", "--patterns", "2:4", "--lambdas", "1", "--targets", "layers.0", "--num-samples", "4"]
+    given += ["--sequence-length", "16", "--calibration", DEMO / "calibration.txt", "--device", "cpu"]
+    argv = [str(part) for part in ("sweep", DEMO, "--output", tmp_path / "out", *given)]
+    real, calls = Wanda.solve, []
+
+    def solve(self, *arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Wanda, "solve", solve)
+    assert failure(capsys, *argv)[0] == 130
+    main(argv)
+    assert len(calls) == 4 + 7 - 3 and {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--sparsities"),
+        (["--sparsities", "0.5", "0.7", "--save"], "--save"),
+        (["--sparsities", "0.5", "--lambdas", "1.5"], "--lambdas 1.5: "),
+        (["--sparsities", "0.5", "--recover", "blockwise"], "--recover blockwise: "),
+        (["--sparsities", "0.5", "--metric", "nowhere"], "--metric nowhere"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_found_before_loading(capsys, tmp_path, argv, words):
+    status, lines = failure(capsys, "sweep", "no/such/model", "--output", tmp_path / "out", *argv)
+    assert status == 2 and len(lines) == 1 and words in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["prune", "rotate", "sweep", "eval", "convert", "verify"])
+def test_an_option_has_its_whole_name(command, tmp_path, capsys):
+    """One that a command lacks would pass for another that begins alike."""
+    whole = {"convert": ["--format", "packed"], "verify": ["--revision", "main"], "eval": ["--runtime", "auto"]}
+    flag, *value = whole.get(command, ["--offload-dir", "spill"])
+    output = [] if command in ("eval", "convert", "verify") else ["--output", tmp_path / "out"]
+    with pytest.raises(SystemExit) as caught:
+        main([command, str(DEMO), *map(str, output), flag[:-2], *value])
+    assert caught.value.code == 2 and flag[:-2] in capsys.readouterr().err

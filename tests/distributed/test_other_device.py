@@ -1,0 +1,20 @@
+"""No tensor is left on the host: runs on a device that refuses to mix give what they give there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).parents[1] / "support" / "other_device_cases.py"
+
+
+@pytest.mark.slow
+def test_runs_on_another_device():
+    # A process of its own knows a device that others must not.
+    done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = list(map(json.loads, done.stdout.splitlines()))
+    assert len(rows) > 20
+    assert [row for row in rows if "error" in row or row["zeros"] or row["worst"] > 1e-4] == []

@@ -1,0 +1,259 @@
+"""Several processes prune what one prunes, whatever their number; one that fails ends all, and nothing is lost."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import make, token_batches
+from ranks import CASES, COMMANDS, DEMO, FEW
+
+from optimum_moonshot import MoonshotError
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.data.batches import batch_size, samples_between
+from optimum_moonshot.distributed.ranks import Ranks
+from optimum_moonshot.model.layers import find_structure
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1] / "support"
+ROOT = TESTS.parent
+SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
+FAILED = "rank 1 failed: no more of model.layers.0."
+STARVED = "experts, some starved"
+DIED = "rank 1 failed: its process has died (killed, or out of memory)"
+# Several processes have smaller caches each, and so more memory for statistics.
+OF_MEMORY = {
+    "rounds": None,
+    "memories that differ": None,
+    "chunks of rows": "chunks of rows, for the sake of memory",
+    "experts in parts": "its experts solved in",
+}
+
+
+def environment():
+    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def found_by(program, folder):
+    """(size, rank) → what a process of a program's runs found; (name, rank) → what else it did; and what it printed."""
+    command = [sys.executable, str(TESTS / program), str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = {}
+    for path in folder.glob("*.pt"):
+        what, size, rank = path.stem.split("-")
+        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
+    return found, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """As `found_by`; "folder" → where the processes wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found, told = found_by("ranks.py", folder)
+    expected = {(size, rank) for size in (1, 2, 4) for rank in range(size)} | {("dying", 0), ("breaking", 0)}
+    expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
+    assert found.keys() == expected, told
+    return {**found, "folder": folder}
+
+
+def assert_same(found, expected):
+    assert found["weights"].keys() == expected["weights"].keys()
+    assert all(torch.equal(found["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    assert found["said"] == expected["said"]
+
+
+def assert_alike(found, expected):
+    """The same masks, and weights to rounding."""
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, tensor in expected["weights"].items():
+        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
+
+
+def close(value, other):
+    """Numbers are, in lists and dictionaries; all else is equal."""
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(close(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(close, value, other))
+    return value == other or (isinstance(value, float) and value == pytest.approx(other, rel=1e-3, abs=1e-6))
+
+
+@pytest.mark.parametrize(("size", "name"), SEVERAL)
+def test_they_prune_what_one_prunes(done, size, name):
+    found, expected = done[size, 0][name], done[1, 0][name]
+    assert_alike(found, expected)
+    said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
+    assert said["notes"].pop().startswith(f"{size} processes shared the samples and the layers")
+    if name in OF_MEMORY:
+        notes = said.pop("notes"), one.pop("notes")
+        wanted = OF_MEMORY[name]
+        assert wanted is None or all(any(wanted in note for note in each) for each in notes)
+    assert close(said, one)
+
+
+def test_some_experts_are_starved(done):
+    assert any("experts" in note and "read fewer than" in note for note in done[1, 0][STARVED]["said"]["notes"])
+
+
+@pytest.mark.parametrize(("size", "name"), SEVERAL)
+def test_all_have_the_same_model(done, size, name):
+    for rank in range(1, size):
+        assert_same(done[size, rank][name], done[size, 0][name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_run_is_the_same_again(done, size):
+    assert_same(done[size, 0]["again"], done[size, 0]["sparsegpt"])
+
+
+def test_who_fails_tells_the_others(done):
+    assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["MoonshotError", "Deadly"]
+    assert FAILED in done[2, 0]["failure"]
+
+
+def test_the_next_run_is_not_disturbed(done):
+    assert_same(done[2, 0]["after the failure"], done[2, 0]["sparsegpt"])
+
+
+def test_more_processes_go_on_where_fewer_failed(done):
+    resumed, kept = done[4, 0]["resumed"], done[2, 0]["files"]
+    assert 14 <= len(kept) < 21  # two blocks of three are done, and what the first process had of the last one
+    notes = resumed["said"]["notes"]
+    assert notes[0] == f"{len(kept)} layers were taken over from an interrupted run"
+    for rank in range(1, 4):
+        assert_same(done[4, rank]["resumed"], resumed)
+    undisturbed = done[1, 0]["six samples"]
+    for name, tensor in undisturbed["weights"].items():
+        assert torch.equal(resumed["weights"][name] == 0, tensor == 0)
+        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["pass", "solver", "moving on", "experts", "recovery"])
+def test_who_is_out_of_memory_leaves_nobody_waiting(done, name):
+    case = {"experts": "more processes than experts", "recovery": "recovery"}.get(name, "sparsegpt")
+    found, other = (done[2, rank]["crowded"][name] for rank in range(2))
+    assert_same(found, other)
+    for key, tensor in done[1, 0][case]["weights"].items():
+        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
+        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-2, atol=1e-3)
+    notes = [note for note in found["said"]["notes"] if "out of memory on cpu " in note]
+    alone = {"solver": "rank 1: ", "recovery": "rank 0: "}.get(name, "")
+    assert any(note.startswith(f"{alone}out of memory") for note in notes)
+    assert len(notes) == len({note.partition("out of memory")[2] for note in notes})
+
+
+def test_who_is_always_out_of_memory_ends_all(done):
+    for rank in range(2):
+        assert "out of device memory: lower max_memory" in done[2, rank]["crowded"]["always"]
+
+
+def test_who_dies_is_named(done):
+    assert done["dying", 0] == {"killed": f"MoonshotError: {DIED}"}
+
+
+def test_who_dies_in_a_transfer_is_named(done):
+    assert done["breaking", 0] == {"broken": f"MoonshotError: {DIED}"}
+
+
+def test_processes_that_do_not_belong_together_say_so(done):
+    assert "the configuration of rank 0 differs from that of rank 1" in done[2, 0]["differing"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_samples_are_divided_in_order(size, count):
+    batches = [{"input_ids": torch.arange(10 * first, 10 * first + 2)[:, None]} for first in range(3)][: -(-count // 2)]
+    batches[-1] = {"input_ids": batches[-1]["input_ids"][: count - 2 * (len(batches) - 1)]}
+    parts = [Ranks(rank, size).part(count) for rank in range(size)]
+    assert [sample for part in parts for sample in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    divided = [samples_between(batches, part.start, part.stop) for part in parts]
+    assert [sum(map(batch_size, own)) for own in divided] == list(map(len, parts))
+    samples = torch.cat([batch["input_ids"] for own in divided for batch in own])
+    assert torch.equal(samples, torch.cat([batch["input_ids"] for batch in batches]))
+
+
+class Counted(InputStatistic):
+    """Of a user's, written for one process."""
+
+    def add(self, inputs, groups):
+        pass
+
+    def result(self):
+        return None
+
+
+def test_a_statistic_that_cannot_be_merged_is_refused():
+    model = make("llama")
+    (layer,) = find_structure(model, ["layers.1.mlp.up_proj"]).layers()
+    storage = Storage(torch.device("cpu"))
+    with Observer([layer], False, set(), 2, storage, extra=(Counted,), ranks=Ranks(0, 2)) as observer:
+        observer.begin(0, 1, None)
+        model(token_batches(1)[0]["input_ids"])
+        observer.end()
+    with pytest.raises(MoonshotError, match="Counted: it has no `merge`"):
+        observer.merge()
+
+
+def test_layers_are_divided_by_their_cost():
+    costs = [1.0, 1.0, 4.0, 3.0, 1.0]
+    owners = Ranks(0, 2).owners(costs)
+    assert owners == Ranks(1, 2).owners(costs)
+    assert [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in (0, 1)] == [5, 5]
+    assert Ranks(0, 4).owners([1.0]) == [0]
+
+
+def test_a_command_writes_and_prints_once(done):
+    first, other = (done["sweep", rank] for rank in range(2))
+    assert first["status"] == other["status"] == 0, first["err"]
+    assert "written     " in first["out"] and "saved       " in first["out"] and other["out"] == ""
+    assert (done["folder"] / "sweep" / "model" / "model.safetensors").is_file()
+    assert not (done["folder"] / "sweep.partial").exists()
+
+
+def test_a_command_that_fails_says_so_once(done):
+    assert [done["fails", rank]["status"] for rank in range(2)] == [1, 1]
+    said = [line for rank in range(2) for line in done["fails", rank]["err"].splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and re.match(r"error: rank \d failed: --targets", said[0])
+
+
+def test_a_command_for_one_process_refuses_others(done):
+    assert [done["convert", rank]["status"] for rank in range(2)] == [2, 2]
+    assert done["convert", 0]["err"].startswith("error: 2 processes: this command runs in one; ")
+    assert done["convert", 1]["err"] == ""
+
+
+def test_the_guide_has_the_figures_of_the_benchmark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
+    guide = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    for row in found["rows"]:
+        one = next(each for each in found["rows"] if each["run"] == row["run"] and each["processes"] == 1)
+        more = row["processor_seconds"] / one["processor_seconds"] - 1
+        overhead = "" if row is one else f"{more:.0%}"
+        figures = f"{row['seconds']:.1f} | {row['processor_seconds']:.1f} | {overhead}"
+        assert f"| {row['run']} | {row['processes']} | {figures} |".replace("|  |", "| |") in guide
+        alike = 0.99998 if row["run"].startswith("obc") else 0.99999  # where OBC's next choices follow from a tie
+        assert row["share_of_the_mask_that_is_the_first"] > alike
+
+
+def test_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "optimum_moonshot", "prune", str(DEMO), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    command += ["--calibration", str(DEMO / "calibration.txt"), "--num-samples", "3", "--sequence-length", "32"]
+    command += ["--pattern", "2:4", "--solver", "wanda"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.count("sparsity    0.5000 over 28 layers") == 1
+    assert len(re.findall("^saved", ended.stdout, re.MULTILINE)) == 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not (tmp_path / "out.partial").exists()

@@ -1,0 +1,245 @@
+"""Processes that divide matrices by their rows prune what one prunes, and stop together."""
+
+import dataclasses
+import re
+from math import inf
+
+import pytest
+import torch
+from objectives import full
+from row_shards import CASES, FEW, SIZES
+from test_ranks import DIED, assert_alike, assert_same, close, found_by
+from torch import nn
+
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.distributed.ranks import Ranks
+from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
+from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
+from optimum_moonshot.objective.row_slices import row_slices
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.row_share import is_divisible, row_parts
+from optimum_moonshot.pipeline.schedule import StatisticsSchedule, solving_cost
+from optimum_moonshot.pipeline.solve import total_losses
+from optimum_moonshot.solvers import make_solver
+
+SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
+MEMORY = "chunks of rows, for the sake of memory"
+# Expressions for the layers that are not divided by their rows.
+WHOLE = {
+    "convolutions": "grouped|depthwise",
+    "experts beside it": "experts",
+    "fewer rows than processes": "[kv]_proj",
+    (2, "fewer rows than processes"): "^$",
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """As `found_by`; ("dying", rank) → what the others say of one that died."""
+    found, told = found_by("row_shards.py", tmp_path_factory.mktemp("rows"))
+    expected = {(size, rank) for size in SIZES for rank in range(size)} | {("dying", 0), ("dying", 2)}
+    assert found.keys() == expected, told
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), SEVERAL)
+def test_they_prune_what_one_prunes(done, size, name):
+    found, expected = done[size, 0][name], done[1, 0][name]
+    assert_alike(found, expected)
+    said, one = ({**each["said"], "notes": [*each["said"]["notes"]]} for each in (found, expected))
+    assert said["notes"].pop() == f"{size} processes shared the samples and the layers"
+    if name == "too large for one":
+        del said["notes"], one["notes"]
+    assert close(said, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), SEVERAL)
+def test_all_have_the_same_model(done, size, name):
+    for rank in range(1, size):
+        assert_same(done[size, rank][name], done[size, 0][name])
+        assert done[size, rank][name]["divided"] == done[size, 0][name]["divided"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name"), SEVERAL)
+def test_the_rows_were_divided(done, size, name):
+    layers, divided = done[size, 0][name]["said"]["layers"], done[size, 0][name]["divided"]
+    whole = {layer for layer in layers if layer not in divided}
+    if name == "too large for one":
+        assert len(whole) == sum(MEMORY in note for note in done[size, 0][name]["said"]["notes"]) < len(layers)
+    else:
+        assert whole == {layer for layer in layers if re.search(WHOLE.get((size, name), WHOLE.get(name, "^$")), layer)}
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_again(done):
+    assert_same(done[2, 0]["again"], done[2, 0]["sparsegpt"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["damping that rises early, fewer samples than processes", "damping that rises late"])
+def test_all_take_the_largest_damping(done, name):
+    for *_, damping, _, _, _, _, _, _, _, notes in done[2, 0][name]["said"]["layers"].values():
+        assert damping == 0.1 and notes == ("damping raised from 0.01 to 0.1",)
+
+
+@pytest.mark.slow
+def test_more_processes_need_fewer_chunks_of_rows(done):
+    chunks = [sum(MEMORY in note for note in done[size, 0]["too large for one"]["said"]["notes"]) for size in (1, 2, 4)]
+    assert chunks[0] > chunks[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank", "minimise"])
+def test_who_is_out_of_memory_between_two_exchanges_tries_again(done, name):
+    found, other = (done[2, rank][name] for rank in range(2))
+    assert_same(found, other)
+    assert any(note.startswith("rank 1: out of memory on cpu") for note in found["said"]["notes"])
+    assert {key: tensor.tolist() for key, tensor in found["weights"].items()} == {
+        key: tensor.tolist() for key, tensor in done[2, 0]["cap"]["weights"].items()
+    }
+
+
+@pytest.mark.slow
+def test_who_fails_ends_all_with_one_line(done):
+    full = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
+    assert [done[2, rank]["in the middle"] for rank in range(2)] == [
+        f"MoonshotError: rank 1 failed: {full}",
+        f"MoonshotError: {full}",
+    ]
+    for rank in range(2):
+        said = done[2, rank]["singular"]
+        assert said.startswith("FactorizationError: model.layers.2.") and "at any damping of [0.01, 0.1, 1.0]" in said
+    assert done[2, 0]["failure"].startswith("MoonshotError: rank 1 failed: no more of model.layers.1.")
+    for rank in (0, 2):
+        assert done["dying", rank] == {"killed": f"MoonshotError: {DIED}"}
+
+
+@pytest.mark.slow
+def test_more_processes_go_on_where_fewer_failed(done):
+    resumed = done[3, 0]["resumed"]
+    assert resumed["said"]["notes"][0] == "7 layers were taken over from an interrupted run"
+    for rank in (1, 2):
+        assert_same(done[3, rank]["resumed"], resumed)
+    for name, tensor in done[1, 0]["six samples"]["weights"].items():
+        assert torch.equal(resumed["weights"][name] == 0, tensor == 0)
+        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=1e-3, atol=2e-5)
+
+
+def linear(d_out, d_in):
+    return PrunableLayer("layer", (nn.Linear(d_in, d_out),), False)
+
+
+def test_pieces_are_divided_where_some_would_wait():
+    two, four = Ranks(0, 2), Ranks(3, 4)
+    assert two.divide([1.0, 1.0], [0.5, 0.5]) == [0, 1]  # nobody waits
+    assert two.divide([3.0, 1.0, 1.0], [1.5, 0.5, 0.5]) == [None, 0, 1]
+    assert two.divide([3.0, 1.0, 1.0], [None, None, None]) == two.owners([3.0, 1.0, 1.0]) == [0, 1, 1]
+    assert four.divide([1.0], [0.25]) == [None]
+    assert Ranks(0, 3).divide([5.0, 5.0], [5 / 3, 5 / 3]) == [None, None]  # one alone makes it worse
+    assert four.divide([1.0, 1.0], [0.9, 0.9]) == [0, 1]  # what all do besides is most of it
+    assert two.divide([1.05, 1.0], [0.525, 0.5]) == [0, 1]  # costs are estimates
+    assert four.divide([inf, 1.0, 1.0], [5.0, 0.25, None])[0] is None  # too large for one
+    assert two.divide([], []) == []
+
+
+@pytest.mark.parametrize("samples", [3, 40])
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_rows_apart_are_the_rows_together(samples, lam):
+    torch.manual_seed(0)
+    weight, inputs, gradients = torch.randn(9, 16), torch.randn(16, 50), torch.randn(samples, 9, 16)
+    gradients, gram, sparsegpt = None if lam == 1 else gradients, inputs @ inputs.mT, make_solver("sparsegpt", {})
+    whole = full(weight, gram, gradients, lam)
+    squares = 0.0 if gradients is None else float(gradients.square().sum(0).mean())
+    totals = Totals(*whole.losses_at_zero, squares, samples)
+    expected = sparsegpt.solve(whole, NM(2, 4))
+    for rows in (slice(0, 4), slice(4, 9)):
+        part = full(weight[rows], gram, None if gradients is None else gradients[:, rows], lam, totals=totals)
+        assert part.scales == whole.scales and part.mean_diagonal() == pytest.approx(whole.mean_diagonal())
+        values, keep = sparsegpt.attempt(part, NM(2, 4), sparsegpt.damping)
+        assert torch.equal(keep, expected.keep[rows])
+        torch.testing.assert_close(values.masked_fill(~keep, 0), expected.weight[rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_row_has_a_process(size):
+    layer = linear(10, 4)
+    rows = [row for part in row_parts(layer, Ranks(0, size)) for row in range(10)[part]]
+    assert rows == list(range(10))
+
+
+def test_what_is_divided():
+    ranks, layer, half = Ranks(1, 4), linear(256, 256), [Unstructured(0.5)]
+    able = {name: is_divisible(layer, make_solver(name, {}), half, ranks) for name in ("obc", "cap", "sparsegpt")}
+    assert able == dict.fromkeys(able, True)
+    sparsegpt = make_solver("sparsegpt", {})
+    assert is_divisible(layer, sparsegpt, [NM(2, 4), Unstructured(0.5)], ranks)
+    assert not is_divisible(layer, make_solver("alps", {}), half, ranks)  # scales of all rows
+    assert not is_divisible(layer, make_solver("osscar", {}), [Structured(0.5)], ranks)
+    assert not is_divisible(layer, sparsegpt, half, Ranks())
+    assert not is_divisible(linear(255, 256), sparsegpt, half, ranks)  # tiny
+    assert not is_divisible(linear(3, 2**16), sparsegpt, half, ranks)
+    grouped = PrunableLayer("layer", (nn.Conv2d(512, 256, 2, groups=2),), False)
+    assert not is_divisible(grouped, sparsegpt, half, ranks)
+
+
+@pytest.mark.parametrize(
+    ("size", "room", "rounds", "divided"),
+    [(4, 68, 1, False), (4, 18, 2, False), (4, 16, 4, True), (3, 16, 4, True), (2, 16, 4, False)],
+)
+def test_what_is_too_large_for_one_process_is_divided(size, room, rounds, divided):
+    """With 16 samples each of four equal matrices has 17 times its bytes; divided by four processes 9 times."""
+    storage, layer = Storage(torch.device("cpu"), max_memory=2 * room * 4 * 256**2), linear(256, 256)
+    layers = [dataclasses.replace(layer, name=name) for name in "abcd"]
+    patterns, lams = dict.fromkeys("abcd", [Unstructured(0.5)]), dict.fromkeys("abcd", 0.5)
+    ranks = Ranks(0, size)
+    gathering = StatisticsSchedule(make_solver("sparsegpt", {}), patterns, lams, 16, storage, ranks=ranks)
+    assert len(gathering.rounds(layers)) == rounds
+    owners = gathering._owners(layers)
+    together = dict.fromkeys("abcd", row_parts(layer, ranks))
+    assert (owners == together) == divided
+    assert divided or sorted(owners.values()) == sorted([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
+
+
+def test_a_factor_of_all_rows_is_no_share():
+    """At λ = 1 SparseGPT's time is the factorisation, which every process would do."""
+    layer, patterns, sparsegpt = linear(256, 256), [NM(2, 4)], make_solver("sparsegpt", {})
+    whole, part = (solving_cost(sparsegpt, layer, patterns, 0, processes) for processes in (1, 4))
+    assert part > whole / 2
+    whole, part = (solving_cost(make_solver("obc", {}), layer, patterns, 0, processes) for processes in (1, 4))
+    assert part == whole / 4
+
+
+def test_one_elimination_is_counted_once():
+    layer, several = linear(8, 8), [Unstructured(0.5), Unstructured(0.75), NM(2, 4)]
+    cost = {name: solving_cost(make_solver(name, {}), layer, several) for name in ("obc", "sparsegpt")}
+    each = {name: solving_cost(make_solver(name, {}), layer, several[:1]) for name in cost}
+    assert cost["obc"] == 2 * each["obc"] and cost["sparsegpt"] == 3 * each["sparsegpt"]
+
+
+def test_the_losses_of_parts_add_up():
+    assert total_losses([RelativeLoss(0.25, None, 0.25), RelativeLoss(0.5, None, 0.5)]) == (0.75, None, 0.75)
+    assert total_losses([RelativeLoss(0.25, 1.0, 0.5), RelativeLoss(0.5, 2.0, 0.25)]) == (0.75, 3.0, 0.75)
+
+
+def test_a_piece_is_done_again_with_smaller_slices():
+    backoff, seen = Backoff(Storage(torch.device("cpu"))), []
+
+    def work():
+        seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"))))
+        if seen[-1] < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "found"
+
+    assert backoff.piece("layer", work) == "found" and seen == [1, 2, 4]
+    seen.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        backoff.piece("layer", lambda: seen.append(1) or crowded())
+    assert len(seen) == 2  # there are no slices: once more
+
+
+def crowded():
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,0 +1,218 @@
+"""vLLM serves packed checkpoints as it serves the dense ones of the same weights: `make test-vllm` runs this."""
+
+import gc
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_file_integrity import flip
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.checkpoint.packed_format import METHOD, Description
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: errors come as they are
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+vllm = pytest.importorskip("vllm")
+
+EDGE = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TEXT = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=64, **EDGE,
+)  # fmt: skip
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, num_key_value_heads=1, head_dim=32)),
+    "llama-tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, tie_word_embeddings=True)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**TEXT, num_key_value_heads=1)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=96, n_embd=64, n_inner=96, n_layer=2, n_head=2, n_positions=64, **EDGE)
+    ),
+    "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**TEXT)),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    ),
+}
+PATTERNS = {"2:4": {"pattern": "2:4"}, "0.7": {"pattern": "unstructured", "sparsity": 0.7}}
+# What vLLM merges into one layer.
+MERGED = {
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "self_attn.o_proj": ["self_attn.o_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+}
+PROMPTS = [{"prompt_token_ids": [(7 * n * n + 3 * place) % 90 + 5 for place in range(5 + n)]} for n in range(3)]
+
+
+KINDS = [*((name, pattern) for name in MODELS for pattern in PATTERNS), ("llama", "partly")]
+
+
+def save(folder, name, pattern):
+    """A pruned model with biases, in folders called as the formats."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter *= 5
+            elif parameter_name.endswith("bias"):
+                parameter.normal_()
+    settings = PATTERNS.get(pattern) or {
+        "pattern": "2:4",
+        "ignore": [r"layers\.0\.mlp", r"layers\.1\.self_attn\.q_proj"],
+    }
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", **settings))
+    pruner.prune(progress=False)
+    for format in ("dense", "packed"):
+        pruner.save_pretrained(folder / format, format=format)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a model; all are made before vLLM changes classes of transformers."""
+    root = tmp_path_factory.mktemp("saved")
+    for number, kind in enumerate(KINDS):
+        save(root / str(number), *kind)
+    return lambda name, pattern: root / str(KINDS.index((name, pattern)))
+
+
+@pytest.fixture
+def packed(saved, tmp_path):
+    """A packed copy to damage."""
+    return shutil.copytree(saved("llama", "2:4") / "packed", tmp_path / "packed")
+
+
+def load(folder, **options):
+    options = {"distributed_executor_backend": "uni", "dtype": "float32", **options}
+    return vllm.LLM(str(folder), skip_tokenizer_init=True, max_model_len=48, enforce_eager=True, **options)
+
+
+def generate(llm):
+    """Of every prompt: the greedy tokens, and the log-probabilities of some at each."""
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=12, logprobs=4, ignore_eos=True, detokenize=False)
+    outputs = [request.outputs[0] for request in llm.generate(PROMPTS, greedy, use_tqdm=False)]
+    return [
+        (list(output.token_ids), [{token: one.logprob for token, one in step.items()} for step in output.logprobs])
+        for output in outputs
+    ]
+
+
+def assert_same(found, expected):
+    for (tokens, steps), (wanted, wanted_steps) in zip(found, expected, strict=True):
+        assert tokens == wanted
+        for step, wanted_step in zip(steps, wanted_steps, strict=True):
+            assert step == pytest.approx(wanted_step, abs=1e-4)
+
+
+def weights(llm):
+    """Each linear layer's weight as it multiplies, and whether it is packed in memory, by its name."""
+
+    def read(model):
+        methods = {name: (module, getattr(module, "quant_method", None)) for name, module in model.named_modules()}
+        return {
+            name: (method.apply(module, torch.eye(module.input_size)).T, method.codec is not None)
+            for name, (module, method) in methods.items()
+            if type(method).__name__ == "PackedLinearMethod"
+        }
+
+    (found,) = llm.apply_model(read)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def released():
+    yield
+    gc.collect()
+
+
+@pytest.mark.parametrize(("name", "pattern"), KINDS)
+def test_packed_is_served_as_dense(name, pattern, saved):
+    folder = saved(name, pattern)
+    expected = generate(load(folder / "dense"))
+    assert len({one for _, steps in expected for step in steps for one in step.values()}) > 30
+    llm = load(folder / "packed")
+    assert_same(generate(llm), expected)
+    layers = weights(llm)
+    dense = {"model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"} if pattern == "partly" else set()
+    assert {name for name, (_, packed) in layers.items() if not packed} == dense
+    assert len(layers) == len(MERGED) * 2 - (4 if name == "mixtral" else 0)  # its experts are fused
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "partly"])
+def test_weights_are_those_of_the_files_bit_for_bit(pattern, saved):
+    folder = saved("llama", pattern)
+    stored, found = load_file(folder / "dense" / "model.safetensors"), weights(load(folder / "packed"))
+    for layer in ("model.layers.0", "model.layers.1"):
+        for name, parts in MERGED.items():
+            weight, _ = found[f"{layer}.{name}"]
+            assert torch.equal(weight, torch.cat([stored[f"{layer}.{part}.weight"] for part in parts]))
+
+
+def test_packed_experts_are_dense_in_memory_and_a_line_says_so(saved, caplog, monkeypatch):
+    folder = saved("mixtral", "2:4")
+    stored = load_file(folder / "packed" / "moonshot.safetensors")
+    assert sum(name.endswith("weight_packed") and ".experts." in name for name in stored) == 2 * 4 * 3
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    load(folder / "packed")
+    assert "the experts of 2 layers are dense in memory" in caplog.text
+
+
+def test_a_dense_checkpoint_is_packed_when_asked(saved):
+    folder = saved("qwen2", "0.7")
+    llm = load(folder / "dense", quantization="moonshot")
+    assert all(packed for _, packed in weights(llm).values())
+    assert_same(generate(llm), generate(load(folder / "dense")))
+
+
+def test_weights_are_not_loaded_again(saved):
+    llm = load(saved("llama", "2:4") / "packed")
+    with pytest.raises(MoonshotError, match="_proj is packed: weights cannot be loaded into it again"):
+        llm.collective_rpc("reload_weights")
+
+
+def test_two_processes_share_the_layers(saved, monkeypatch):
+    """Rows of q, k, v, gate and up are cut, columns of the others."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
+    folder = saved("llama-tied", "2:4")
+    expected = generate(load(folder / "dense"))
+    shared = load(folder / "packed", tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert_same(generate(shared), expected)
+
+
+def test_damage_is_refused(packed, monkeypatch):
+    flip(packed / "moonshot.safetensors")
+    with pytest.raises(MoonshotError, match="it is damaged: its checksum differs"):
+        load(packed)
+    monkeypatch.setenv("MOONSHOT_VERIFY", "0")
+    load(packed)
+
+
+def test_files_that_are_not_in_the_index_are_refused(packed):
+    shutil.copy(packed / "moonshot.safetensors", packed / "other.safetensors")
+    with pytest.raises(MoonshotError, match="vLLM would not load the files of the index"):
+        load(packed)
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"])
+def test_a_weight_that_is_in_no_file_is_missed(lost, packed):
+    path, index = packed / "moonshot.safetensors", packed / "moonshot.safetensors.index.json"
+    with safe_open(path, "pt") as file:
+        layers = Description.read(file.metadata()).layers
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(lost)}
+    layers.pop(lost, None)
+    save_file(tensors, path, {METHOD: Description.of(tensors, layers, 1).to_json()})
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    with pytest.raises(ValueError, match=r"gate_up_proj: 6144 of its 12288|not initialized.*1\.input_layernorm"):
+        load(packed)
+
+
+def test_a_later_format_is_refused(packed):
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["version"] = 9
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="update it"):
+        load(packed)

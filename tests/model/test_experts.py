@@ -1,0 +1,546 @@
+"""Fused experts: seen without a change, every expert a matrix of its own, whatever the family and the memory."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from checkpoints import tensors
+from marks import slow_but
+from models import token_batches
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned, prune_weight
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.statistic import InputStatistic
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.checkpoint.verification import verify
+from optimum_moonshot.data.batches import split_batches
+from optimum_moonshot.masks import Masks, find_pruned
+from optimum_moonshot.model.calls import frozen, run_model
+from optimum_moonshot.model.experts import ExpertsAdapter, expert_keys
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.model.losses import loss_gradient
+from optimum_moonshot.packing import weight_of
+from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from tiny_configs import tiny_config
+
+# Family, class: fused in every layout: plain, transposed, interleaved, with biases, without gates, of Switch's kind.
+FAMILIES = (  # fmt: skip
+    "afmoe",
+    "aria_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v4",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoehybrid",
+    "hunyuan_v1_moe",
+    "inkling_text",
+    "jamba",
+    "jetmoe",
+    "lfm2_moe",
+    "llama4_text",
+    "minimax_m2",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+LARGE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
+
+
+def family(name):
+    kinds = hf.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name not in kinds:
+        pytest.skip(f"this release of transformers has no {name}")
+    torch.manual_seed(0)
+    model = getattr(hf, kinds[name])(tiny_config(name, kinds[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.isfinite().all() or not parameter.any():  # left as memory was, or zeros
+                parameter.normal_(std=0.1)
+    return model
+
+
+def mixtral(experts=4, **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=experts)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=64)
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**{**sizes, **heads, **changes})).eval()
+
+
+def prune(model, batches=None, **options):
+    pruner = MoonshotPruner(model, MoonshotConfig(num_samples=6, **options))
+    pruner.prune(batches or token_batches(), progress=False)
+    return pruner
+
+
+def experts(model):
+    return [layer for layer in find_structure(model).layers() if layer.adapter.separate]
+
+
+def same(model, other):
+    mine, others = model.state_dict(), other.state_dict()
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+class Seen(InputStatistic):
+    """Counts the tokens that it is shown, group by group."""
+
+    def __init__(self, layer, storage, device):
+        self.count = torch.zeros(layer.groups)
+
+    def add(self, inputs, groups):
+        self.count[groups] += inputs.shape[1]
+
+    def result(self):
+        return self.count
+
+
+def observe(model, layers, batches, gradients=True):
+    samples = len(batches)
+    wanted = {layer.name for layer in layers} if gradients else set()
+    storage = Storage(torch.device("cpu"))
+    with frozen(model), Observer(layers, False, wanted, samples, storage, extra=(Seen,)) as observer:
+        for index, batch in enumerate(batches):
+            observer.begin(index, 1, None)
+            output = run_model(model, batch)
+            if gradients:
+                torch.autograd.backward(*loss_gradient(model, output, batch)[:2])
+            observer.end()
+    return {layer.name: observer.take(layer) for layer in layers}
+
+
+COMMON = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("name", slow_but(COMMON, FAMILIES))
+def test_every_family(name, tmp_path):
+    model = family(name)
+    fused = [module for module in model.modules() if expert_keys(module)]
+    found = experts(model)
+    if name == "aria_text" and not found:
+        pytest.skip("early releases of transformers have no experts that it counts")
+    assert len(found) == sum(len(expert_keys(module)) for module in fused) > 0
+    pruner = prune(model, pattern="2:4", lam=0.5)
+    reported = {layer.name for layer in pruner.report.layers}
+    for layer in experts(model):
+        assert layer.name in reported
+        assert ((layer.matrix.view(-1, 4) != 0).sum(1) == 2).all(), layer.name
+    for format in ("dense", "packed"):
+        pruner.save_pretrained(tmp_path / format, format=format)
+        loaded = type(model).from_pretrained(tmp_path / format, dtype=model.dtype)
+        assert same(loaded, model)
+        found = verify(tmp_path / format)
+        assert found and found.sparsity == pruner.report.sparsity, found.broken
+        loaded.save_pretrained(tmp_path / "again")
+        assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "dense").keys()
+    check_packed(tmp_path, found, pruner)
+
+
+def check_packed(folder, found, pruner):
+    """Every pruned weight is packed, in 9/16 of its bytes in 16 bits, or 17/32 of those in 32."""
+    assert all(layer.stored.startswith("packed") for layer in found.layers)
+    dense, packed = tensors(folder / "dense"), tensors(folder / "packed")
+    names = packed_names(folder / "packed")
+    whole = sum(dense[name].nbytes for name in names)
+    assert whole == 4 * sum(layer.shape[0] * layer.shape[1] for layer in pruner.report.layers)
+    assert sum(tensor.nbytes for name, tensor in packed.items() if weight_of(name) in names) == whole * 17 // 32
+
+
+def test_experts_below_each_other_stay_dense_with_the_reason():
+    """DBRX's: its calls are the parent's, of parts that no layout tells which way they multiply."""
+    config = tiny_config("dbrx", "DbrxForCausalLM")
+    config.attn_config.clip_qkv, width = 8, config.d_model
+    config.ffn_config.hidden_size = config.ffn_config.ffn_hidden_size = width  # early releases take one for the other
+    report = prune(hf.DbrxForCausalLM(config).eval(), pattern="2:4", lam=1.0).report
+    reasons = {name: why for name, why in report.skipped.items() if name.endswith("experts.mlp")}
+    assert len(reasons) == config.n_layers and all("experts one below the other" in why for why in reasons.values())
+    assert report.mostly_dense and "most of the model stayed dense" in report.table()
+    assert not [layer.name for layer in report.layers if "experts" in layer.name]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_mixtures_are_pruned_almost_whole(name):
+    kind = getattr(hf, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class().get_text_config())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(layer.shape[0] * layer.shape[1] for layer in find_structure(model).layers()) >= 0.9 * total
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "jetmoe"])
+def test_a_watched_model_does_what_it_did(name):
+    model, batch = family(name), token_batches()[0]
+    if hasattr(model, "set_experts_implementation") and name != "llama4_text":
+        model.set_experts_implementation("eager")
+    before = {key: dict(vars(module)) for key, module in model.named_modules()}
+    with torch.no_grad():
+        expected = run_model(model, batch).logits
+        with Observer(experts(model), False, set(), 6, Storage(torch.device("cpu"))) as observer:
+            observer.begin(0, 2, None)
+            assert torch.equal(run_model(model, batch).logits, expected)
+    for key, module in model.named_modules():
+        assert vars(module).keys() == before[key].keys()
+        assert vars(module).get("config") is before[key].get("config")
+        assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4_text", "nemotron_h", "jetmoe"])
+def test_gradients_are_autograds(name):
+    """A_n of every expert, from the calls that are seen, against the gradient of the fused parameter."""
+    model, batches = family(name).float(), split_batches(token_batches(), 1)[:3]
+    layers = experts(model)
+    found = observe(model, layers, batches)
+    for index, batch in enumerate(batches):
+        model.zero_grad()
+        output = run_model(model, batch)
+        torch.autograd.backward(*loss_gradient(model, output, batch)[:2])
+        for layer in layers:
+            expected = layer.as_matrix(layer.parameter.grad)
+            gradient = found[layer.name].gradients.gradients[index]
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max() + 1e-9))
+
+
+def test_gram_matrices_are_those_of_the_routed_tokens():
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    module = model.model.layers[0].mlp
+    expected, tokens = torch.zeros(4, 16, 16), torch.zeros(4)
+
+    def route(_, args):
+        hidden, index, _ = args
+        for expert in range(4):
+            mine = hidden[(index == expert).any(1)]
+            expected[expert] += mine.T @ mine
+            tokens[expert] += len(mine)
+
+    handle = module.experts.register_forward_pre_hook(route)
+    layer = experts(model)[0]
+    found = observe(model, [layer], batches, gradients=False)[layer.name]
+    handle.remove()
+    torch.testing.assert_close(found.inputs, expected)
+    assert torch.equal(found.tokens.float(), tokens) and torch.equal(found.extra[Seen], tokens)
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "obc", "cap"])
+@pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
+def test_an_expert_is_a_matrix_of_its_own(solver, pattern):
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    dense, layer = copy.deepcopy(model), experts(model)[-1]  # the last of the last block, which nothing follows
+    found = observe(dense, [experts(dense)[-1]], batches)[layer.name]
+    options = dict(solver=solver, pattern=pattern, lam=0.5, under_calibrated_experts="routed")
+    options |= {} if pattern == "2:4" else {"sparsity": 0.5}
+    prune(model, batches, **options)
+    size = layer.shape[0] // 4
+    for expert in range(4):
+        rows = slice(expert * size, (expert + 1) * size)
+        weight, gradients = experts(dense)[-1].matrix[rows], found.gradients.gradients[:, rows]
+        alone = prune_weight(weight, found.inputs[expert], gradients, config=MoonshotConfig(**options))
+        torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(pattern="2:4"), dict(sparsity=0.5, solver="obc"), dict(sparsity=0.6, lam=1.0)]
+)
+def test_the_memory_changes_nothing(options):
+    results = []
+    for memory in (None, "60KiB" if "lam" not in options else "10KiB"):
+        model = mixtral()
+        pruner = prune(model, **{"lam": 0.5, **options}, max_memory=memory)
+        results.append(model)
+        assert any("experts solved in" in note for note in pruner.report.notes) == (memory is not None)
+    assert same(*results)
+
+
+def starving(model):
+    """Without a token for expert 2 of the first block."""
+    with torch.no_grad():
+        weight = model.model.layers[0].mlp.gate.weight
+        weight[2] = -100 * weight[[0, 1, 3]].mean(0)
+        model.model.layers[0].post_attention_layernorm.weight.abs_()
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda module, args, output: never(output))
+    return model
+
+
+def never(output):
+    """The router's choice without expert 2."""
+    logits, weights, index = output
+    other = torch.where((index == 3).any(1, keepdim=True), torch.where((index == 0).any(1, keepdim=True), 1, 0), 3)
+    return logits, weights, torch.where(index == 2, other, index)
+
+
+def test_experts_without_tokens_are_named():
+    for how, told in (("all", "have the Gram matrix of all tokens"), ("magnitude", "go by magnitude")):
+        model = starving(mixtral())
+        dense = copy.deepcopy(model)
+        pruner = prune(model, sparsity=0.5, lam=0.5, under_calibrated_experts=how)
+        notes = [note for note in pruner.report.notes if told in note]
+        assert len(notes) == 2 and all("model.layers.0.mlp.experts" in note and "experts 2 " in note for note in notes)
+        layer, before = experts(model)[0], experts(dense)[0]
+        rows = slice(2 * 48, 3 * 48)
+        kept, weight = layer.matrix[rows] != 0, before.matrix[rows]
+        assert int(kept.sum()) == 48 * 16 // 2
+        largest = weight.abs() >= weight.abs().flatten().kthvalue(48 * 16 // 2 + 1).values
+        assert torch.equal(kept, largest) == (how == "magnitude")
+
+
+def test_many_experts_without_tokens_are_named_in_few_words():
+    """A layer may have hundreds of them."""
+    model = mixtral(experts=8)
+    always = lambda module, args, output: (*output[:2], torch.tensor([0, 5]).expand_as(output[2]))  # noqa: E731
+    model.model.layers[0].mlp.gate.register_forward_hook(always)
+    notes = prune(model, sparsity=0.5, lam=1.0).report.notes
+    assert "model.layers.0.mlp.experts.gate_up_proj: experts 1 to 4, 6, 7 read fewer than 4 tokens" in " ".join(notes)
+
+
+def test_only_starved_experts_are_solved_otherwise():
+    """One that reads no token leaves the others as they are, whatever their numbers."""
+    model = starving(mixtral())
+    dense, batches = copy.deepcopy(model), split_batches(token_batches(), 1)
+    layer, before = experts(model)[1], experts(dense)[1]
+    found = observe(dense, [before], batches)[before.name]
+    options = dict(sparsity=0.5, lam=0.5, under_calibrated_experts="routed")
+    prune(model, batches, **options, targets=[r"0\.mlp\.experts\.down"])
+    rows = slice(0, 16)
+    weight, gradients = before.matrix[rows], found.gradients.gradients[:, rows]
+    alone = prune_weight(weight, found.inputs[0], gradients, config=MoonshotConfig(**options))
+    torch.testing.assert_close(layer.matrix[rows], alone.weight, rtol=1e-3, atol=1e-5)
+
+
+def test_without_data_every_expert_goes_by_magnitude():
+    model, dense = mixtral(), mixtral()
+    MoonshotPruner(model, MoonshotConfig(solver="magnitude", sparsity=0.5)).prune(progress=False)
+    for layer, before in zip(experts(model), experts(dense), strict=True):
+        for pruned, weight in zip(layer.parameter, before.parameter, strict=True):
+            least = weight.abs().flatten().kthvalue(weight.numel() // 2).values
+            assert torch.equal(pruned != 0, weight.abs() > least)
+
+
+@pytest.mark.parametrize("recover", ["blockwise", "gradual"])
+def test_recovery_keeps_the_zeros_of_every_expert(recover):
+    model, plain = mixtral(), mixtral()
+    options = dict(sparsity=0.5, lam=1.0)
+    prune(plain, **options)
+    report = prune(model, **options, recover=recover, recover_steps=8).report
+    assert all(block.loss_after <= block.loss_before for block in report.recovery)
+    for layer in experts(model):
+        matrices = layer.matrix.unflatten(0, (4, -1))
+        assert all(int((matrix == 0).sum()) == matrix.numel() // 2 for matrix in matrices)
+    assert not same(model, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 0.5, "allocation": "fisher"},
+        {"sparsity": 0.5, "pattern": "n:4", "allocation": "fisher"},
+        {"sparsity": 0.5, "allocation": "owl"},
+        {"sparsity": 0.5, "recompute": True},
+        {"sparsity": 0.5, "rotation": "learned", "rotation_steps": 3},
+    ],
+    ids=str,
+)
+def test_experts_are_pruned_with_every_step(options):
+    report = prune(mixtral(), lam=0.5, **options).report
+    assert abs(report.sparsity - 0.5) < 0.01 and sum("experts" in layer.name for layer in report.layers) == 4
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_changed_experts_are_found(name, tmp_path):
+    """In a dense checkpoint: what was zero and is no more; fused there, or expert by expert."""
+    model = family(name)
+    prune(model, sparsity=0.5, lam=1.0).save_pretrained(tmp_path)
+    assert verify(tmp_path) and same(load_pruned(tmp_path), model)
+    with torch.no_grad():
+        experts(model)[0].parameter.fill_(1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MoonshotError, match=r"experts.gate_up_proj: it has 0 zeros, its report says"):
+        load_pruned(tmp_path)
+    assert not verify(tmp_path)
+
+
+def packed_names(folder):
+    return {weight_of(name) for name in tensors(folder) if weight_of(name) != name}
+
+
+def test_some_experts_are_packed_and_others_not(tmp_path):
+    """In many files, so that one has a part of a layer's experts."""
+    model = mixtral().bfloat16()
+    pruner = MoonshotPruner(model, MoonshotConfig(solver="magnitude", sparsity=0.5))
+    pruner.prune(progress=False)
+    with torch.no_grad():
+        for layer in experts(model):
+            layer.parameter[1:3] = 1
+    pruner.save_pretrained(tmp_path / "packed", format="packed", max_shard_size="4KB")
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 5
+    packed = packed_names(tmp_path / "packed")
+    for block in range(2):
+        for expert in range(4):
+            name = f"model.layers.{block}.block_sparse_moe.experts.{expert}.w3.weight"
+            assert (name in packed) == (expert in (0, 3)) == (name not in tensors(tmp_path / "packed"))
+    auto = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    kept = load_pruned(tmp_path / "packed", runtime="packed")
+    assert same(auto, model) and same(kept.model.layers[1].mlp.experts, model.model.layers[1].mlp.experts)
+    wide = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32, device_map="cpu")
+    assert same(wide, copy.deepcopy(model).float())
+    places = {"model.layers.1": "disk", "model.layers.0": "cpu", "model.embed_tokens": "cpu", "lm_head": "cpu"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu"}
+    offloaded = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    with torch.no_grad():
+        assert torch.equal(run_model(offloaded, token_batches()[0]).logits, run_model(model, token_batches()[0]).logits)
+    assert same(hf.AutoModel.from_pretrained(tmp_path / "packed"), model.model)
+    for folder, source, format in (("dense", "packed", "dense"), ("again", "dense", "packed")):
+        convert(tmp_path / source, tmp_path / folder, format)
+    assert (
+        same(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), model)
+        and packed_names(tmp_path / "again") == packed
+    )
+    auto.save_pretrained(tmp_path / "saved")
+    assert tensors(tmp_path / "saved").keys() == tensors(tmp_path / "dense").keys()
+
+
+def test_an_expert_that_is_not_nm_any_more_is_named(tmp_path):
+    model = mixtral()
+    pruner = prune(model, pattern="2:4", lam=1.0)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[2, 24, 4:8] = 1
+    name = r"^model\.layers\.1\.block_sparse_moe\.experts\.2\.w3: it is not 2:4: 4 of 4 weights from row 0, input 4 on"
+    with pytest.raises(MoonshotError, match=name):
+        pruner.save_pretrained(tmp_path, format="packed")
+
+
+def test_a_lost_expert_is_named(tmp_path, monkeypatch):
+    prune(mixtral(), pattern="2:4", lam=1.0).save_pretrained(tmp_path, format="packed")
+    (path,) = tmp_path.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    lost = "model.layers.0.block_sparse_moe.experts.3.w1.weight_meta"
+    save_file({name: tensor for name, tensor in found.items() if name != lost}, path, metadata)
+    with pytest.raises(MoonshotError, match=r"experts\.3\.w1: .*weight_meta.* is missing"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_masks_hold_while_training():
+    model = mixtral()
+    prune(model, sparsity=0.5, lam=1.0)
+    zeros = [layer.parameter == 0 for layer in experts(model)]
+    masks = Masks(find_pruned(model))
+    before = [layer.parameter.detach().clone() for layer in experts(model)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for batch in token_batches()[:3]:
+        optimizer.zero_grad()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        masks.apply()
+    for layer, zero, old in zip(experts(model), zeros, before, strict=True):
+        assert not layer.parameter[zero].any() and not torch.equal(layer.parameter, old)
+
+
+def test_all_tokens_reach_every_expert():
+    model, batches = mixtral(), split_batches(token_batches(), 1)
+    seen = []
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch)
+    handle.remove()
+    tokens = torch.cat(seen)
+    layers = experts(model)
+    gate_up, down = layers[2], layers[3]
+
+    class Step:
+        def observe(self, observer, last):
+            with torch.no_grad():
+                for index, batch in enumerate(batches):
+                    observer.begin(index, 1, None)
+                    run_model(model, batch)
+                    observer.end()
+
+    everyone = UnderCalibratedExperts("all", "all", False, len(batches), [], Backoff(Storage(torch.device("cpu"))))
+    starved = {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
+    found = everyone.all_tokens(Step(), [gate_up, down], starved, sums)
+    assert found == {(name, expert) for name, some in starved.items() for expert in some}
+    for expert in range(4):
+        torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
+    gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
+    inner = functional.silu(gate) * up
+    torch.testing.assert_close(sums[down.name][1], inner.T @ inner, rtol=1e-4, atol=1e-6)
+    assert (sums[down.name][[0, 2, 3]] == 7).all()
+
+
+def test_calibration_by_all_tokens_differs_and_runs_with_every_solver():
+    results = [mixtral() for _ in range(2)]
+    for model, tokens in zip(results, ("routed", "all"), strict=True):
+        prune(model, pattern="2:4", lam=0.5, expert_tokens=tokens)
+    assert not same(*results)
+    for solver in ("wanda", "obc", "cap"):
+        prune(mixtral(), sparsity=0.5, solver=solver, lam=0.5, expert_tokens="all")
+
+
+def test_experts_that_are_computed_together_are_refused():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts = 3
+            self.up_proj = nn.Parameter(torch.randn(3, 8, 8))
+
+        def forward(self, x):
+            return torch.einsum("ti,eoi->to", x, self.up_proj)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.experts = nn.Linear(8, 8), Experts()
+
+        def forward(self, x):
+            return self.experts(self.linear(x).flatten(0, -2)).view_as(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block()])
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    data = [{"x": torch.randn(1, 5, 8)} for _ in range(6)]
+    with pytest.raises(MoonshotError, match=r"Experts.up_proj: its experts are computed by einsum.*ignore="):
+        prune(Model(), data, pattern="2:4", lam=1.0)
+    model = Model()
+    prune(model, data, pattern="2:4", lam=1.0, ignore=("up_proj",))
+    assert model.layers[0].experts.up_proj.all()
+
+
+def test_bad_choices_are_refused():
+    with pytest.raises(MoonshotError, match="expert_tokens='some': use .routed. or .all."):
+        MoonshotConfig(sparsity=0.5, expert_tokens="some")
+    with pytest.raises(MoonshotError, match="under_calibrated_experts=None: use .all. or .magnitude. or .routed."):
+        MoonshotConfig(sparsity=0.5, under_calibrated_experts=None)
+
+
+def test_layouts_are_told_apart():
+    assert not ExpertsAdapter(family("mixtral").model.layers[0].mlp.experts, "down_proj").transposed
+    assert ExpertsAdapter(family("llama4_text").model.layers[0].feed_forward.experts, "down_proj").transposed
+    assert expert_keys(nn.Conv1d(4, 4, 3)) == [] == expert_keys(nn.Linear(3, 3))

@@ -1,0 +1,178 @@
+"""A basis learned for a model whose decoder layers are on disk, and what it writes for itself: one layer at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from marks import slow_but
+from models import CAUSAL, GROUPED, make, spread, token_batches
+from safetensors.torch import load_file
+from test_offload import assert_equal, tensors
+
+from optimum_moonshot import MoonshotConfig, MoonshotPruner
+from optimum_moonshot.__main__ import main
+from optimum_moonshot.data.self_calibration import SelfCalibration
+from optimum_moonshot.errors import MoonshotError
+from optimum_moonshot.model.layers import find_blocks
+from optimum_moonshot.model.offload import is_offloaded
+from optimum_moonshot.model.structured_groups import find_units, probe_inputs
+from optimum_moonshot.rotation.search import find
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+OPTIONS = {"pattern": "2:4", "num_samples": 4, "sequence_length": 12, "batch_size": 2, "lam": 0.5}
+ROTATED = {**OPTIONS, "rotation": "learned", "rotation_steps": 2}
+FEW = ("llama", "gpt2", "mixtral")  # the others take too long for every run
+
+
+def shaken(name):
+    """A model whose norms have gains, and shifts, of their own."""
+    model = make(name)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+def pruned(folder, place, to):
+    """The weights that a run leaves, or why there was none."""
+    pruner = MoonshotPruner.from_pretrained(folder, MoonshotConfig(**ROTATED), offload=place)
+    try:
+        pruner.prune(token_batches(samples=4), progress=False)
+    except MoonshotError as error:
+        return str(error)
+    pruner.save_pretrained(to)
+    return tensors(to)
+
+
+def assert_same(found, expected):
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("name", slow_but(FEW, CAUSAL))
+def test_the_same_basis_with_one_layer_at_a_time(name, tmp_path, brought):
+    shaken(name).save_pretrained(tmp_path / "dense")
+    expected = pruned(tmp_path / "dense", None, tmp_path / "memory")
+    assert_same(pruned(tmp_path / "dense", "disk", tmp_path / "disk"), expected)
+    assert brought.most == 1
+    assert name not in FEW or not isinstance(expected, str)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bloom"])
+def test_the_same_spaces_and_units(name, tmp_path, brought):
+    shaken(name).save_pretrained(tmp_path)
+    found = []
+    for place in (None, "disk"):
+        model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
+        batch = probe_inputs(model)
+        spaces, refused = find(model, batch, False)
+        units, why = find_units(model, batch)
+        places = [
+            (space.name, space.width, [(at.at.name, at.at.axis, str(at.index)) for at in space.places])
+            for space in spaces
+        ]
+        foldings = [(folding.norm.gain, len(folding.readers)) for space in spaces for folding in space.foldings]
+        found.append(
+            (str((places, foldings, refused, why)), {name: unit.columns.tolist() for name, unit in units.items()})
+        )
+    assert found[1] == found[0] and brought.most == 1
+    assert is_offloaded(model) and all(p.is_meta for _, block in find_blocks(model) for p in block.parameters())
+
+
+def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeypatch):
+    shaken("llama").save_pretrained(tmp_path)
+    pruner = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**ROTATED), offload="disk")
+    ids = torch.arange(10)[None]
+    before = pruner.model(ids).logits
+    for moment in ("verify", "gather", "learn", "check_same"):
+        with monkeypatch.context() as patch:
+
+            def fail(*_, **__):
+                raise KeyboardInterrupt
+
+            patch.setattr(f"optimum_moonshot.runs.rotate.{moment}", fail)
+            with pytest.raises(KeyboardInterrupt):
+                pruner.prune(token_batches(samples=4), progress=False)
+        assert torch.equal(pruner.model(ids).logits, before)
+
+
+@pytest.mark.parametrize("settings", [ROTATED, {**OPTIONS, "solver": "wanda"}], ids=["rotated", "tied"])
+def test_a_tied_head_whose_both_ends_are_on_disk(settings, tmp_path):
+    torch.manual_seed(0)
+    model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "tie_word_embeddings": True})))
+    model.model.norm.weight.data += 0.3 * torch.randn(model.model.norm.weight.shape)
+    model.save_pretrained(tmp_path / "dense")
+    device_map = {"model.embed_tokens": "disk", "model.norm": "disk", "lm_head": "disk", "model.rotary_emb": "cpu"}
+    device_map |= {f"model.layers.{place}": "disk" for place in range(3)}
+    found = []
+    for number, options in enumerate(({}, {"device_map": device_map, "offload_folder": str(tmp_path / "folder")})):
+        loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "dense", **options)
+        if not runs(loaded):
+            pytest.skip("this release of transformers cannot run such a model: it takes one weight on disk for another")
+        pruner = MoonshotPruner(loaded, MoonshotConfig(**settings))
+        pruner.prune(token_batches(samples=4), progress=False)
+        assert "rotation" not in settings or pruner.report.rotation.untied_bytes
+        logits = pruner.model(torch.arange(10)[None]).logits
+        pruner.save_pretrained(tmp_path / str(number))
+        found.append(load_file(tmp_path / str(number) / "model.safetensors"))
+        found.append({"logits": logits})
+    assert ("lm_head.weight" in found[0]) == ("rotation" in settings)
+    assert_same(found[2], found[0])
+    assert_same(found[3], found[1])
+
+
+def runs(model):
+    """Whether a dense model does."""
+    try:
+        model(torch.arange(10)[None])
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_a_model_writes_the_same_samples(tmp_path, brought):
+    shaken("llama").save_pretrained(tmp_path)
+    source, found = SelfCalibration(), []
+    for place in (None, "disk"):
+        pruner = MoonshotPruner.from_pretrained(
+            tmp_path, MoonshotConfig(**{**OPTIONS, "solver": "wanda"}), offload=place
+        )
+        found.append(pruner.prune(source, progress=False).calibration["digest"])
+    assert found[0] == found[1] and brought.most == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rotate", "--rotation-steps", "2", "--pattern", "2:4"),
+        ("sweep", "--lambdas", "0.5", "1", "--patterns", "2:4", "--save"),
+    ],
+)
+def test_commands_leave_layers_on_disk(command, tmp_path, brought):
+    given = [command[0], str(DEMO), "--calibration", str(DEMO / "calibration.txt"), "--num-samples", "4"]
+    given += ["--sequence-length", "32", *command[1:]]
+    for name, place in (("memory", []), ("disk", ["--offload", "disk"])):
+        main([*given, "--output", str(tmp_path / name), *place])
+        assert brought.most == (1 if place else 0)
+    found = [sorted((tmp_path / name).rglob("*.safetensors")) for name in ("disk", "memory")]
+    assert_same(*(load_file(path) for (path,) in found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["one-shot", "recovered"])
+@pytest.mark.parametrize(("name", "goal"), [("llama", 0.6), ("mixtral", "2:4")])
+def test_the_recipes(name, goal, budget, tmp_path):
+    shaken(name).save_pretrained(tmp_path / "dense")
+    fields = {key: OPTIONS[key] for key in ("num_samples", "sequence_length", "batch_size")} | {"rotation_steps": 2}
+    fields |= {"recover_steps": 3} if budget == "recovered" else {}
+    for place in (None, "disk"):
+        config = MoonshotConfig.recipe(goal, budget=budget, **fields)
+        pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", config, offload=place)
+        pruner.prune(token_batches(samples=4), progress=False)
+        pruner.save_pretrained(tmp_path / str(place))
+    assert_equal(tmp_path / "disk", tmp_path / "None")

@@ -1,0 +1,298 @@
+"""Statistics on the pruned prefix, against the same model with its first blocks literally pruned."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from models import CAUSAL, EDGE, image_batches, make, token_batches
+from test_block_pipeline import CHAINS, CONVOLUTIONAL, batches_for, close, slow_statistics
+from test_pruner import assert_same, config, prune, weights
+from torch import nn
+
+from optimum_moonshot import MoonshotError, MoonshotPruner
+from optimum_moonshot.calibration.observer import Observer
+from optimum_moonshot.calibration.storage import Storage
+from optimum_moonshot.data.batches import shorten
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.recompute import RecomputedPasses, find_entrance, lent
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
+
+SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
+
+
+class Boom(Exception):
+    pass
+
+
+def masked(layer):
+    """A pruned weight that differs from the dense one clearly and the same way every time."""
+    generator = torch.Generator().manual_seed(layer.shape[0] + len(layer.name))
+    return layer.matrix * (torch.rand(layer.shape, generator=generator) < 0.5)
+
+
+def gather(model, batches, gradients=True, targets=None):
+    """{layer: statistics}, and the passes, with every layer "pruned" by `masked` once its step is over."""
+    structure, storage = find_structure(model, targets), Storage(torch.device("cpu"))
+    pruned = {layer.name: masked(layer) for layer in structure.layers()}
+    samples = sum(len(next(iter(batch.values()))) for batch in batches)
+    found = {}
+    passes = RecomputedPasses(model, structure, batches, None, storage, lambda layer: pruned[layer.name])
+    with frozen(model):
+        for step in passes.steps(shorten(batches[0]), gradients):
+            wanted = {layer.name for layer in step.layers} if gradients else set()
+            with Observer(list(step.layers), False, wanted, samples, storage) as observer:
+                step.observe(observer, True)
+            found |= {layer.name: observer.take(layer) for layer in step.layers}
+    return found, passes, pruned
+
+
+def check(model, batches, gradients=True, targets=None):
+    before = weights(model)
+    found, passes, pruned = gather(model, batches, gradients, targets)
+    assert_same(model, before)
+    literal = copy.deepcopy(model)
+    structure = find_structure(literal, targets)
+    stages = [block.layers for block in structure.blocks if block.layers] + [(layer,) for layer in structure.outside]
+    for layers in stages:
+        grams, samples = slow_statistics(literal, list(layers), batches)
+        for layer in layers:
+            assert close(found[layer.name].inputs, grams[layer.name]), layer.name
+            fisher = found[layer.name].gradients
+            assert (fisher is not None) == gradients
+            assert fisher is None or close(fisher.gradients, samples[layer.name])
+        for layer in layers:
+            layer.assign(pruned[layer.name])
+    return passes
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", [*CHAINS])
+def test_they_are_those_of_a_model_whose_prefix_is_pruned(name, gradients):
+    batches = batches_for(name, padded=True) if name in CAUSAL else batches_for(name)
+    targets = ("self_attn",) if name == "mixtral" else None  # experts want one sample at a time
+    passes = check(make(name), batches, gradients, targets)
+    # 3 blocks, whose pruned selves give the next one's inputs; with gradients it and those behind it run twice.
+    counts = (2 * (3 + 2 + 1) + 2, 3 + 2 + 1) if gradients else (3 + 2, 0)
+    assert (passes.forward, passes.backward, passes.whole) == (*counts, 0)
+
+
+def test_layers_outside_of_the_blocks_come_last():
+    passes = check(make("llama"), token_batches(padded=True), targets=[r"layers\.[12]\.", "lm_head"])
+    assert passes.forward == 1 + 2 * 2 + 1 + 2 * 1 and passes.whole == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "albert"])
+def test_masked_language_models_at_lambda_one(name):
+    passes = check(make(name), token_batches(padded=True), gradients=False)
+    assert (passes.whole > 0) == (name == "albert")
+
+
+def test_a_block_that_hands_more_than_its_hidden_state_to_the_next_is_never_skipped():
+    torch.manual_seed(0)
+    model = hf.T5ForTokenClassification(hf.T5Config(**SHARED, num_labels=96)).eval()
+    batches = token_batches(padded=True)
+    blocks = find_structure(model).blocks
+    with frozen(model):
+        assert is_sequential(model, blocks, shorten(batches[0]), False, None)
+        assert find_entrance(model, blocks, shorten(batches[0])) is None
+    passes = check(model, batches, gradients=False)
+    assert (passes.forward, passes.whole) == (0, 3)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_what_is_no_chain_runs_as_a_whole(name, gradients):
+    model = make(name)
+    passes = check(model, image_batches(), gradients)
+    structure = find_structure(model)
+    stages = sum(bool(block.layers) for block in structure.blocks) + len(structure.outside)
+    assert (passes.forward, passes.whole) == (0, stages) and stages > 1
+
+
+@pytest.mark.parametrize("name", list(CAUSAL))
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_every_architecture(name, lam):
+    model = make(name)
+    report = prune(model, token_batches(padded=True), recompute=True, lam=lam).report
+    assert report.sparsity == 0.5
+    assert any("recomputed on the pruned prefix" in note and "whole model" not in note for note in report.notes)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda"])
+@pytest.mark.parametrize("lam", [1.0, 0.5])
+def test_one_block_is_as_in_one_shot_and_later_ones_are_not(solver, lam):
+    once, again = make("llama"), make("llama")
+    prune(once, solver=solver, lam=lam, targets=[r"layers\.0\."])
+    prune(again, solver=solver, lam=lam, targets=[r"layers\.0\."], recompute=True)
+    for name, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, once.state_dict()[name], rtol=1e-4, atol=1e-5)
+    once, again = make("llama"), make("llama")
+    prune(once, solver=solver, lam=lam)
+    prune(again, solver=solver, lam=lam, recompute=True)
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert not torch.allclose(again.state_dict()[name], once.state_dict()[name], atol=1e-3)
+
+
+def test_it_is_what_pruning_one_block_after_the_other_does():
+    whole, stepwise = make("gpt2"), make("gpt2")
+    prune(whole, recompute=True, lam=1)
+    for k in range(3):
+        prune(stepwise, targets=[rf"\.h\.{k}\."], lam=1)
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(tensor, stepwise.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_before_the_block_is_not_computed_again():
+    model = make("llama")
+    calls = [0, 0, 0]
+    for k, block in enumerate(model.model.layers):
+
+        def count(_, args, output, k=k):
+            calls[k] += output.shape[:2] == (2, 12)  # not the small samples that try the chain
+
+        block.input_layernorm.register_forward_hook(count)
+    prune(model, recompute=True, lam=0.9, batch_size=2)
+    asked = 1  # which sample is whose, of one batch of two
+    assert calls == [3 * (2 + 1) + asked, 3 * (2 * 2 + 1) + asked, 3 * 3 * 2 + asked]
+    calls[:] = [0, 0, 0]
+    prune(model, recompute=True, lam=1)
+    assert calls == [3 * 2, 3 * 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype):
+    model = make("llama").to(dtype)
+    assert prune(model, recompute=True).report.sparsity == 0.5 and model.dtype == dtype
+
+
+def test_small_memory_gives_the_same_statistics_in_more_passes():
+    plenty, little = make("llama"), make("llama")
+    reports = [prune(plenty, recompute=True).report, prune(little, recompute=True, max_memory=60_000).report]
+    assert_close(little, plenty)
+    few, many = (int(report.notes[-1].split(": ")[1].split()[0]) for report in reports)
+    assert few == 14 and many > 20
+
+
+def assert_close(model, other):
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_runs_repeat_bit_for_bit(lam):
+    first, second = make("llama"), make("llama")
+    prune(first, recompute=True, lam=lam)
+    prune(second, recompute=True, lam=lam)
+    assert_same(first, weights(second))
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+@pytest.mark.parametrize("died_at", [1, 7, 8, 17])
+def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch, died_at, lam):
+    whole, resumed = make("llama"), make("llama")
+    prune(whole, recompute=True, lam=lam)
+    original, count = SparseGPT.solve, [0]
+
+    def die(self, objective, pattern):
+        count[0] += 1
+        if count[0] == died_at:
+            raise Boom
+        return original(self, objective, pattern)
+
+    monkeypatch.setattr(SparseGPT, "solve", die)
+    folder, settings = tmp_path / "partial", config(recompute=True, lam=lam)
+    with pytest.raises(Boom):
+        MoonshotPruner(resumed, settings).prune(token_batches(), progress=False, resume_dir=folder)
+    MoonshotPruner(resumed, settings).prune(token_batches(), progress=False, resume_dir=folder)
+    assert count[0] == 1 + 21
+    assert_same(resumed, weights(whole))
+
+
+def state(model):
+    """All that a run may not change: tensors and where they are, gradients, modes, hooks, replaced methods."""
+    parameters = [
+        (parameter.data_ptr(), parameter.detach().clone().tolist(), parameter.requires_grad, parameter.grad)
+        for parameter in model.parameters()
+    ]
+    modules = [
+        (module.training, "forward" in module.__dict__, len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+    return parameters, modules
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["llama", "albert"])
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_a_failure_anywhere_leaves_the_model_as_it_was(error, name, lam, monkeypatch):
+    model = make(name).train()
+    batches = [{**batch, "labels": batch["input_ids"]} if name == "albert" else batch for batch in token_batches()]
+    options = dict(recompute=True, lam=lam, solver="wanda", **(dict(targets=["layers"]) if name == "llama" else {}))
+    before = state(model)
+    calls, original = [0, -1], nn.Linear.forward
+
+    def forward(self, *args):
+        calls[0] += 1
+        if calls[0] == calls[1]:
+            raise error
+        return original(self, *args)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    prune(copy.deepcopy(model), batches, **options)
+    total = calls[0]
+    for place in torch.linspace(1, total, 12).int().tolist():
+        calls[:] = [0, place]
+        with pytest.raises(error):
+            prune(model, batches, **options)
+        assert state(model) == before, place
+
+
+def test_lent_weights_are_given_back_whatever_the_layout():
+    for name in ("llama-tied-biased", "gpt2", "opt"):
+        model = make(name)
+        layers = tuple(find_structure(model).layers())
+        before, addresses = weights(model), [layer.parameter.data_ptr() for layer in layers]
+        with pytest.raises(Boom), lent(layers, masked):
+            assert all(0.3 < (layer.matrix == 0).float().mean() < 0.7 for layer in layers)
+            raise Boom
+        assert_same(model, before)
+        assert addresses == [layer.parameter.data_ptr() for layer in layers]
+        with pytest.raises(RuntimeError), lent(layers, lambda layer: torch.zeros(1, 2)):
+            pass
+        assert_same(model, before)
+
+
+def test_lambda_one_runs_no_backward_pass(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a backward pass ran")
+
+    monkeypatch.setattr(torch.autograd, "backward", refuse)
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    prune(make("llama"), lam=1, recompute=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_head_without_fisher_loss_beside_an_attention_with_one(recompute):
+    model = make("llama")
+    report = prune(model, targets=["self_attn", "lm_head"], fisher="attention", recompute=recompute).report
+    assert report.layers[-1].name == "lm_head" and report.layers[-1].lam == 1 and report.layers[0].lam == 0.9
+
+
+def test_nothing_to_recompute_without_data():
+    with pytest.raises(MoonshotError, match="recompute=True: without calibration data"):
+        MoonshotPruner(make("llama"), config(solver="magnitude", recompute=True)).prune(progress=False)
+
+
+def test_a_loss_of_ones_own_and_allocation_go_with_it():
+    model = make("llama")
+    options = dict(pattern="unstructured", sparsity=0.5, allocation="owl", recompute=True, lam=0.5)
+    pruner = MoonshotPruner(model, config(**options))
+    report = pruner.prune(
+        token_batches(), loss=lambda output, batch: output.logits.float().square().mean((1, 2)), progress=False
+    )
+    total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
+    assert sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers) == total // 2

@@ -1,0 +1,323 @@
+"""Block-wise recovery: what it may change, what it must gain, and how it ends and resumes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from models import ENCODERS, image_batches, make, token_batches
+from reference_recovery import hidden_states, recover, relative_errors
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.recovery import tuning
+from optimum_moonshot.recovery.blockwise import Recovery
+from optimum_moonshot.recovery.student import Task
+from optimum_moonshot.recovery.tuning import STEP_SAMPLES, Tuner, divide, part_size
+
+SAMPLES = 16
+
+
+def config(**changes):
+    defaults = dict(pattern="2:4", lam=1.0, num_samples=SAMPLES, recover="blockwise", recover_steps=10)
+    return MoonshotConfig(**{**defaults, **changes})
+
+
+def prune(model, batches=None, resume_dir=None, **changes):
+    batches = token_batches(SAMPLES) if batches is None else batches
+    return MoonshotPruner(model, config(**changes)).prune(batches, progress=False, resume_dir=resume_dir)
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model, expected):
+    return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def blocks_of(model):
+    return [(block.module, [layer.parameter for layer in block.layers]) for block in find_structure(model).blocks]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "gpt2", "bloom", "mixtral", "bert", "vit"])
+def test_survivors_move_and_nothing_else(name):
+    batches = image_batches(SAMPLES) if name == "vit" else token_batches(SAMPLES)
+    dense, plain, recovered = make(name), make(name), make(name)
+    prune(plain, batches, recover=None)
+    report = prune(recovered, batches)
+    assert [block.name for block in report.recovery] == [block.name for block in find_structure(dense).blocks]
+    pruned = {layer.weight_name for layer in find_structure(dense).layers()}
+    moved = 0
+    for key, tensor in recovered.state_dict().items():
+        if key in pruned:
+            before = plain.state_dict()[key]
+            assert torch.equal(tensor == 0, before == 0), key
+            moved += not torch.equal(tensor, before)
+        else:
+            assert torch.equal(tensor, dense.state_dict()[key]), key
+    assert moved >= len(pruned) // 2
+    assert all(block.loss_after <= block.loss_before for block in report.recovery)
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    assert report.sparsity == 0.5 and PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+
+
+@pytest.mark.parametrize(("name", "padded"), [("llama", False), ("gpt2", True)])
+def test_equals_the_literal_version(name, padded, monkeypatch):
+    monkeypatch.setattr(tuning, "EVALUATIONS", 1)
+    batches = [
+        {key: value[row : row + 1] for key, value in batch.items()}
+        for batch in token_batches(18, padded=padded)
+        for row in range(2)
+    ]
+    dense, plain, recovered = make(name), make(name), make(name)
+    settings = dict(num_samples=18, recover_steps=3, recover_lr=0.01)
+    prune(plain, batches, recover=None, **settings)
+    report = prune(recovered, batches, **settings)
+    groups, heldout = divide([1] * 18)
+    monkeypatch.undo()
+
+    def order(block):
+        generator = torch.Generator().manual_seed(block)
+        while True:
+            yield from torch.randperm(len(groups), generator=generator).tolist()
+
+    grouped = [[batches[index] for index in group] for group in groups]
+    truth = recover(dense, plain, blocks_of, grouped, order, steps=3, lr=0.01)
+    assert all(block.loss_after < block.loss_before for block in report.recovery)
+    for layer in find_structure(recovered).layers():
+        expected = truth.get_submodule(layer.name).weight
+        change = (expected - plain.get_submodule(layer.name).weight).norm()
+        assert (layer.parameter - expected).norm() < 1e-3 * change, layer.name
+    with torch.no_grad():
+        for i, block in enumerate(report.recovery):
+            errors = []
+            for index in heldout:
+                targets = hidden_states(dense, [b for b, _ in blocks_of(dense)], batches[index])[1][i]
+                outputs = hidden_states(recovered, [b for b, _ in blocks_of(recovered)], batches[index])[1][i]
+                errors.append(relative_errors(outputs, targets, batches[index].get("attention_mask")))
+            assert torch.cat(errors).mean().item() == pytest.approx(block.loss_after, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_train_in_float32(dtype, monkeypatch):
+    seen = set()
+    original = Task.error
+
+    def spy(self, index, tensors, widen=False):
+        if widen:
+            seen.update(tensor.dtype for tensor in tensors.values())
+        return original(self, index, tensors, widen)
+
+    monkeypatch.setattr(Task, "error", spy)
+    model, plain = make("llama").to(dtype), make("llama").to(dtype)
+    prune(plain, recover=None)
+    report = prune(model, recover_lr=0.01)
+    assert seen == {torch.float32} and model.dtype == dtype
+    assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+    for layer in find_structure(model).layers():
+        assert torch.equal(layer.parameter == 0, plain.get_submodule(layer.name).weight == 0)
+
+
+def test_two_runs_are_bit_identical_and_leave_the_random_state():
+    first, second, other = make("llama"), make("llama"), make("llama")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    prune(first)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    prune(second)
+    assert same(second, state(first))
+    prune(other, seed=1)
+    assert not same(other, state(first))
+
+
+def test_the_batch_size_does_not_change_the_result():
+    samples = torch.randint(3, 96, (32, 12), generator=torch.Generator().manual_seed(0))
+    models = {}
+    for size in (4, 2, 1):
+        models[size] = make("llama")
+        batches = [{"input_ids": part} for part in samples.split(size)]
+        prune(models[size], batches, num_samples=32, batch_size=size, recover_lr=0.01)
+    for size in (2, 1):
+        for name, tensor in models[size].state_dict().items():
+            assert torch.allclose(tensor, models[4].state_dict()[name], atol=2e-4), name
+
+
+def test_a_block_is_never_left_worse_than_it_was():
+    plain, model = make("llama"), make("llama")
+    prune(plain, recover=None)
+    report = prune(model, recover_lr=0.9)
+    assert all(block.loss_after == block.loss_before for block in report.recovery)
+    assert all("no gain: the pruned weights were kept" in block.notes for block in report.recovery)
+    assert same(model, state(plain)) and "no gain" in report.table()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0])
+def test_the_ends_of_sparsity(sparsity):
+    plain, model = make("llama"), make("llama")
+    options = dict(solver="magnitude", pattern="unstructured", sparsity=sparsity)
+    prune(plain, recover=None, **options)
+    report = prune(model, **options)
+    assert same(model, state(plain)) and report.sparsity == sparsity
+    assert all(block.loss_after == block.loss_before for block in report.recovery)
+    assert [block.loss_before for block in report.recovery] == ([0.0] * 3 if sparsity == 0 else [])
+
+
+def test_training_stops_early_once_the_held_out_samples_gain_nothing():
+    report = prune(make("llama"), recover_steps=100, recover_lr=0.2)
+    assert any(
+        block.steps < 100 and f"stopped after {block.steps} of 100 steps" in block.notes for block in report.recovery
+    )
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
+    whole, resumed = make("llama"), make("llama")
+    before = state(whole)
+    full = prune(whole, lam=0.9)
+    original, count = Tuner.finish, [0]
+
+    def die(self, *args):
+        count[0] += 1
+        if count[0] == place + 1:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Tuner, "finish", die)
+    folder = tmp_path / "partial"
+    with pytest.raises(KeyboardInterrupt):
+        prune(resumed, lam=0.9, resume_dir=folder)
+    assert same(resumed, before) and len(list(folder.glob("recovered/*.safetensors"))) == place
+    report = prune(resumed, lam=0.9, resume_dir=folder)
+    assert count[0] == 1 + 3
+    assert any(f"21 layers, {place} recovered blocks were taken over" in note for note in report.notes)
+    assert same(resumed, state(whole))
+    strip = lambda block: dataclasses.replace(block, seconds=0)  # noqa: E731
+    assert [strip(block) for block in report.recovery] == [strip(block) for block in full.recovery]
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+    model = make("llama").train()
+    before, wanted = state(model), [parameter.requires_grad for parameter in model.parameters()]
+    original, count = torch.Tensor.backward, [12]
+
+    def fail(self, *args, **kwargs):
+        count[0] -= 1
+        if count[0] == 0:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    with pytest.raises(KeyboardInterrupt):
+        prune(model)
+    assert same(model, before) and all(module.training for module in model.modules())
+    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("albert", {}, "recover='blockwise' needs pruned layers inside one chain"),
+        ("llama", {"targets": ["lm_head"]}, "recover='blockwise' needs pruned layers inside one chain"),
+        ("llama", {"num_samples": 1}, "num_samples=1: recovery holds a share"),
+    ],
+)
+def test_what_cannot_be_recovered_is_refused_before_any_work(name, changes, message, monkeypatch):
+    solver = "optimum_moonshot.solvers.sparsegpt.SparseGPT.solve"
+    monkeypatch.setattr(solver, lambda *args: pytest.fail("work was done"))
+    model = make(name)
+    before = state(model)
+    with pytest.raises(MoonshotError, match=message):
+        prune(model, **changes)
+    assert same(model, before)
+
+
+def test_recovery_needs_data():
+    with pytest.raises(MoonshotError, match="calibration=None: recover='blockwise' needs data"):
+        MoonshotPruner(make("llama"), config(solver="magnitude")).prune()
+
+
+def test_blocks_without_pruned_layers_are_passed_through():
+    plain, model = make("llama"), make("llama")
+    prune(plain, recover=None, targets=[r"layers\.[02]\..*proj", "lm_head"])
+    report = prune(model, targets=[r"layers\.[02]\..*proj", "lm_head"])
+    assert [block.name for block in report.recovery] == ["model.layers.0", "model.layers.2"]
+    assert any("1 layers outside of the blocks were not recovered" in note for note in report.notes)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+
+
+def test_a_weight_that_two_blocks_share_stays_as_the_solver_left_it():
+    plain, model = make("llama"), make("llama")
+    for each in (plain, model):
+        each.model.layers[2].mlp.up_proj.weight = each.model.layers[0].mlp.up_proj.weight
+    prune(plain, recover=None)
+    prune(model)
+    shared = model.model.layers[0].mlp.up_proj.weight
+    assert model.model.layers[2].mlp.up_proj.weight is shared
+    assert torch.equal(shared, plain.model.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(model.model.layers[0].mlp.gate_proj.weight, plain.model.layers[0].mlp.gate_proj.weight)
+
+
+def test_padding_that_cannot_be_told_apart_is_an_error():
+    hidden = torch.zeros(24, 16)
+    batch = token_batches(2, padded=True)[0]
+    with pytest.raises(MoonshotError, match=r"recover: hidden states of shape \[24, 16\] do not show"):
+        Recovery._mask(None, batch, hidden)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 7, 8, 15, 16, 17, 64, 128])
+def test_every_sample_trains_or_is_held_out(samples):
+    size = part_size(samples)
+    sizes = [min(size, samples - start) for start in range(0, samples, size)]
+    groups, heldout = divide(sizes)
+    assert sorted([*heldout, *(index for group in groups for index in group)]) == list(range(len(sizes)))
+    assert heldout and groups[0] and heldout == list(range(len(sizes) - len(heldout), len(sizes)))
+    kept = sum(sizes[index] for index in heldout)
+    assert max(1, samples // 8) <= kept < max(2, samples // 4)
+    for group in groups[:-1]:
+        assert STEP_SAMPLES <= sum(sizes[index] for index in group) < 2 * STEP_SAMPLES
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": True},
+        {"pattern": "unstructured", "sparsity": 0.5, "allocation": "owl", "lam": 0.9},
+        {"pattern": "structured", "sparsity": 0.25, "solver": "wanda"},
+    ],
+    ids=str,
+)
+def test_with_every_other_choice_of_the_run(changes):
+    plain, model = make("llama"), make("llama")
+    changes = {**changes, "num_samples": 64, "recover_lr": 0.01}
+    prune(plain, token_batches(64), recover=None, **changes)
+    pruner = MoonshotPruner(model, config(**changes))
+    report = pruner.prune(token_batches(64), progress=False)
+    assert len(report.recovery) == 3 and not same(model, state(plain))
+    for layer in report.layers:
+        weights = (each.get_submodule(layer.name).weight for each in (model, plain))
+        assert torch.equal(*(weight == 0 for weight in weights)), layer.name
+    if changes.get("pattern") == "structured":
+        before, after = pruner.compact().parameters
+        assert after < before
+
+
+def test_encoders_with_padding():
+    for name in set(ENCODERS) - {"albert"}:
+        report = prune(make(name), token_batches(SAMPLES, padded=True))
+        assert sum(block.loss_after for block in report.recovery) < sum(block.loss_before for block in report.recovery)
+
+
+def test_the_benchmark_has_the_pruned_and_the_recovered_model(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import finetune
+
+    monkeypatch.setattr(finetune, "LENGTH", 16)
+    choice = dict(sparsity=0.8, lam=1.0, targets=[r"layers\.0\."], recover="blockwise", recover_steps=20)
+    pruned, recovered, report = finetune.Bench(64).prune(**choice)
+    assert report.recovery[0].loss_after < report.recovery[0].loss_before
+    weights = [each.model.layers[0].mlp.up_proj.weight for each in (pruned, recovered)]
+    assert torch.equal(*(weight == 0 for weight in weights)) and not torch.equal(*weights)

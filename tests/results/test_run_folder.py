@@ -1,0 +1,201 @@
+"""The folder of a run: one writer at a time, no file of others touched, damage found; the results outlive the save."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import make, token_batches
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.results.run_folder import LAYERS, RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+TENSORS = {"layer": torch.arange(6.0).view(2, 3)}
+# Holds a folder until its input ends.
+HOLD = """
+import sys
+from optimum_moonshot.results.run_folder import RunFolder
+folder = RunFolder(sys.argv[1], "resume_dir")
+folder.open("theirs")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def opened(path, fingerprint="mine"):
+    folder = RunFolder(path, "resume_dir")
+    return folder, folder.open(fingerprint)
+
+
+def pruner(**changes):
+    config = MoonshotConfig(pattern="2:4", lam=1.0, num_samples=6, sequence_length=12, batch_size=2, **changes)
+    return MoonshotPruner(make("llama"), config)
+
+
+def prune(folder, **changes):
+    found = pruner(**changes)
+    found.prune(token_batches(), progress=False, resume_dir=folder)
+    return found
+
+
+def test_results_come_back_whole(tmp_path):
+    folder, known = opened(tmp_path / "run")
+    assert known is None
+    folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
+    folder.release()
+    folder, known = opened(tmp_path / "run")
+    ((path, report, tensors),) = folder.saved(LAYERS)
+    assert known and report == {"name": "layer"} and torch.equal(tensors["layer"], TENSORS["layer"])
+    folder.release()
+    folder, known = opened(tmp_path / "run", "another")
+    assert known is False and not list(folder.saved(LAYERS)) and not path.exists()
+    folder.discard()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no report", "other report", "other shape", "other name"])
+def test_a_damaged_result_is_none(tmp_path, damage):
+    folder, _ = opened(tmp_path)
+    path = folder.save(LAYERS, "layer", TENSORS, {"name": "layer"})
+    content = bytearray(path.read_bytes())
+    if damage == "other name":
+        path = path.rename(path.with_name("another.safetensors"))
+    if damage == "flip":
+        content[-3] ^= 4
+    elif damage == "cut":
+        content = content[:-5]
+    elif damage == "empty":
+        content = b""
+    elif damage == "other report":
+        content = content.replace(b"layer", b"lager", 1)
+    elif damage == "other shape":
+        content = content.replace(b"[2,3]", b"[3,2]")
+    elif damage == "no report":
+        content = content.replace(b'"report"', b'"rapport'[:7] + b'"', 1)
+    path.write_bytes(content)
+    assert [report for _, report, _ in folder.saved(LAYERS)] == [None]
+    assert not path.exists()
+    folder.discard()
+
+
+def test_a_damaged_result_is_made_again(tmp_path):
+    expected = prune(None).model.state_dict()
+    prune(tmp_path / "run")
+    files = sorted((tmp_path / "run" / LAYERS).glob("*"))
+    content = bytearray(files[3].read_bytes())
+    content[-1] ^= 64
+    files[3].write_bytes(content)
+    found = prune(tmp_path / "run")
+    assert any("1 damaged results" in note for note in found.report.notes)
+    assert any("20 layers were taken over" in note for note in found.report.notes)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.model.state_dict().items())
+
+
+def test_one_process_at_a_time(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout.readline() == "held\n"
+        before = {name: tensor.clone() for name, tensor in make("llama").state_dict().items()}
+        late = pruner()
+        with pytest.raises(MoonshotError, match="resume_dir=.*another run writes there"):
+            late.prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in late.model.state_dict().items())
+        holder.kill()  # a dead process holds no lock
+        holder.wait()
+    assert prune(tmp_path / "run").report.sparsity == 0.5
+
+
+def test_a_kill_before_the_manifest_is_whole_leaves_a_folder_to_go_on_in(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("run.json.partial", "run.lock"):
+        (tmp_path / "run" / name).write_text("{")
+    assert prune(tmp_path / "run").report.sparsity == 0.5
+    (tmp_path / "run" / "run.json.partial").write_text("{")
+    prune(tmp_path / "run").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_kill_left_of_a_result_goes(tmp_path):
+    """safetensors writes to a name by chance, which it changes at the end."""
+    expected = prune(None).model.state_dict()
+    prune(tmp_path / "run")
+    begun = [tmp_path / "run" / LAYERS / name for name in (".tmpBTSjPq", "model.layers.0.mlp.up_proj.partial")]
+    for path in begun:
+        path.write_text("half")
+    again = prune(tmp_path / "run")
+    assert not any(path.exists() for path in begun)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.model.state_dict().items())
+    begun[0].write_text("half")
+    again.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_of_others_stay(tmp_path):
+    folder = tmp_path / "run"
+    found = prune(folder)
+    for path in (folder / "mine.txt", folder / LAYERS / "mine.txt"):
+        path.write_text("precious")
+    found.save_pretrained(tmp_path / "saved")
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*")} == {
+        "mine.txt", "layers", "layers/mine.txt",
+    }  # fmt: skip
+
+
+def test_a_link_to_a_folder_will_do(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    found = prune(link)
+    assert found.report.sparsity == 0.5 and list((tmp_path / "real" / LAYERS).glob("*"))
+    found.save_pretrained(tmp_path / "saved")
+    assert link.is_symlink() and not list((tmp_path / "real").iterdir())
+
+
+def test_a_dangling_link_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(MoonshotError, match="resume_dir=.*link to a folder that does not exist"):
+        prune(tmp_path / "link")
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"fingerprint"', "\x00"])
+def test_a_broken_manifest_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(MoonshotError, match=r"resume_dir=.*run\.json is damaged.*remove the folder"):
+        prune(tmp_path)
+
+
+def test_a_failed_save_loses_nothing(tmp_path, monkeypatch):
+    found, folder = prune(tmp_path / "run"), tmp_path / "run"
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MoonshotError, match="file"):
+        found.save_pretrained(tmp_path / "file")
+    again = prune(folder)
+    assert any("21 layers were taken over" in note for note in again.report.notes)
+    again.save_pretrained(tmp_path / "saved")
+    assert not folder.exists()
+
+
+def test_the_results_of_a_run_that_came_since_stay(tmp_path):
+    first, folder = prune(tmp_path / "run"), tmp_path / "run"
+    second = prune(folder, damping=0.02)
+    assert any("discarded" in note for note in second.report.notes)
+    first.save_pretrained(tmp_path / "first")
+    assert len(list((folder / LAYERS).glob("*"))) == 21
+    second.save_pretrained(tmp_path / "second")
+    assert not folder.exists()
+
+
+def test_a_sweep_keeps_its_results_until_the_choice_is_saved(tmp_path):
+    found, work = pruner(), tmp_path / "work"
+    report = found.sweep(token_batches(), lambdas=[1.0], sparsities=None, work_dir=work, progress=False)
+    found.choose(report.entries[0])
+    kept = list(work.rglob("*.safetensors"))
+    assert len(kept) == 21
+    found.save_pretrained(tmp_path / "saved")
+    assert not list(work.rglob("*"))
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["moonshot"]["sparsity"] == 0.5

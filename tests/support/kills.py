@@ -1,0 +1,383 @@
+"""Commands that SIGKILL ends at any moment: the same command, repeated, must give what an undisturbed one gives.
+
+A process that has imported everything forks a child for each try, so that moments fall on the work, not on imports.
+Children die at random moments, or just before one of the file operations that they do below their folder: one try for
+each of these. The repeats are killed too, up to four times in a row. After each kill, what can be loaded must be whole;
+after the last repeat, every file must be the undisturbed one bit for bit, but for the notes that tell of the kills.
+Clocks stand still in the children: seconds and peak memory, which reports and cards show, are never the same twice.
+
+Run as a program it tries more of it than the test does:  python tests/support/kills.py --kills 100 --operations
+"""
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import functools
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+
+import torch
+import transformers as hf
+from tqdm import tqdm
+
+from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.__main__ import main as moonshot
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+DATA = ["--num-samples", "4", "--sequence-length", "32", "--batch-size", "2", "--device", "cpu"]
+PRUNE = ["prune", "MODEL", "--pattern", "2:4", "--calibration", "TEXT", *DATA]
+COMMANDS = {
+    "prune": PRUNE,
+    "prune, packed": [*PRUNE, "--solver", "wanda", "--format", "packed", "--eval", "TEXT"],
+    "recover": [*PRUNE, "--recover", "blockwise", "--recover-steps", "6"],
+    "sweep": ["sweep", *PRUNE[1:2], "--patterns", "2:4", *PRUNE[4:], "--lambdas", "0.5", "1", "--seeds", "0", "1",
+              "--save"],
+    "convert to packed": ["convert", "DENSE", "--format", "packed"],
+    "convert to dense": ["convert", "PACKED", "--format", "dense"],
+}  # fmt: skip
+SAVES = ("save, dense", "save, packed")  # over a model of another format that lies there: it, the new one, or nothing
+KINDS = (*COMMANDS, *SAVES)
+IN_A_ROW = 4
+LONGEST = 120  # seconds that no command takes here
+TOLD = re.compile(r"taken over from an interrupted run|were thrown away and made again")
+REFUSED = re.compile("another command writes there|it is not empty")
+MEETINGS = [
+    ("prune", "prune"), ("prune", "recover"), ("sweep", "sweep"), ("prune", "convert to packed"),
+    ("convert to dense", "prune, packed"), SAVES,
+]  # fmt: skip
+DONE = "it is not empty; --overwrite writes there anyway"  # a kill after the last step: all is there
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "fcntl.flock"}
+
+
+class Stage:
+    """A folder with a tiny model, text, and a pruned model in both formats; nothing of it is changed by a try."""
+
+    def __init__(self, root):
+        self.root = root
+        torch.manual_seed(0)
+        config = hf.LlamaConfig(
+            vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        )  # fmt: skip
+        hf.LlamaForCausalLM(config).save_pretrained(root / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, root / "model")
+        (root / "text.txt").write_text((DEMO / "calibration.txt").read_text(encoding="utf-8")[:12_000])
+        self.pruner = MoonshotPruner.from_pretrained(
+            root / "model", MoonshotConfig(solver="magnitude", pattern="2:4", targets=(r"layers\.[02]\.",))
+        )
+        self.pruner.prune(progress=False)
+        for format in ("dense", "packed"):
+            self.pruner.save_pretrained(root / format, format=format, max_shard_size="200KB")
+
+    def prepare(self, kind, folder):
+        """What lies there before the command."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if kind in SAVES:
+            shutil.copytree(self.root / ("packed" if kind == SAVES[0] else "dense"), folder / "out")
+
+    def work(self, kind, folder):
+        """Do what is killed."""
+        if kind in SAVES:
+            format = kind.rpartition(" ")[2]
+            self.pruner.save_pretrained(folder / "out", format=format, max_shard_size="100KB")
+            return
+        places = {"MODEL": "model", "TEXT": "text.txt", "DENSE": "dense", "PACKED": "packed"}
+        argv = [str(self.root / places[part]) if part in places else part for part in COMMANDS[kind]]
+        moonshot([*argv, "--output", str(folder / "out")])
+
+
+def stand_still():
+    """Make clocks and memory counters give the same in every process."""
+    time.perf_counter = lambda: 0.0
+    resource.getrusage = lambda who: types.SimpleNamespace(ru_maxrss=0)
+
+
+def share_nothing():
+    """Forked children are to have no lock in common, and none that a thread of this process held at the fork.
+
+    Before anything has made a bar: tqdm's own lock is one for all processes, and who is killed with it keeps it. The
+    threads in which transformers reads tensors may outlive the call.
+    """
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # a thread
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
+
+def watch(folder, deadly, counted):
+    """Count the file operations below a folder; die just before one of them.
+
+    `shutil.rmtree` names files relative to an open folder: those count, too.
+    """
+
+    def happens(event, arguments):
+        if event == "open":
+            path, _, flags = arguments
+            if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+        elif event in CHANGES:
+            path = arguments[0]
+        else:
+            return
+        absolute = isinstance(path, str | os.PathLike) and os.path.isabs(path)
+        if absolute and not str(path).startswith(str(folder)):
+            return
+        counted.append(event)
+        if len(counted) == deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(happens)
+
+
+class Child:
+    """A process that does some work below a folder, forked from this one.
+
+    Args:
+        work: to be done.
+        folder: whose file operations are counted.
+        operation: the one to die before.
+    """
+
+    def __init__(self, work, folder, operation=None):
+        self.folder = folder
+        self._told, writing = os.pipe()
+        self.id = os.fork()
+        if not self.id:
+            with contextlib.suppress(BaseException):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(os.open(self._errors(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+                faulthandler.dump_traceback_later(LONGEST - 5)
+                os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)
+                stand_still()
+                counted = []
+                watch(folder, operation, counted)
+                work()
+                os.write(writing, str(len(counted)).encode())
+            os._exit(0)
+        os.close(writing)
+
+    def _errors(self, child):
+        return self.folder.with_name(f"errors-{child}.txt")
+
+    def end(self, moment=None):
+        """Wait for it; after `moment` seconds, kill it.
+
+        Returns:
+            "killed", the count of its file operations, or the last line of the error that it ended with.
+        """
+        started, hangs = time.monotonic(), False
+        while (ended := os.waitpid(self.id, os.WNOHANG))[0] == 0:
+            hangs = time.monotonic() - started > LONGEST
+            if hangs or (moment is not None and time.monotonic() - started >= moment):
+                os.kill(self.id, signal.SIGKILL)
+            time.sleep(0.0005)
+        told, errors = os.read(self._told, 100), self._errors(self.id)
+        os.close(self._told)
+        said = errors.read_text().strip() if errors.exists() else ""
+        errors.unlink(missing_ok=True)
+        if hangs:
+            return f"no end after {LONGEST} s: {said}"
+        if os.WIFSIGNALED(ended[1]):
+            assert os.WTERMSIG(ended[1]) == signal.SIGKILL, f"signal {os.WTERMSIG(ended[1])}"
+            return "killed"
+        return int(told) if told else said.rpartition("\n")[2]
+
+
+def files(folder):
+    """Every file's bytes, without the lines that tell of kills."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if path.suffix in (".json", ".md"):
+            lines = content.decode().splitlines()
+            lines = [line for line in lines if not TOLD.search(line)]
+            content = "\n".join(lines).replace('"notes": [\n  ]', '"notes": []').encode()
+        found[path.relative_to(folder).as_posix()] = content
+    return found
+
+
+def weights(folder):
+    """Those that transformers loads from a folder; None where it holds no model."""
+    if not (folder / "config.json").exists():
+        return None
+    return hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def left(folder):
+    """What a kill left, in words."""
+    output = folder / "out"
+    if any(output.rglob(".saving-*")):
+        half = any(path.is_file() for path in output.glob("*")) and not (output / "config.json").exists()
+        return "half moved" if half else "while saving"
+    if (output / "config.json").exists() or (output / "model" / "config.json").exists():
+        return "when all was there"
+    return "with results" if any((folder / "out.partial").rglob("*.safetensors")) else "before the first result"
+
+
+class Tries:
+    """All tries of one command."""
+
+    def __init__(self, stage, kind):
+        self.stage, self.kind, self.folder = stage, kind, stage.root / "try"
+        self.start_counting()
+        self.fresh = True  # nothing was done yet in the folder
+        stage.prepare(kind, self.folder)
+        self.before = weights(self.folder / "out")
+        self.seconds = float("inf")
+        self.operations = self.run()
+        self.expected = files(self.folder)
+        self.after = weights(self.model())
+
+    def start_counting(self):
+        self.left, self.wrong = collections.Counter(), []
+        self.kills = self.identical = self.tries = 0
+
+    def run(self, moment=None, operation=None):
+        """One attempt; the shortest that came to its end says over how long kills are spread."""
+        started = time.monotonic()
+        ended = Child(functools.partial(self.stage.work, self.kind, self.folder), self.folder, operation).end(moment)
+        if self.fresh and ended != "killed":
+            self.seconds = min(self.seconds, time.monotonic() - started)
+        self.fresh = False
+        return ended
+
+    def model(self):
+        return self.folder / "out" / ("model" if self.kind == "sweep" else "")
+
+    def once(self, name, *kills):
+        """Start anew; kill the command and its repeats in these ways, until one ends; then let it end, and compare."""
+        self.stage.prepare(self.kind, self.folder)
+        self.fresh = True
+        self.tries += 1
+        for how in (*kills, {}):
+            ended = self.run(**how)
+            if ended != "killed":
+                break
+            self.kills += 1
+            self.left[left(self.folder)] += 1
+            self.check_what_is_there(name)
+        found = files(self.folder)
+        different = sorted(path for path in {*found, *self.expected} if found.get(path) != self.expected.get(path))
+        self.identical += not different
+        if not isinstance(ended, int) and (different or not ended.endswith(DONE)):
+            self.wrong.append(f"{self.kind}, {name}: {ended}")
+        self.wrong += [f"{self.kind}, {name}: {path} differs" for path in different]
+
+    def check_what_is_there(self, name):
+        """A model that loads is the one from before or the new one, never a part or a mixture of them."""
+        try:
+            found = weights(self.model())
+        except (MoonshotError, OSError, ValueError):
+            self.wrong.append(f"{self.kind}, {name}: config.json is there, and the model cannot be loaded")
+            return
+        if found is not None and not any(_same(found, known) for known in (self.before, self.after) if known):
+            self.wrong.append(f"{self.kind}, {name}: another model is there")
+
+    def at_random(self, count, seed):
+        """Tries until so many kills have hit."""
+        rng = random.Random(f"{self.kind} {seed}")
+        while self.kills < count:
+            self.once(f"try {self.tries}", *({"moment": rng.uniform(0, self.seconds)} for _ in range(IN_A_ROW)))
+
+    def at_operations(self, operations, seed):
+        """Kills before these operations; the repeat is killed before any one, the next is left alone."""
+        rng = random.Random(f"{self.kind} {seed}")
+        for operation in operations:
+            again = rng.randint(1, self.operations)
+            self.once(f"operations {operation} and {again}", {"operation": operation}, {"operation": again})
+
+    def counts(self):
+        return {
+            "seconds_undisturbed": round(self.seconds, 2), "file_operations": self.operations, "tries": self.tries,
+            "kills": self.kills, "identical": self.identical, "killed": dict(self.left), "wrong": self.wrong,
+        }  # fmt: skip
+
+
+def meet(stage, alone, first, second, count, seed):
+    """Two commands that write to one folder, the second at a random moment of the first.
+
+    One of them may be refused; what is there at the end must be all of one of those that were not. `alone` has what
+    each of them gives undisturbed.
+    """
+    folder, rng = stage.root / "meeting", random.Random(f"{first} {second} {seed}")
+    results, wrong = collections.Counter(), []
+    for number in range(count):
+        stage.prepare(first, folder)
+        children = [Child(functools.partial(stage.work, first, folder), folder)]
+        time.sleep(rng.uniform(0, alone[first].seconds))
+        children.append(Child(functools.partial(stage.work, second, folder), folder))
+        ended = [child.end() for child in children]
+        done = [kind for kind, how in zip((first, second), ended, strict=True) if isinstance(how, int)]
+        refused = [how for how in ended if not isinstance(how, int)]
+        results[" and ".join(REFUSED.search(how)[0] if REFUSED.search(how) else "?" for how in refused) or "both"] += 1
+        found = files(folder)
+        if not done or not any(found == alone[kind].expected for kind in done):
+            wrong.append(f"{first} and {second}, {number}: what is there is of neither ({ended})")
+        wrong += [f"{first} and {second}, {number}: {how}" for how in refused if not REFUSED.search(how)]
+    return {"meetings": count, "refused": dict(results), "wrong": wrong}
+
+
+def _same(found, known):
+    return found.keys() == known.keys() and all(torch.equal(tensor, known[name]) for name, tensor in found.items())
+
+
+def run_all(kinds, kills, operations, meetings, seed):
+    """Results by command and by how it was killed, and by commands that met."""
+    results = {}
+    with tempfile.TemporaryDirectory() as root:
+        stage = Stage(Path(root))
+        pairs = MEETINGS if meetings else ()
+        alone = {kind: Tries(stage, kind) for kind in dict.fromkeys(kind for pair in pairs for kind in pair)}
+        for first, second in pairs:
+            name = f"{first}, and {second}"
+            results[name] = {"two writers": meet(stage, alone, first, second, meetings, seed)}
+            print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
+        for kind in kinds:
+            tries = Tries(stage, kind)
+            tries.at_random(kills, seed)
+            results[kind] = {"random moments": tries.counts()}
+            tries.start_counting()
+            count = tries.operations if operations is None else operations
+            tries.at_operations([1 + int((n + 0.5) * tries.operations / count) for n in range(count)], seed)
+            results[kind]["file operations"] = tries.counts()
+            print(kind, json.dumps(results[kind]), file=sys.stderr, flush=True)
+    return results
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100, help="at random moments, of each command")
+    parser.add_argument("--operations", type=int, help="file operations to die at, of each command; default: all")
+    parser.add_argument("--meetings", type=int, default=20, help="of each two commands that write to one folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commands", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--json", type=Path, help="where the results go")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    hf.utils.logging.disable_progress_bar()
+    share_nothing()
+    results = run_all(options.commands, options.kills, options.operations, options.meetings, options.seed)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    wrong = [line for kind in results.values() for how in kind.values() for line in how["wrong"]]
+    print(*wrong, sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What `test_row_shards.py` starts: prunings in which 1, 2, 3 and 4 processes divide matrices by their rows.
+
+All of a kind that can be divided are, however small; `ranks.py` has how it is started.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import ranks
+import torch
+import transformers as hf
+from models import image_batches, make, token_batches
+from ranks import fails, full, path, prune, rank, resumable, start, stored, sweep, told
+
+from optimum_moonshot.distributed.ranks import Ranks
+from optimum_moonshot.errors import FactorizationError
+from optimum_moonshot.pipeline import row_share
+from optimum_moonshot.pipeline.row_share import RowShare
+from optimum_moonshot.solvers.ranked import Ranked
+from optimum_moonshot.solvers.sparsegpt import LowRankFactors, SparseGPT
+
+SIZES = (1, 2, 3, 4)
+
+
+def narrow():
+    """Fewer rows than four processes in some matrices."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, head_dim=2)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=96))
+
+
+def failing(work, late):
+    """The rows of the last process have no factors below a damping of 0.1."""
+
+    def failing(solver, objective, pattern, damping):
+        result = work(solver, objective, pattern, damping) if late or damping >= 0.1 else None
+        if rank() == ranks.processes() - 1 and damping < 0.1:
+            raise FactorizationError("a matrix of the last rows is not positive definite")
+        return result
+
+    return failing
+
+
+@contextlib.contextmanager
+def escalating(late):
+    with (
+        mock.patch.object(Ranked, "rank", failing(Ranked.rank, late)),
+        mock.patch.object(SparseGPT, "attempt", failing(SparseGPT.attempt, late)),
+    ):
+        yield
+
+
+def escalated(late, **settings):
+    with escalating(late):
+        return prune(**settings)
+
+
+CASES = {
+    "sparsegpt": lambda: prune(),
+    "sparsegpt, n:m": lambda: prune(pattern="2:4", batch_size=3),
+    "sparsegpt, λ = 1": lambda: prune(lam=1),
+    "sparsegpt, λ = 0": lambda: prune(lam=0),
+    "sparsegpt, matrices": lambda: prune(num_samples=31, batch_size=4),
+    "sparsegpt, columns that compare, exactly": lambda: prune(
+        allocation="owl", solver_options={"block_size": 4}, sparsity=0.513
+    ),
+    "cap": lambda: prune(solver="cap"),
+    "cap, compressed": lambda: prune(solver="cap", num_samples=31, batch_size=4, solver_options={"block_size": 8}),
+    "cap, λ = 1, padded": lambda: prune(solver="cap", lam=1, data=token_batches(7, padded=True)),
+    "obc, n:m": lambda: prune(solver="obc", pattern="2:4"),
+    "obc, n:m, λ = 1": lambda: prune(solver="obc", pattern="2:4", lam=1),
+    "damping that rises early, fewer samples than processes": lambda: escalated(False, num_samples=3),
+    "damping that rises late": lambda: escalated(True, solver="obc", num_samples=4),
+    "fewer rows than processes": lambda: prune("narrow", solver="cap"),
+    "convolutions": lambda: prune("convnet", image_batches(7), solver="cap"),
+    "experts beside it": lambda: prune("mixtral", token_batches(7, size=1), solver="cap", lam=0.9),
+    "recompute": lambda: prune(recompute=True, solver="cap"),
+    "fisher": lambda: prune(allocation="fisher", num_samples=16),
+    "sweep": sweep,
+    "path": path,
+    "too large for one": lambda: prune(
+        solver="cap", max_memory=24_000, num_samples=6, offload_dir=str(ranks.FOLDER / "offload")
+    ),
+    "from disk": lambda: ranks.from_disk(pattern="unstructured", sparsity=0.5, solver="cap"),
+}
+# Those of three and four processes, which take longer on few cores.
+FEW = (
+    "sparsegpt", "sparsegpt, columns that compare, exactly", "cap, compressed", "obc, n:m, λ = 1",
+    "damping that rises early, fewer samples than processes", "fewer rows than processes", "too large for one",
+)  # fmt: skip
+SOLVED = set()  # the layers that were divided
+
+
+def dividing():
+    """Whatever can be divided is, and `SOLVED` has its name."""
+    solve = RowShare.solve
+
+    def noted(share, *rest):
+        SOLVED.add(share.layer.name)
+        return solve(share, *rest)
+
+    def division(ranks, costs, parts):
+        owners = Ranks.owners(ranks, costs)
+        return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
+
+    row_share.LEAST, RowShare.solve, Ranks.division = 0, noted, division
+
+
+def case(name):
+    """What a pruning gives, and which layers were divided."""
+    SOLVED.clear()
+    result = CASES[name]()
+    return {**result, "divided": sorted(SOLVED)}
+
+
+def of_two(folder):
+    """What goes wrong where two processes divide."""
+    done = {}
+    for name, place, at in (("rank", (Ranked, "rank"), {0, 5}), ("minimise", (Ranked, "minimise"), {1})):
+        with full(place, at):
+            done[name] = CASES["cap"]()
+    with full((LowRankFactors, "leave"), {1}):
+        done["in the middle"] = told(CASES["sparsegpt"])
+    with mock.patch.object(Ranked, "rank", singular):
+        done["singular"] = told(CASES["cap"])
+    with fails("layers.1."):
+        done["failure"] = told(lambda: resumable(folder / "resumed", solver="cap"))
+    return done
+
+
+def singular(solver, objective, pattern, damping, own=Ranked.rank):
+    if rank() == 1:
+        raise FactorizationError("a matrix of the last rows is not positive definite")
+    return own(solver, objective, pattern, damping)
+
+
+def work(folder, size):
+    dividing()
+    done = {name: case(name) for name in (CASES if size < 3 else FEW)}
+    if size == 1:
+        done["six samples"] = resumable(None, solver="cap")
+    if size == 2:
+        done["again"] = case("sparsegpt")
+        done |= of_two(folder)
+    if size == 3:
+        done["resumed"] = resumable(folder / "resumed", solver="cap")
+    return done
+
+
+def dying(folder, size):
+    """A process dies while others wait for its rows."""
+    dividing()
+    if rank() == 1:
+        Ranked.minimise = lambda *_: os._exit(9)
+    return {"killed": told(CASES["cap"])}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hf.utils.logging.disable_progress_bar()
+    ranks.FOLDER = folder = Path(sys.argv[1])
+    ranks.MODELS["narrow"] = narrow()
+    make("llama").save_pretrained(stored("llama"))
+    for size in SIZES:
+        print(size, start(work, folder, size, "done"), file=sys.stderr)
+    print(start(dying, folder, 3, "dying"), file=sys.stderr)
