@@ -24,15 +24,12 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
     """
     squares: dict[str, Tensor] = {}
     assert prepared.data is not None
-    samples, ranks, storage = prepared.data.num_samples, prepared.ranks, prepared.storage
+    samples, storage, backoff = prepared.data.num_samples, prepared.storage, prepared.backoff
 
     def visit(stage: Stage) -> None:
-        with (
-            prepared.backoff.together(),
-            Observer(stage.layers, True, set(), samples, storage, share=False, ranks=ranks) as observer,
-        ):
+        here = backoff.samples_here(samples)
+        with backoff.passing(Observer(stage.layers, True, set(), samples, storage, share=False, here=here)) as observer:
             stage.observe(observer, advance=True)
-        observer.merge()
         squares.update({each.name: observer.take(each).inputs for each in stage.layers if observer.reached(each)})
 
     run_pipeline(_Forward(prepared), visit, prepared.backoff, lambda: prepared.batches, lambda: "the outliers")

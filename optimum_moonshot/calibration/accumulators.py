@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
 from ..objective.quadratic import Totals
 from ..objective.row_slices import row_slices
-from .statistic import GradientStatistic
+from .statistic import GradientStatistic, Small, Stacked, Summed
 from .storage import Storage
 
 # Samples whose gradients are compressed by one product: with fewer, reading and writing the matrices takes longer.
@@ -73,20 +72,12 @@ class Samples(GradientStatistic):
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
         self.part.add(self.window, inputs, delta, groups)
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        self.window, whole = self.value[:0], None
-        if owner in (None, ranks.rank):
-            shape = (self.samples, *self.value.shape[1:])
-            whole = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
-        ranks.gather_rows(self.value, whole, self.samples, owner)
-        self.value = self.value if whole is None else whole
+    def partial(self) -> Stacked:
+        what = f"{self.layer.name}: gradients"
+        return Stacked(self.value, self.samples, lambda shape: self.storage.empty(shape, torch.float32, what))
 
-    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
-        self.window, own, count = self.value[:0], rows[ranks.rank], self.value.shape[1]
-        shape = (self.samples, len(range(*own.indices(count))), self.value.shape[2])
-        mine = self.storage.empty(shape, torch.float32, f"{self.layer.name}: gradients")
-        ranks.all_to_all([self.value[:, some] for some in rows], mine, self.samples)
-        self.value = mine
+    def combine(self, merged: Tensor) -> None:
+        self.value, self.window = merged, merged[:0]
 
     def result(self) -> SampleGradients:
         return SampleGradients(self.value)
@@ -119,13 +110,11 @@ class Squares(GradientStatistic):
             self.of_group[groups] += squares.to(self.value.device)
         self.sums.clear()
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        ranks.all_reduce(self.value, owner)
+    def partial(self) -> Summed:
+        return Summed(self.value)
 
-    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
-        for owner, some in enumerate(rows):
-            ranks.all_reduce(self.value[some], owner)
-        self.value = self.value[rows[ranks.rank]].clone()
+    def combine(self, merged: Tensor) -> None:
+        self.value = merged
 
     def result(self) -> Tensor:
         return self.value
@@ -174,17 +163,12 @@ class RowMatrices(GradientStatistic):
         self.staged.zero_()
         self.used = 0
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
+    def partial(self) -> Summed:
         self._flush()
-        ranks.all_reduce(self.matrices, owner)
+        return Summed(self.matrices)
 
-    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
-        self._flush()
-        blocks = len(self.matrices) // self.part.count
-        of_rows = [slice(blocks * some.start, blocks * some.stop) for some in rows]
-        for owner, some in enumerate(of_rows):
-            ranks.all_reduce(self.matrices[some], owner)
-        self.matrices = self.matrices[of_rows[ranks.rank]].clone()
+    def combine(self, merged: Tensor) -> None:
+        self.matrices = merged
 
     def result(self) -> FisherMatrices:
         self._flush()
@@ -220,9 +204,11 @@ class LayerTotals(GradientStatistic):
             self.squares += float(gradient.double().square().mean())
         self.window = self.weight[:0]
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        found = ranks.all_gather_object((self.fisher, self.squares))
-        self.fisher, self.squares = (sum(values) for values in zip(*found, strict=True))
+    def partial(self) -> Small:
+        return Small((self.fisher, self.squares))
+
+    def combine(self, merged: Sequence[tuple[float, float]]) -> None:
+        self.fisher, self.squares = (sum(values) for values in zip(*merged, strict=True))
 
     def result(self, reconstruction: float) -> Totals:
         """With the layer's L_R(0)."""

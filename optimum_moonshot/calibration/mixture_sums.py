@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
@@ -41,20 +40,18 @@ class MixtureSums:
         gradients: whether B is gathered.
         samples: N, calibration samples in all.
         storage: where they live.
-        ranks: the processes that share the samples.
+        here: how many of the samples this process sees; None is all.
     """
 
-    def __init__(
-        self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, ranks: Ranks = SINGLE_PROCESS
-    ):
+    def __init__(self, mixture: Mixture, gradients: bool, samples: int, storage: Storage, here: int | None = None):
         self.mixture, count = mixture, mixture.count
-        self.samples, self.ranks = samples, ranks
+        self.samples = samples
 
         def zeros(*shape: int) -> Tensor:
             return storage.zeros(shape, torch.float64, f"{mixture.name}: statistics of its experts")
 
         self.gram, self.norms, self.tokens = zeros(count, count), zeros(count), zeros(count)
-        self.gradients = zeros(len(ranks.shard(samples)), count) if gradients else None
+        self.gradients = zeros(samples if here is None else here, count) if gradients else None
         self.sample = 0
         self.waiting: list[MixtureCall] = []  # whose gradients are not known yet
 
@@ -87,14 +84,6 @@ class MixtureSums:
             self.add(call, None)
         self.waiting.clear()
 
-    def merge(self) -> None:
-        """Take in what all processes have seen."""
-        for total in (self.gram, self.norms, self.tokens):
-            self.ranks.all_reduce(total)
-        if self.gradients is not None:
-            own, self.gradients = self.gradients, self.gradients.new_empty(self.samples, self.mixture.count)
-            self.ranks.gather_rows(own, self.gradients, self.samples)
-
     def result(self) -> MixtureStatistics:
         """What the data gave.
 
@@ -118,7 +107,7 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         gradients: whether B is gathered; the caller runs backward passes then, one sample at a time.
         samples: N, calibration samples in all.
         storage: where statistics live.
-        ranks: the processes that share the samples; the data pass here are this one's.
+        here: how many of the samples this process sees, where several share them; None is all.
     """
 
     def __init__(
@@ -127,10 +116,9 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         gradients: bool,
         samples: int,
         storage: Storage,
-        ranks: Ranks = SINGLE_PROCESS,
+        here: int | None = None,
     ):
-        self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, ranks) for mixture in mixtures}
-        self.several = ranks.size > 1
+        self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, here) for mixture in mixtures}
         self.gradients = self.sums if gradients else {}
         self._hooks = ExitStack()
 
@@ -160,12 +148,6 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         """Close a batch."""
         for sums in self.sums.values():
             sums.end()
-
-    def merge(self) -> None:
-        """Take in what all processes have seen, once the data have passed; alone there is nothing to do."""
-        if self.several:
-            for sums in self.sums.values():
-                sums.merge()
 
     def _see(self, sums: MixtureSums, call: MixtureCall, output: Tensor) -> Tensor | None:
         """Add a call once its gradient is known, or at once where none is wanted."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import naming, require
 from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
@@ -39,7 +38,7 @@ class Observer(AbstractContextManager["Observer"]):
         plans: how to gather the gradients of layers by their name; those of the others are kept as they are.
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
         extra: further statistics, of all layers, or of those with gradients where they need them.
-        ranks: the processes that share the samples; the data pass here are this one's.
+        here: how many of the samples this process sees, where several share them; None is all.
         into: layer → the memory that the sums over its inputs are put into, of their shape; others have their own.
     """
 
@@ -53,10 +52,10 @@ class Observer(AbstractContextManager["Observer"]):
         plans: Mapping[str, GradientPlan] | None = None,
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
-        ranks: Ranks = SINGLE_PROCESS,
+        here: int | None = None,
         into: Mapping[str, Tensor] | None = None,
     ):
-        self.layers, self.diagonal, self.samples, self.ranks = layers, diagonal, samples, ranks
+        self.layers, self.diagonal, self.samples = layers, diagonal, samples
         of_inputs = [kind for kind in extra if issubclass(kind, InputStatistic)]
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.kind = InputSquares if diagonal else Gram
@@ -65,7 +64,7 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs = InputSums(kinds, storage, share, into)
         self.gradients = {
             layer.name: GradientSums(
-                layer, diagonal, samples, storage, (plans or {}).get(layer.name, GradientPlan()), of_gradients, ranks
+                layer, diagonal, samples, storage, (plans or {}).get(layer.name, GradientPlan()), of_gradients, here
             )
             for layer in layers
             if layer.name in with_gradients
@@ -130,28 +129,6 @@ class Observer(AbstractContextManager["Observer"]):
         sums.expect()
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
-
-    def merge(self, owners: Mapping[str, int | tuple[slice, ...] | None] | None = None) -> None:
-        """Take in what all processes have seen, once the data have passed; alone there is nothing to do.
-
-        Args:
-            owners: the only process that needs a layer's statistics, by the layer's name; for others it is no more than
-                reached here. Or which rows' gradients each process needs. Layers without one are for all.
-        """
-        if self.ranks.size == 1:
-            return
-        self.inputs.merge(self.layers, self.ranks)
-        for layer in self.layers:
-            owner = None if owners is None else owners.get(layer.name)
-            sums = self.gradients.get(layer.name)
-            if sums is None:
-                continue
-            if isinstance(owner, tuple):
-                sums.divide(self.ranks, owner)
-            else:
-                sums.merge(self.ranks, owner)
-            if isinstance(owner, int) and owner != self.ranks.rank:
-                del self.gradients[layer.name]
 
     def reached(self, layer: PrunableLayer) -> bool:
         """Whether a call of the layer was seen."""

@@ -1,10 +1,10 @@
-"""What a statistic of a layer is, and how to add one.
+"""The interface of a layer's statistics, and how to add one.
 
-The hooks of `Observer` bring every call of a layer to the normal form of model/layer_adapters.py and hand it on in pieces.
-What is made of the pieces is a statistic: a class that is made for a layer, sees all of its pieces, and has a result. One
-that needs the inputs alone is an `InputStatistic`, shared by the layers that read the same tensor; one that needs the
-output gradients too is a `GradientStatistic`. To add one, write the class, in a file of its own, and name it where the
-observer is made:
+The hooks of `Observer` convert every call of a layer to the normal form of model/layer_adapters.py and pass it on in
+pieces. A statistic is a class that is made for a layer, sees all of its pieces, and has a result. One that needs the
+inputs alone is an `InputStatistic`, shared by the layers that read the same tensor; one that needs the output gradients
+too is a `GradientStatistic`. Its partial results of several processes are merged by merging.py. To add one, write the
+class, in a file of its own, and name it where the observer is made:
 
     Observer(layers, …, extra=(InputMean,))
 
@@ -12,18 +12,41 @@ Its result is then in the layer's statistics, as ``observer.take(layer).extra[In
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from .storage import Storage
 
-_NOT_MERGED = "it has no `merge`, so that several processes cannot share the data: write one, or use one process"
+_NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: write one, or use one process"
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A partial result that adds up over the processes: a tensor whose first axis has the layer's rows, or k for each."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A partial result with one entry per sample, [n, rows, …] of the n samples of this process."""
+
+    tensor: Tensor
+    samples: int  # N, of all processes
+    empty: Callable[[tuple[int, ...]], Tensor]  # makes the memory of the result, by its shape
+
+
+@dataclass(frozen=True)
+class Small:
+    """A partial result that all processes get from each other, by rank: any value that `pickle` takes."""
+
+    value: Any
 
 
 class InputStatistic(ABC):
@@ -47,16 +70,13 @@ class InputStatistic(ABC):
             groups: which of the layer's they are of: all, or one expert alone.
         """
 
-    def merge(self, ranks: Ranks) -> None:
-        """Take in what all processes have seen, once the data have passed.
-
-        Args:
-            ranks: several, each of which has seen samples of its own.
+    def sums(self) -> Sequence[Tensor]:
+        """The tensors that add up over processes, each of which has seen samples of its own.
 
         Raises:
-            MoonshotError: this statistic cannot.
+            MoonshotError: this statistic cannot be merged.
         """
-        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('sums')}")
 
     @abstractmethod
     def result(self) -> Any:
@@ -97,29 +117,20 @@ class GradientStatistic(ABC):
     def end(self) -> None:  # noqa: B027
         """The batch is over."""
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        """As `InputStatistic.merge`.
-
-        Args:
-            ranks: several processes.
-            owner: the only one who needs the result; None is all.
+    def partial(self) -> Summed | Stacked | Small:
+        """The result of this process's samples, for others.
 
         Raises:
-            MoonshotError: this statistic cannot.
+            MoonshotError: this statistic cannot be merged.
         """
-        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
+        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('partial')}")
 
-    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
-        """As `merge`, where each process needs the result of some of the layer's rows.
+    def combine(self, merged: Any) -> None:
+        """Take the result of all processes.
 
         Args:
-            ranks: several processes.
-            rows: of each, by rank.
-
-        Raises:
-            MoonshotError: this statistic cannot.
+            merged: the tensor of `Summed` or `Stacked` for all samples, perhaps of some rows; the values of `Small`.
         """
-        raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED}")
 
     @abstractmethod
     def result(self) -> Any:

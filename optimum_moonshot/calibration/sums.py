@@ -6,13 +6,12 @@ Calls arrive from the hooks of observer.py and are read in the normal form of mo
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import NO_BACKWARD, naming, require
 from ..model.layer_adapters import LayerAdapter, Pair
 from ..model.layers import PrunableLayer
@@ -78,8 +77,8 @@ class _Sum(InputStatistic):
     def result(self) -> Tensor:
         return self.value
 
-    def merge(self, ranks: Ranks) -> None:
-        ranks.all_reduce(self.value)
+    def sums(self) -> Sequence[Tensor]:
+        return [self.value]
 
 
 class Gram(_Sum):
@@ -128,8 +127,8 @@ class TokenCounts(InputStatistic):
     def add(self, inputs: Tensor, groups: slice) -> None:
         self.value[groups] += inputs.shape[1]
 
-    def merge(self, ranks: Ranks) -> None:
-        ranks.all_reduce(self.value)
+    def sums(self) -> Sequence[Tensor]:
+        return [self.value]
 
     def result(self) -> Tensor:
         return self.value
@@ -142,11 +141,6 @@ class _Shared:
     statistics: dict[type, InputStatistic]
     readers: dict[str, list[Hashable]] = field(default_factory=dict)
     first: bool = True  # no batch is over yet: other layers may join
-
-    def add(self, call: LayerCall) -> None:
-        for inputs in call.tokens():
-            for statistic in self.statistics.values():
-                statistic.add(inputs, call.adapter.part)
 
 
 class InputSums:
@@ -174,24 +168,25 @@ class InputSums:
         self.held: dict[Hashable, LayerCall] = {}
 
     def add(self, call: LayerCall) -> None:
-        """Add what a call read, unless another layer's call has added it."""
+        """Add the inputs of a call, unless another layer's call has added them."""
         if not call.inputs.numel():
-            return  # nor would its address name it
+            return  # its address would not identify it
         name, key = call.layer.name, call.key
         if name not in self.of_layer:
-            known = self.by_key.get(key)
-            shared = known is not None and known.first
-            self.of_layer[name] = known if shared else self._make(call.layer, call.inputs.device)
-        mine = self.of_layer[name]
-        if not self.share:
-            mine.add(call)
-            return
-        self.by_key.setdefault(key, mine)
-        self.held.setdefault(key, call)
-        mine.readers.setdefault(name, []).append(key)
-        if (id(mine), key) not in self.added:
-            self.added.add((id(mine), key))
-            mine.add(call)
+            other = self.by_key.get(key)
+            joins = other is not None and other.first
+            self.of_layer[name] = other if joins else self._make(call.layer, call.inputs.device)
+        shared = self.of_layer[name]
+        if self.share:
+            self.by_key.setdefault(key, shared)
+            self.held.setdefault(key, call)
+            shared.readers.setdefault(name, []).append(key)
+            if (id(shared), key) in self.added:
+                return
+            self.added.add((id(shared), key))
+        for inputs in call.tokens():
+            for statistic in shared.statistics.values():
+                statistic.add(inputs, call.adapter.part)
 
     def _make(self, layer: PrunableLayer, device: torch.device) -> _Shared:
         into = self.into.get(layer.name)
@@ -231,45 +226,19 @@ class InputSums:
             if tuple(reads) not in found:
                 call = self.held[reads[0]]
                 found[tuple(reads)] = mine = self._make(call.layer, call.inputs.device)
-                for key in dict.fromkeys(reads):
-                    mine.add(self.held[key])
+                for call in map(self.held.__getitem__, dict.fromkeys(reads)):
+                    for inputs in call.tokens():
+                        for statistic in mine.statistics.values():
+                            statistic.add(inputs, call.adapter.part)
             self.of_layer[name] = found[tuple(reads)]
             found[tuple(reads)].readers[name] = []
 
-    def merge(self, layers: Iterable[PrunableLayer], ranks: Ranks) -> None:
-        """Take in what all processes have seen; a layer that some have not reached is one of theirs, too.
-
-        Args:
-            layers: all that are observed, in one order in all processes.
-            ranks: several.
-
-        Raises:
-            MoonshotError: layers share their statistics in some processes only.
-        """
-        numbers: dict[int, int] = {}
-        known = ranks.all_gather_object(
-            {name: numbers.setdefault(id(own), len(numbers)) for name, own in self.of_layer.items()}
-        )
-        merged: dict[tuple[int | None, ...], _Shared] = {}
-        for layer in layers:
-            key = tuple(numbered.get(layer.name) for numbered in known)
-            if any(number is not None for number in key):
-                if key not in merged:
-                    merged[key] = self._merged(layer, ranks, merged.values())
-                self.of_layer[layer.name] = merged[key]
-
-    def _merged(self, layer: PrunableLayer, ranks: Ranks, others: Collection[_Shared]) -> _Shared:
-        own = self.of_layer.get(layer.name)
-        if own is None:  # no sample of this process has reached it
-            device = layer.parameter.device
-            own = self._make(layer, self.storage.device if device.type == "meta" else device)
-        require(
-            all(own is not other for other in others),
-            f"{layer.name} reads the same tensor as another layer in some batches only",
-        )
-        for statistic in own.statistics.values():
-            statistic.merge(ranks)
-        return own
+    def made(self, layer: PrunableLayer) -> _Shared:
+        """The statistics of a layer, also where no sample of this process has reached it."""
+        if layer.name in self.of_layer:
+            return self.of_layer[layer.name]
+        device = layer.parameter.device
+        return self._make(layer, self.storage.device if device.type == "meta" else device)
 
     def forget(self) -> None:
         """Let the batch's inputs go."""
@@ -298,7 +267,7 @@ class GradientSums:
         storage: where the sums live.
         plan: how to gather the gradients where they are stored, and whether the layer's totals are wanted.
         kinds: further statistics.
-        ranks: the processes that share the samples.
+        here: how many of the samples this process sees; None is all.
     """
 
     def __init__(
@@ -309,7 +278,7 @@ class GradientSums:
         storage: Storage,
         plan: GradientPlan,
         kinds: Iterable[type[GradientStatistic]],
-        ranks: Ranks = SINGLE_PROCESS,
+        here: int | None = None,
     ):
         self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
         self.gradients: GradientStatistic | None = None
@@ -318,7 +287,7 @@ class GradientSums:
         elif diagonal:
             self.gradients = Squares(layer, storage)
         elif plan.column_block is None:
-            self.gradients = Samples(layer, samples, storage, plan, len(ranks.shard(samples)))
+            self.gradients = Samples(layer, samples, storage, plan, here)
         else:
             self.gradients = RowMatrices(layer, samples, storage, plan)
         self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
@@ -360,13 +329,3 @@ class GradientSums:
         """The batch is over."""
         for statistic in self.statistics:
             statistic.end()
-
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        """As `GradientStatistic.merge`."""
-        for statistic in self.statistics:
-            statistic.merge(ranks, owner)
-
-    def divide(self, ranks: Ranks, rows: Sequence[slice]) -> None:
-        """As `GradientStatistic.divide`."""
-        for statistic in self.statistics:
-            statistic.divide(ranks, rows)

@@ -21,13 +21,16 @@ is cut into pieces that lie between two collectives each (`Backoff.piece`).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from ..calibration.merging import Owner, merge_mixtures, merge_statistics
+from ..calibration.mixture_sums import MixtureObserver
+from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
@@ -38,6 +41,7 @@ from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import cutting
 
 Value = TypeVar("Value")
+AnyObserver = TypeVar("AnyObserver", Observer, MixtureObserver)
 Item = TypeVar("Item")
 Halving = tuple[int, int]  # bytes that were used at once, and that may be from here on
 # Statistics or caches that take no more than one part in so many of the budget do not fill the device.
@@ -165,6 +169,28 @@ class Backoff:
         failures = [each for each in self.ranks.all_gather_object(message) if each is not None]
         if failures:
             raise PassTooLarge(failures[0])
+
+    @contextmanager
+    def passing(self, observer: AnyObserver, owners: Mapping[str, Owner] | None = None) -> Iterator[AnyObserver]:
+        """A pass over this process's samples under an observer's hooks; on exit its statistics are those of all samples.
+
+        Args:
+            observer: not entered.
+            owners: who needs the statistics of a layer, by its name; all processes need the others.
+
+        Raises:
+            PassTooLarge: in all processes, where one was out of memory.
+        """
+        with self.together(), observer:
+            yield observer
+        if isinstance(observer, MixtureObserver):
+            merge_mixtures(observer, self.ranks)
+        else:
+            merge_statistics(observer, self.ranks, owners or {})
+
+    def samples_here(self, samples: int) -> int:
+        """How many of so many samples this process sees."""
+        return len(self.ranks.shard(samples))
 
     def stages(self, pipeline: Iterable[Item]) -> Iterator[Item]:
         """The stages of a pipeline; the passes between them are work that all processes do together.

@@ -87,19 +87,17 @@ def collect(
     Raises:
         MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
     """
-    layers, ranks, storage = part.layers, backoff.ranks, backoff.storage
+    layers = part.layers
     if part.slices:
         once = partial(collect, stage, advance=False, spec=spec, backoff=backoff, notes=notes)
         return [(layers[0], _in_slices(part, spec, notes, once))]
     experts = UnderCalibratedExperts(spec, backoff, notes)
     gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
     plans = {layer.name: spec.plan(layer) for layer in layers} if plans is None else plans
-    with (
-        backoff.together(),
-        Observer(layers, spec.diagonal, gradients, spec.samples, storage, plans, ranks=ranks) as observer,
-    ):
+    here = backoff.samples_here(spec.samples)
+    observer = Observer(layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, here=here)
+    with backoff.passing(observer, dict(zip((layer.name for layer in layers), part.owners, strict=True))):
         stage.observe(observer, advance and not experts.observes_again(layers))
-    observer.merge(dict(zip((layer.name for layer in layers), part.owners, strict=True)))
     experts.observe(stage, layers, observer)
     trim_host_memory()
     return Collected(part, observer, experts, backoff)

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from ..calibration.merging import Owner
 from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from .spec import StatisticsSpec
-
-# The process that solves a layer; or the rows that each process solves, by rank.
-Owner = int | tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Part:
     """Layers that are collected and solved together."""
 
     layers: tuple[PrunableLayer, ...]
-    owners: tuple[Owner | None, ...]  # of each layer; None where every process solves it
+    owners: tuple[Owner, ...]  # who solves each layer: a process, several with some rows each, or (None) all
     slices: tuple[slice, ...] = ()  # rows or experts of the only layer, one pass each; () is all in one pass
     sizes: tuple[int, ...] = ()  # bytes of each layer's statistics in this process
 

@@ -94,22 +94,18 @@ class UnderCalibratedExperts:
         self, stage: Stage, parts: dict[tuple[str, int], PrunableLayer], into: dict[str, Tensor]
     ) -> set[tuple[str, int]]:
         """Sum the Gram matrices of all tokens into `into`; those that all tokens have reached."""
-        layers, spec, ranks, shown = list(parts.values()), self.spec, self.backoff.ranks, True
-        with (
-            self.backoff.together(),
-            Observer(
-                layers, spec.diagonal, set(), spec.samples, self.backoff.storage, share=False, ranks=ranks, into=into
-            ) as observer,
-        ):
+        spec, backoff, shown = self.spec, self.backoff, True
+        options = {"share": False, "here": backoff.samples_here(spec.samples), "into": into}
+        observer = Observer(list(parts.values()), spec.diagonal, set(), spec.samples, backoff.storage, **options)
+        with backoff.passing(observer):
             try:
                 stage.observe(observer)
             except MoonshotError:
                 if self.everyone:
                     raise
                 shown = False
-        if not ranks.all_reduce_min(shown):
+        if not backoff.ranks.all_reduce_min(shown):
             return set()  # such a module is pruned by magnitude
-        observer.merge()
         reached = {key: part for key, part in parts.items() if observer.reached(part)}
         for part in reached.values():
             observer.take(part)

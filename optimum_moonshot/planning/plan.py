@@ -346,7 +346,7 @@ def _row(
         layers=len(block.layers),
         rounds=len(found),
         passes=sum(each.passes for each in found),
-        parts={each.layers[0].name: len(each.parts) for each in found if each.parts},
+        parts={each.layers[0].name: len(each.slices) for each in found if each.slices},
         bytes={place: size for place, size in most.items() if size},
         seconds=None if seconds is None else seconds.of_block(block, found, outline),
     )

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic
+from ..calibration.statistic import GradientStatistic, Small
 from ..calibration.storage import Storage
-from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from .learning import Learned, rotations
 from .spaces import Space
@@ -53,10 +52,12 @@ class OutputMoments(GradientStatistic):
             found = torch.einsum("tci,tcj->cij", part, part) if turned else part.square().sum(0)
             self.totals[space.name] = self.totals.get(space.name, 0) + found.double().cpu()
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        found = ranks.all_gather_object(self.totals)
-        names = dict.fromkeys(name for totals in found for name in totals)
-        self.totals = {name: torch.stack([t[name] for t in found if name in t]).sum(0) for name in names}
+    def partial(self) -> Small:
+        return Small(self.totals)
+
+    def combine(self, merged: Sequence[dict[str, Tensor]]) -> None:
+        names = dict.fromkeys(name for totals in merged for name in totals)
+        self.totals = {name: torch.stack([t[name] for t in merged if name in t]).sum(0) for name in names}
 
     def result(self) -> dict[str, Tensor]:
         return self.totals

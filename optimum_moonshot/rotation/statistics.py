@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..calibration.statistic import GradientStatistic
+from ..calibration.statistic import GradientStatistic, Small
 from ..calibration.storage import Storage
-from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from ..objective.linalg import damped_inverse_factor, escalate
 from .objective import Coordinates
@@ -41,8 +40,11 @@ class FisherAtZero(GradientStatistic):
             self.total += float(self.products.double().square().sum()) / self.samples
             self.products = None
 
-    def merge(self, ranks: Ranks, owner: int | None) -> None:
-        self.total = sum(ranks.all_gather_object(self.total))
+    def partial(self) -> Small:
+        return Small(self.total)
+
+    def combine(self, merged: Sequence[float]) -> None:
+        self.total = sum(merged)
 
     def result(self) -> float:
         return self.total

@@ -161,13 +161,10 @@ class _Choices:
             return
         self.where = mixtures[0].name
         prepared, gradients = self.prepared, self.selection.needs_gradients
-        samples, ranks = prepared.data.num_samples, prepared.ranks
-        with (
-            prepared.backoff.together(),
-            MixtureObserver(mixtures, gradients, samples, prepared.storage, ranks) as observer,
-        ):
+        samples, backoff = prepared.data.num_samples, prepared.backoff
+        here = backoff.samples_here(samples)
+        with backoff.passing(MixtureObserver(mixtures, gradients, samples, prepared.storage, here)) as observer:
             stage.observe(observer, advance=True)
-        observer.merge()
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
             self._choose(mixture, observer.sums[mixture.name].result())

@@ -310,13 +310,10 @@ class _Gathering:
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
-        ranks = self.prepared.ranks
-        with (
-            self.prepared.backoff.together(),
-            Observer(layers, False, wanted, samples, storage, plans, extra=extra, ranks=ranks) as observer,
-        ):
+        backoff = self.prepared.backoff
+        options = {"extra": extra, "here": backoff.samples_here(samples)}
+        with backoff.passing(Observer(layers, False, wanted, samples, storage, plans, **options)) as observer:
             stage.observe(observer, advance=True)
-        observer.merge()
         self._take(observer, layers)
         trim_host_memory()  # the statistics kept are small, and lie above all that they were made of
 
