@@ -1,4 +1,4 @@
-"""Statistics of several processes that share the samples: afterwards those that need a layer's have them of all samples."""
+"""Statistics of several processes that share the samples, merged into those of all samples."""
 
 from collections.abc import Mapping
 

@@ -28,7 +28,7 @@ _NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: 
 
 @dataclass(frozen=True)
 class Summed:
-    """A partial result that adds up over the processes: a tensor whose first axis has the layer's rows, or k for each."""
+    """A partial result that adds up over the processes; its first axis has the layer's rows, or k for each."""
 
     tensor: Tensor
 
@@ -125,7 +125,7 @@ class GradientStatistic(ABC):
         """
         raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('partial')}")
 
-    def combine(self, merged: Any) -> None:
+    def combine(self, merged: Any) -> None:  # noqa: B027
         """Take the result of all processes.
 
         Args:

@@ -172,7 +172,7 @@ class Backoff:
 
     @contextmanager
     def passing(self, observer: AnyObserver, owners: Mapping[str, Owner] | None = None) -> Iterator[AnyObserver]:
-        """A pass over this process's samples under an observer's hooks; on exit its statistics are those of all samples.
+        """A pass over this process's samples under an observer's hooks; on exit it has the statistics of all samples.
 
         Args:
             observer: not entered.

@@ -286,7 +286,7 @@ def _plan(
         if name in blocks:
             rows.append(_row(trace, *blocks[name], places, seconds, outline))
     moments = most_of(trace.moments, places)
-    overflows = (*trace.overflows, *_misfits(moments, room, outline))
+    overflows = (*trace.overflows, *_overflows(moments, room, outline))
     found = {} if seconds is None else seconds.phases(outline, list(blocks.values()))
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
@@ -352,7 +352,7 @@ def _row(
     )
 
 
-def _misfits(moments: Sequence[Snapshot], room: dict[str, int], outline: RunSpec) -> list[Overflow]:
+def _overflows(moments: Sequence[Snapshot], room: dict[str, int], outline: RunSpec) -> list[Overflow]:
     """The moment of each phase that exceeds what a place has free."""
     found = []
     for place, has in room.items():

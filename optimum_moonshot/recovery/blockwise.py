@@ -119,8 +119,8 @@ class Recovery:
         require(
             len(sequences.sequential) == 1 and not sequences.non_sequential,
             f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
-            f"one before gives: this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in none; "
-            "use recover=None, or choose the layers of one chain by targets=",
+            f"one before gives: this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in "
+            "none; use recover=None, or choose the layers of one chain by targets=",
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")

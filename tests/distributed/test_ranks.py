@@ -197,7 +197,7 @@ def test_a_statistic_that_cannot_be_merged_is_refused():
     model = make("llama")
     (layer,) = find_structure(model, ["layers.1.mlp.up_proj"]).layers()
     storage = Storage(torch.device("cpu"))
-    with Observer([layer], False, set(), 2, storage, extra=(Counted,), ranks=Ranks(0, 2)) as observer:
+    with Observer([layer], False, set(), 2, storage, extra=(Counted,), here=1) as observer:
         observer.begin(0, 1, None)
         model(token_batches(1)[0]["input_ids"])
         observer.end()
