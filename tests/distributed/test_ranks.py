@@ -13,6 +13,7 @@ from models import make, token_batches
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
+from optimum_moonshot.calibration.merging import merge_statistics
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.statistic import InputStatistic
 from optimum_moonshot.calibration.storage import Storage
@@ -201,8 +202,8 @@ def test_a_statistic_that_cannot_be_merged_is_refused():
         observer.begin(0, 1, None)
         model(token_batches(1)[0]["input_ids"])
         observer.end()
-    with pytest.raises(MoonshotError, match="Counted: it has no `merge`"):
-        observer.merge()
+    with pytest.raises(MoonshotError, match="Counted: it has no `sums`"):
+        merge_statistics(observer, Ranks(0, 2), {})
 
 
 def test_layers_are_divided_by_their_cost():
