@@ -1,7 +1,7 @@
-"""Held-out perplexity of the shipped model with allocated sparsity (OWL, AlphaPruning) and recomputed statistics (++).
+"""Held-out perplexity of the shipped model with sparsity allocation (OWL, AlphaPruning) and recomputed statistics (++).
 
-Every run is a whole `MoonshotPruner.prune` on calibration windows of its seed; "seconds" are of processor time.
-A former file of results with the same name is continued: seeds that it has are not run again.
+Every run is a complete `MoonshotPruner.prune` on calibration windows of its seed, timed in processor seconds.
+Seeds in an existing results file are not run again.
 """
 
 import copy

@@ -1,11 +1,11 @@
-"""Which model families of the installed transformers load, calibrate and prune: a tiny random one of each is pruned.
+"""Coverage of the model families in the installed transformers: prune a tiny random model of each.
 
     python benchmarks/architectures.py                        # all of them; results/architectures.json, and the guide
-    python benchmarks/architectures.py --only llama t5 vit     # a few, anew
+    python benchmarks/architectures.py --only llama t5 vit     # run a few again
 
-Each family's default configuration is made small (tiny_configs.py), the model is made in a process of its own with a
-time limit, and 2:4 pruned at λ = 0.9. Text models read tokens, those that read images or sound besides read tokens
-alone, image and speech models read random images and waves.
+Each family's default configuration is shrunk (tiny_configs.py); the model is built in a separate process with a time
+limit, and pruned to 2:4 at λ = 0.9. Text models get tokens, multimodal models tokens only, image and speech models
+random images and waveforms.
 """
 
 import json
@@ -39,7 +39,7 @@ KINDS = {
 SAMPLES, LENGTH = 4, 16
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 MARKS = ("<!-- survey -->", "<!-- end of survey -->")
-LIMIT = 12 * 2**30  # bytes of address space of one model's process
+LIMIT = 12 * 2**30  # bytes of address space per process
 
 
 def families(kinds: list[str]) -> list[tuple[str, str, str]]:
@@ -53,7 +53,7 @@ def families(kinds: list[str]) -> list[tuple[str, str, str]]:
 
 
 def batches(kind: str, model) -> list[dict]:
-    """Two batches of what a family reads."""
+    """Two batches of inputs for a family."""
     generator = torch.Generator().manual_seed(0)
     config, size = model.config, 2
     found = []
@@ -78,7 +78,7 @@ def batches(kind: str, model) -> list[dict]:
 
 
 def with_images(batch: dict, model) -> dict:
-    """A batch of tokens with images beside them, for families that cannot do without."""
+    """A batch of tokens with images, for families that require images."""
     side = image_size(model.config)
     samples = len(batch["input_ids"])
     images = torch.randn(samples, 3, side, side)
@@ -91,7 +91,7 @@ def image_size(config) -> int:
 
 
 def sound(model, size: int) -> torch.Tensor:
-    """Waves [B, T], or their spectra as a family lays them out."""
+    """Waveforms [B, T], or spectrograms in the layout of the family."""
     config = getattr(model.config, "encoder_config", model.config)
     if model.main_input_name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
@@ -104,16 +104,16 @@ def sound(model, size: int) -> torch.Tensor:
 
 
 def own_loss(output, batch) -> torch.Tensor:
-    """For families whose logits have no labels of their shape: connectionist temporal classification."""
+    """Loss for families whose logits have no labels of the same shape (CTC)."""
     return output.logits.float().logsumexp(-1).flatten(1).mean(1)
 
 
 def survey(kind: str, model_type: str, class_name: str) -> dict:
-    """Make a tiny model and prune it."""
+    """Build a tiny model and prune it."""
     torch.manual_seed(0)
     try:
         model = getattr(transformers, class_name)(tiny_config(model_type, class_name)).eval()
-    except Exception as error:  # sizes that do not agree, or a package that is not installed
+    except Exception as error:  # inconsistent sizes, or a package that is not installed
         return {"not made": f"{type(error).__name__}: {error}".strip()[:400]}
     found = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     real = statistics_source.find_block_sequences
@@ -137,7 +137,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
         report = MoonshotPruner(model, config).prune([with_images(batch, model) for batch in data], **options)
     weights = dict(model.named_parameters(remove_duplicate=False))
     for layer in report.layers:
-        weight = weights[layer.name if layer.name in weights else f"{layer.name}.weight"]  # experts: a parameter's name
+        weight = weights[layer.name if layer.name in weights else f"{layer.name}.weight"]  # experts: parameter names
         if weight.count_nonzero() * 2 > weight.numel():
             raise AssertionError(f"{layer.name} is not 2:4")
     reasons = Counter(report.skipped.values())
@@ -145,7 +145,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
 
 
 def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
-    """`survey` in a process of its own, which ends after `limit` seconds."""
+    """`survey` in a separate process, killed after `limit` seconds."""
     reading, writing = os.pipe()
     started = time.perf_counter()
     child = os.fork()
@@ -198,7 +198,7 @@ def line(found: dict) -> str:
 
 
 def outcome(found: dict) -> str:
-    """Which column of the table an entry counts in."""
+    """The column of the table in which an entry is counted."""
     for field in ("error", "refused", "not made"):
         if field in found:
             return field
@@ -206,7 +206,7 @@ def outcome(found: dict) -> str:
 
 
 def table(results: list[dict]) -> str:
-    """The survey in Markdown, a row for each kind."""
+    """The results as a Markdown table, one row per kind."""
     columns = ("whole", "in part", "refused", "not made", "error")
     counts = {kind: Counter(outcome(found) for found in results if found["kind"] == kind) for kind in KINDS}
     loose = Counter(found["kind"] for found in results if found.get("loose"))
@@ -225,7 +225,7 @@ def table(results: list[dict]) -> str:
 
 
 def write_page(results: list[dict]) -> None:
-    """Put the table into the guide, between its marks."""
+    """Write the table into the guide, between its marks."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(MARKS[0])
     after = rest.split(MARKS[1])[1]

@@ -1,7 +1,7 @@
-"""What `allocation="fisher"` gains and costs on the shipped model, against uniform sparsity and six solves of all rows.
+"""Gain and cost of `allocation="fisher"` on the shipped model, compared with uniform sparsity and six full solves.
 
-"six solves" takes its curves from all samples and rows, by six runs of the solver at the run's own λ. Seconds are of
-processor time; the ratio is to the uniform run. A former file of results is continued.
+"six solves" computes the curves from all samples and rows, by six runs of the solver at the run's λ. Seconds are
+processor time; the ratio is to the uniform run. Existing results are kept and completed.
 """
 
 import copy
@@ -68,9 +68,9 @@ class Bench:
     """The shipped model, pruned in three ways.
 
     Args:
-        model: dense; it stays so.
+        model: dense; it is not changed.
         tokenizer: of the model.
-        tokens: of a window.
+        tokens: per window.
     """
 
     def __init__(self, model, tokenizer, tokens: int):
@@ -88,7 +88,7 @@ class Bench:
         return self.run(dataclasses.replace(config, allocation="fisher"))
 
     def six(self, config: MoonshotConfig) -> dict:
-        """By curves of six solves of everything, which a store then lends to the run."""
+        """Prune with curves from six full solves, which replace those of the run."""
         curves = self.six_curves(dataclasses.replace(config, sparsity=0.5))
         original = solving.gather_curves
 

@@ -1,11 +1,11 @@
-"""What an order of the neurons adds to a learned basis, for n:m.
+"""Gain of the channel permutation after a learned rotation, for n:m.
 
-    python benchmarks/neuron_order.py                     # what is in the file is not repeated
+    python benchmarks/neuron_order.py                     # cells in the results file are not repeated
     python benchmarks/neuron_order.py --patterns 2:4 --seeds 0
-    python benchmarks/neuron_order.py --show              # the table of what is there
+    python benchmarks/neuron_order.py --show              # the table of the existing results
 
-The basis is learned once for a pattern and a seed. The model is then pruned twice by each λ, with its neurons in the
-order that was found, and in the one that they had: held-out perplexity of the shipped Llama by SparseGPT.
+The rotation is learned once per pattern and seed. The model is then pruned twice with each λ, with permuted channels
+and in the original order: held-out perplexity of the shipped Llama by SparseGPT.
 """
 
 import copy
@@ -30,7 +30,7 @@ CALIBRATION = {"num_samples": 128, "sequence_length": 256}
 
 
 def rotated(pattern: str, seed: int) -> tuple[torch.nn.Module, torch.nn.Module, dict]:
-    """The model in its learned basis, its neurons as they were and in the order found, and the objective."""
+    """The rotated model in the original and the permuted channel order, and the objective."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     config = MoonshotConfig(pattern=pattern, lam=1.0, rotation="learned", seed=seed, **CALIBRATION)
     learned, found = rotating.rotations, {}
@@ -53,7 +53,7 @@ def rotated(pattern: str, seed: int) -> tuple[torch.nn.Module, torch.nn.Module, 
 
 
 def measure(model: torch.nn.Module, pattern: str, seed: int, lam: float) -> float:
-    """Held-out perplexity of a copy of a model, pruned."""
+    """Held-out perplexity of a pruned copy of a model."""
     model, tokenizer = copy.deepcopy(model), AutoTokenizer.from_pretrained(DEMO)
     config = MoonshotConfig(pattern=pattern, lam=lam, seed=seed, **CALIBRATION)
     MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)

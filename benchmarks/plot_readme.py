@@ -1,9 +1,9 @@
-"""The pictures of the README, from the JSON in results/: what pruning costs in quality, and what it gains in speed.
+"""Plots of the README, from the JSON in results/: quality and speed after pruning.
 
 Usage: python benchmarks/plot_readme.py [FOLDER]
 
-results.png has perplexity by sparsity, and top-1 accuracy by λ; speed.png the speed of a packed layer by sparsity, and
-of a whole model.
+results.png shows perplexity by sparsity and top-1 accuracy by λ, speed.png the speed of a packed layer by sparsity and
+of a complete model.
 """
 
 import json
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 SPARSITIES = ("0.6", "0.7", "0.8")
-LINES = {  # the name in quality.json → what the picture calls it, and its colour
+LINES = {  # name in quality.json → label and color
     "magnitude": ("magnitude", "#8a9099"),
     "wanda λ=1": ("Wanda, λ = 1", "#c08a2b"),
     "sparsegpt λ=1": ("SparseGPT, λ = 1", "#3f6fa8"),
@@ -74,7 +74,7 @@ def plot_vision(axes: plt.Axes) -> None:
 
 
 def plot_layer(axes: plt.Axes) -> None:
-    """Times the dense speed of one packed layer and one row of inputs, one thread."""
+    """Speed of one packed layer relative to dense, for one row of inputs and one thread."""
     cells = [cell for cell in read("runtime")["cells"] if cell["rows"] == 1 and cell["threads"] == 1]
     for dtype, colour in (("bfloat16", "#b3361e"), ("float32", "#3f6fa8")):
         found = {cell["kind"]: cell["over_dense"] for cell in cells if cell["dtype"] == dtype}
@@ -110,7 +110,7 @@ def plot_model(axes: plt.Axes) -> None:
 
 
 def main(folder: str | Path = PICTURES) -> None:
-    """Write the pictures."""
+    """Write the plots."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     for name, panels in (("results", (plot_language, plot_vision)), ("speed", (plot_layer, plot_model))):
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")

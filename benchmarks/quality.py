@@ -1,7 +1,7 @@
-"""Held-out perplexity of the shipped model after pruning: magnitude, Wanda, SparseGPT, λ = 1 against the best λ < 1.
+"""Held-out perplexity of the shipped model after pruning: magnitude, Wanda, SparseGPT, λ = 1 and the best λ < 1.
 
-Every seed draws its own calibration windows. They pass once per seed: all methods, patterns and λ see the same
-statistics, which do not depend on any of them.
+Every seed draws its own calibration windows, with one calibration per seed: the statistics do not depend on method,
+pattern or λ.
 """
 
 import copy
@@ -28,7 +28,7 @@ PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsit
 
 
 def methods(lambdas: list[float]):
-    """(name, options) of everything compared."""
+    """(name, options) of each compared method."""
     yield "magnitude", {"solver": "magnitude"}
     for solver in ("wanda", "sparsegpt"):
         for lam in (1.0, *lambdas):
@@ -37,7 +37,7 @@ def methods(lambdas: list[float]):
 
 
 def choices(layer, lambdas: list[float]):
-    """((method, pattern), configuration) of everything compared on one layer."""
+    """((method, pattern), configuration) compared on one layer."""
     for pattern, choice in PATTERNS.items():
         for name, method in methods(lambdas):
             method = {**method}
@@ -49,7 +49,7 @@ def choices(layer, lambdas: list[float]):
 def prune_all(model, tokenizer, calibration: Path, config: MoonshotConfig, choose):
     """{(method, pattern): {layer: pruned weight}}, from one calibration.
 
-    `config` says what is calibrated; ``choose(config, layer)`` yields (method, pattern) with their configuration.
+    `config` configures the calibration; ``choose(config, layer)`` yields (method, pattern) with their configuration.
     """
     weights = {}
 
@@ -76,7 +76,7 @@ def set_weights(model, layers: dict[str, torch.Tensor]) -> None:
 
 
 def demo_parser(description: str, name: str):
-    """The options of a benchmark on the shipped model; results go to results/`name`.json."""
+    """The options of a benchmark on the shipped model; results are written to results/`name`.json."""
     arguments = parser(description)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=128)

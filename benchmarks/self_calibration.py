@@ -1,7 +1,7 @@
-"""Calibration on a text against calibration on what the dense model writes itself, by the number of samples.
+"""Self-calibration compared with calibration on text, by the number of samples.
 
 Held-out perplexity of the shipped model after SparseGPT, on windows of its calibration text, and on as many samples
-that it writes from its BOS token.
+generated from its BOS token.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""Train a small DeiT on the CIFAR-10 images that the vision benchmark prunes, with ResNet-20 as its teacher.
+"""Train a small DeiT on the CIFAR-10 images of the vision benchmark, with ResNet-20 as its teacher.
 
 Usage: python benchmarks/train_deit.py [--output outputs/deit-cifar10]. Minutes on one core. As in DeiT (Touvron et al.,
-arXiv 2012.12877) the small data set is made up for by augmentation and by a convolutional teacher's predictions.
+arXiv 2012.12877) augmentation and a convolutional teacher compensate for the small data set.
 """
 
 import time
@@ -35,7 +35,7 @@ def small_deit() -> DeiTForImageClassification:
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to four pixels, and every other one mirrored."""
+    """Shift each image by up to four pixels, and mirror every other one."""
     padded = functional.pad(images, (4, 4, 4, 4), mode="reflect")
     shifts = torch.randint(0, 9, (len(images), 2), generator=generator).tolist()
     shifted = torch.stack([x[:, i : i + 32, j : j + 32] for x, (i, j) in zip(padded, shifts, strict=True)])

@@ -1,7 +1,7 @@
-"""Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 against smaller λ.
+"""Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 and smaller λ.
 
-First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, which
-pass once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
+First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, with one
+calibration: statistics do not depend on λ, sparsity or pattern. `benchmarks/train_deit.py` trains the DeiT.
 """
 
 import time
@@ -21,7 +21,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy
 
 
 def run(model: nn.Module, solver: str, options) -> dict:
-    """{λ: {sparsity or pattern: [top-1 of every seed]}}, and what it took."""
+    """{λ: {sparsity or pattern: [top-1 of every seed]}}, and the seconds."""
     images, labels = cifar10("train")
     test = batches(*cifar10("test"), 256)
     config = MoonshotConfig(
