@@ -44,19 +44,19 @@ LIMIT = 12 * 2**30  # bytes of address space per process
 
 def families(kinds: list[str]) -> list[tuple[str, str, str]]:
     """(kind, model type, class name), each class once, under the first of its kinds."""
-    found: dict[str, tuple[str, str, str]] = {}
+    classes: dict[str, tuple[str, str, str]] = {}
     for kind in kinds:
         for model_type, names in KINDS[kind].items():
             for name in [names] if isinstance(names, str) else names[:1]:
-                found.setdefault(name, (kind, model_type, name))
-    return list(found.values())
+                classes.setdefault(name, (kind, model_type, name))
+    return list(classes.values())
 
 
 def batches(kind: str, model) -> list[dict]:
     """Two batches of inputs for a family."""
     generator = torch.Generator().manual_seed(0)
     config, size = model.config, 2
-    found = []
+    model_inputs = []
     for _ in range(SAMPLES // size):
         ids = torch.randint(3, TOKENS - 20, (size, LENGTH), generator=generator)
         if kind in ("causal", "multimodal"):
@@ -73,8 +73,8 @@ def batches(kind: str, model) -> list[dict]:
             main = model.main_input_name
             batch = {main: ids if main == "input_ids" else sound(model, size)}
             batch["labels"] = ids if kind == "speech" else torch.randint(0, config.num_labels, (size,))
-        found.append(batch)
-    return found
+        model_inputs.append(batch)
+    return model_inputs
 
 
 def with_images(batch: dict, model) -> dict:
@@ -115,13 +115,13 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
         model = getattr(transformers, class_name)(tiny_config(model_type, class_name)).eval()
     except Exception as error:  # inconsistent sizes, or a package that is not installed
         return {"not made": f"{type(error).__name__}: {error}".strip()[:400]}
-    found = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    result = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     real = statistics_source.find_block_sequences
 
     def noted(*arguments):
         chains = real(*arguments)
-        found["chains"] = [len(chain) for chain in chains.sequential]
-        found["loose"] = [block.name for block in chains.non_sequential]
+        result["chains"] = [len(chain) for chain in chains.sequential]
+        result["loose"] = [block.name for block in chains.non_sequential]
         return chains
 
     statistics_source.find_block_sequences = noted
@@ -133,7 +133,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
     except MoonshotError as error:
         if kind != "multimodal" or "cannot be called" not in str(error):
             raise
-        found["without images"] = str(error)
+        result["without images"] = str(error)
         report = MoonshotPruner(model, config).prune([with_images(batch, model) for batch in data], **options)
     weights = dict(model.named_parameters(remove_duplicate=False))
     for layer in report.layers:
@@ -141,7 +141,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
         if weight.count_nonzero() * 2 > weight.numel():
             raise AssertionError(f"{layer.name} is not 2:4")
     reasons = Counter(report.skipped.values())
-    return found | {"pruned": len(report.layers), "skipped": dict(reasons), "notes": list(report.notes)}
+    return result | {"pruned": len(report.layers), "skipped": dict(reasons), "notes": list(report.notes)}
 
 
 def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
@@ -187,29 +187,29 @@ def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
     }
 
 
-def line(found: dict) -> str:
-    head = f"{found['kind']:10} {found['family']:28} {found['seconds']:5}"
+def line(result: dict) -> str:
+    head = f"{result['kind']:10} {result['family']:28} {result['seconds']:5}"
     for field in ("error", "refused", "not made"):
-        if field in found:
-            return f"{head} {field}: {found[field][:160]}"
-    loose = f", {len(found['loose'])} LOOSE" if found.get("loose") else ""
-    skipped = "; ".join(f"{count}x {reason[:70]}" for reason, count in found["skipped"].items())
-    return f"{head} pruned {found['pruned']:3}, chains {found.get('chains')}{loose} | {skipped}"
+        if field in result:
+            return f"{head} {field}: {result[field][:160]}"
+    loose = f", {len(result['loose'])} LOOSE" if result.get("loose") else ""
+    skipped = "; ".join(f"{count}x {reason[:70]}" for reason, count in result["skipped"].items())
+    return f"{head} pruned {result['pruned']:3}, chains {result.get('chains')}{loose} | {skipped}"
 
 
-def outcome(found: dict) -> str:
+def outcome(result: dict) -> str:
     """The column of the table in which an entry is counted."""
     for field in ("error", "refused", "not made"):
-        if field in found:
+        if field in result:
             return field
-    return "in part" if found["skipped"] else "whole"
+    return "in part" if result["skipped"] else "whole"
 
 
 def table(results: list[dict]) -> str:
     """The results as a Markdown table, one row per kind."""
     columns = ("whole", "in part", "refused", "not made", "error")
-    counts = {kind: Counter(outcome(found) for found in results if found["kind"] == kind) for kind in KINDS}
-    loose = Counter(found["kind"] for found in results if found.get("loose"))
+    counts = {kind: Counter(outcome(result) for result in results if result["kind"] == kind) for kind in KINDS}
+    loose = Counter(result["kind"] for result in results if result.get("loose"))
     lines = [
         "| kind | families | all layers pruned | some dense, with the reason | of these two, not block by block "
         "| refused | not made | errors |",
@@ -219,7 +219,7 @@ def table(results: list[dict]) -> str:
         whole, part, *rest = (count[column] for column in columns)
         cells = [count.total(), whole, part, loose[kind], *rest]
         lines.append(f"| {kind} | " + " | ".join(map(str, cells)) + " |")
-    total = Counter(outcome(found) for found in results)
+    total = Counter(outcome(result) for result in results)
     cells = [len(results), total["whole"], total["in part"], loose.total(), *(total[column] for column in columns[2:])]
     return "\n".join([*lines, "| all | " + " | ".join(map(str, cells)) + " |"])
 
@@ -243,12 +243,12 @@ def main() -> None:
     torch.set_num_threads(1)
     output = Path(given.output)
     known = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
-    everything = {(found["kind"], found["class"]): found for found in known}
+    everything = {(result["kind"], result["class"]): result for result in known}
     for family in families(given.kinds):
         if not given.only or family[1] in given.only:
-            found = isolated(family, given.seconds, given.verbose)
-            everything[found["kind"], found["class"]] = found
-            print(line(found), flush=True)
+            result = isolated(family, given.seconds, given.verbose)
+            everything[result["kind"], result["class"]] = result
+            print(line(result), flush=True)
     results = list(everything.values())
     text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
     output.write_text(json.dumps(text, indent=1), encoding="utf-8")

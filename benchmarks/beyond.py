@@ -85,7 +85,7 @@ def dense_perplexity(model_folder: str) -> float:
     return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and seconds of one core at 0.8."""
     lines = [
         "| step | λ | " + " | ".join(SETTINGS) + " | seconds, one core |",
@@ -93,25 +93,25 @@ def table(found: dict) -> str:
     ]
     for step in STEPS:
         for lam in LAMBDAS:
-            values = [mean_error(gather(found, setting, step, lam)) for setting in SETTINGS]
+            values = [mean_error(gather(results, setting, step, lam)) for setting in SETTINGS]
             if any(values):
-                seconds = gather(found, "0.8", step, lam, "seconds")
+                seconds = gather(results, "0.8", step, lam, "seconds")
                 cost = f"{statistics.fmean(seconds):.0f}" if seconds else ""
                 lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, cost]) + " |")
     return "\n".join(lines)
 
 
-def picture(found: dict, path: Path) -> None:
+def picture(results: dict, path: Path) -> None:
     """Plot the excess loss over the dense model by step: one group of bars per setting."""
-    settings = [setting for setting in SETTINGS if gather(found, setting, "SparseGPT", 1.0)]
+    settings = [setting for setting in SETTINGS if gather(results, setting, "SparseGPT", 1.0)]
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
     colours = plt.get_cmap("viridis")([i / (len(STEPS) - 1) for i in range(len(STEPS))])
     width = 0.8 / len(STEPS)
     for k, (step, colour) in enumerate(zip(STEPS, colours, strict=True)):
         for i, setting in enumerate(settings):
-            best = least(found, setting, step, LAMBDAS)
+            best = least(results, setting, step, LAMBDAS)
             if best is not None:
-                height = math.log(best / found["dense"])
+                height = math.log(best / results["dense"])
                 shown = step in axes.get_legend_handles_labels()[1]
                 axes.bar(i + (k - (len(STEPS) - 1) / 2) * width, height, width, color=colour, label="_" * shown + step)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylabel="loss above the dense model's, nats")
@@ -130,9 +130,9 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / f"{options.name}.json"
     dense = partial(dense_perplexity, options.model)
-    found = run_cells(path, cells(options), lambda cell: measure(options.model, *cell), dense, options)
-    print(table(found))
-    picture(found, path.with_suffix(".png"))
+    results = run_cells(path, cells(options), lambda cell: measure(options.model, *cell), dense, options)
+    print(table(results))
+    picture(results, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

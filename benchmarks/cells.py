@@ -47,10 +47,10 @@ def run_cells(
     Returns:
         The content of the file.
     """
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if found is None:
-        found = {"machine": machine(), "dense": dense(), "cells": []}
-    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if results is None:
+        results = {"machine": machine(), "dense": dense(), "cells": []}
+    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in results["cells"]}
     started = time.perf_counter()
     for cell in [] if options.show else cells:
         if cell in known:
@@ -58,16 +58,16 @@ def run_cells(
         if options.minutes and time.perf_counter() - started > 60 * options.minutes:
             break
         row = measure(cell)
-        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        results["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
+        path.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
-    return found
+    return results
 
 
-def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+def gather(results: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
     """A cell's values over the measured seeds."""
     wanted = (setting, step, lam)
-    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+    return [row[what] for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
 
 
 def mean_error(values: list[float]) -> str:
@@ -77,7 +77,7 @@ def mean_error(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
 
 
-def least(found: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:
+def least(results: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:
     """The mean perplexity of the best λ; None without results."""
-    values = [gather(found, setting, step, lam) for lam in lambdas]
+    values = [gather(results, setting, step, lam) for lam in lambdas]
     return min((statistics.fmean(each) for each in values if each), default=None)

@@ -88,30 +88,30 @@ def measure(seed: int, setting: str, step: str, lam: float) -> dict:
     return {**quality(model), "seconds": seconds, "notes": notes}
 
 
-def table(found: dict, settings: Iterable[str]) -> str:
+def table(results: dict, settings: Iterable[str]) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and mean seconds of one core."""
     head = [*settings, "seconds, one core"]
     lines = ["| | λ | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
     for step in STEPS:
         for lam in LAMBDAS:
-            values = [mean_error(gather(found, setting, step, lam)) for setting in settings]
+            values = [mean_error(gather(results, setting, step, lam)) for setting in settings]
             if any(values):
-                cost = [value for setting in settings for value in gather(found, setting, step, lam, "seconds")]
+                cost = [value for setting in settings for value in gather(results, setting, step, lam, "seconds")]
                 lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, f"{statistics.fmean(cost):.0f}"]) + " |")
     return "\n".join(lines)
 
 
-def picture(found: dict, path: Path) -> None:
+def picture(results: dict, path: Path) -> None:
     """Plot the excess loss over the dense model by the fraction of remaining weights, at the best λ."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for step, (_, settings, _) in STEPS.items():
         lines: dict[str, list[tuple[float, float]]] = {"o": [], "s": []}
         for setting in settings:
-            best = least(found, setting, step, LAMBDAS)
+            best = least(results, setting, step, LAMBDAS)
             if best is not None:
-                left = gather(found, setting, step, LAMBDAS[0], "weights")[0] / found["dense"]["weights"]
+                left = gather(results, setting, step, LAMBDAS[0], "weights")[0] / results["dense"]["weights"]
                 marker = "s" if "2:4" in (setting, step[-3:]) else "o"
-                lines[marker].append((left, math.log(best / found["dense"]["perplexity"])))
+                lines[marker].append((left, math.log(best / results["dense"]["perplexity"])))
         colour = f"C{list(STEPS).index(step)}"
         style = "--" if set(settings) <= set(WHOLE) else "-"
         for marker, points in lines.items():
@@ -131,11 +131,11 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "experts.json"
-    found = run_cells(path, cells(options), lambda cell: measure(*cell), lambda: quality(load()), options)
+    results = run_cells(path, cells(options), lambda cell: measure(*cell), lambda: quality(load()), options)
     for settings in (INSIDE, WHOLE):
-        print(table(found, settings), end="\n\n")
+        print(table(results, settings), end="\n\n")
     for place in (path.with_suffix(".png"), PICTURE):
-        picture(found, place)
+        picture(results, place)
 
 
 if __name__ == "__main__":

@@ -178,9 +178,9 @@ def main() -> None:
     options = arguments.parse_args()
     name, bench = f"finetune-{options.part}", Bench(options.samples)
     if options.part == "overhead":
-        found = overhead(bench, options.steps)
-        write(name, {"steps": options.steps, **found})
-        print(found)
+        seconds = overhead(bench, options.steps)
+        write(name, {"steps": options.steps, **seconds})
+        print(seconds)
         return
     rows, dense = [], bench.perplexity(bench.dense)
     for seed in options.seeds:

@@ -67,7 +67,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(*options.measure, options.prompt, options.new, options.threads[0])))
         return
-    found = []
+    results = []
     for setting in options.settings:
         with tempfile.TemporaryDirectory() as folder:
             made = [sys.executable, "-c", f"import generate; generate.make({folder!r}, {setting!r}, {options.layers})"]
@@ -78,9 +78,9 @@ def main() -> None:
                     command = [sys.executable, __file__, "--measure", folder, runtime, *map(str, sizes)]
                     done = subprocess.run(command, check=True, capture_output=True, text=True)
                     row = json.loads(done.stdout.splitlines()[-1])
-                    found.append({"setting": setting, "threads": threads, "runtime": runtime, **row})
-                    print(found[-1], flush=True)
-    write("generate", {"options": vars(options), "runs": found})
+                    results.append({"setting": setting, "threads": threads, "runtime": runtime, **row})
+                    print(results[-1], flush=True)
+    write("generate", {"options": vars(options), "runs": results})
 
 
 if __name__ == "__main__":

@@ -115,21 +115,21 @@ def warm() -> None:
 
 def run(name: str) -> dict:
     """Prune a case."""
-    found, data = pruner(name)
-    sum(float(parameter.sum()) for parameter in found.model.parameters())  # touch all pages
+    moonshot, data = pruner(name)
+    sum(float(parameter.sum()) for parameter in moonshot.model.parameters())  # touch all pages
     warm()
     started = time.process_time()
-    peak = peak_above(lambda: found.prune(data, progress=False))
-    notes = [note for note in found.report.notes if "memory" in note or "disk" in note]
-    return {"bytes": peak, "seconds": time.process_time() - started, "wall": found.report.seconds, "notes": notes}
+    peak = peak_above(lambda: moonshot.prune(data, progress=False))
+    notes = [note for note in moonshot.report.notes if "memory" in note or "disk" in note]
+    return {"bytes": peak, "seconds": time.process_time() - started, "wall": moonshot.report.seconds, "notes": notes}
 
 
 def plan(name: str) -> dict:
     """Plan a case."""
-    found, data = pruner(name)
+    moonshot, data = pruner(name)
     warm()
     started = time.process_time()
-    made = found.plan(data)
+    made = moonshot.plan(data)
     taken = time.process_time() - started
     most = made.peak()
     seconds = made.seconds["total"] - made.seconds["saving"]

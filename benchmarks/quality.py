@@ -101,7 +101,7 @@ def main() -> None:
     options = arguments.parse_args()
     model, tokenizer = load_demo()
     dense = measure(model, tokenizer, options)
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for seed in range(options.seeds):
         config = MoonshotConfig(
             sparsity=0.5, lam=0.5, seed=seed, num_samples=options.samples, sequence_length=options.tokens
@@ -112,10 +112,12 @@ def main() -> None:
         pruned = copy.deepcopy(model)
         for (name, pattern), layers in weights.items():
             set_weights(pruned, layers)
-            found.setdefault(name, {}).setdefault(pattern, []).append(measure(pruned, tokenizer, options))
-        print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
-    write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense, PATTERNS)
+            results.setdefault(name, {}).setdefault(pattern, []).append(measure(pruned, tokenizer, options))
+        print(
+            f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in results.items()}) }"
+        )
+    write(options.name, {"options": vars(options), "dense": dense, "perplexity": results})
+    show(results, dense, PATTERNS)
 
 
 def mean_error(values: list[float]) -> str:
@@ -123,9 +125,9 @@ def mean_error(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {error:.1f}"
 
 
-def show(found: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
+def show(results: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
     table = Table("method", *columns, title=f"held-out perplexity, dense {dense:.1f}")
-    for name, row in found.items():
+    for name, row in results.items():
         table.add_row(name, *(mean_error(row[column]) for column in columns))
     Console(width=100).print(table)
 

@@ -116,7 +116,7 @@ def version(python: str, tool: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def found(folder: Path) -> dict:
+def check(folder: Path) -> dict:
     """Compare the files with their declared pattern."""
     from optimum_moonshot import verify
 
@@ -158,7 +158,7 @@ def main() -> None:
             for how in kinds:
                 target = Path(root) / f"{tool} {how}".replace(" ", "-")
                 subprocess.run([python, __file__, "--quantize", tool, how, str(source), str(target)], check=True)
-                results[f"{tool} {how}"] = {**known, **found(target)}
+                results[f"{tool} {how}"] = {**known, **check(target)}
                 print(f"{tool} {how}: {results[f'{tool} {how}']}", flush=True)
     write("quantize_after", results)
 

@@ -50,11 +50,11 @@ def of_processes(name: str, size: int, options) -> tuple[dict, dict]:
     every = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)} for rank in range(size)]
     started = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in every]
     told = [process.communicate()[0].strip().splitlines()[-1] for process in started]
-    found = [torch.load(path, weights_only=False) for path in told]
+    outputs = [torch.load(path, weights_only=False) for path in told]
     for path in told:
         Path(path).unlink()
-    row = {"processes": size, "seconds": max(each["seconds"] for each in found)}
-    return row | {"processor_seconds": sum(each["processor"] for each in found)}, found[0]["zeros"]
+    row = {"processes": size, "seconds": max(each["seconds"] for each in outputs)}
+    return row | {"processor_seconds": sum(each["processor"] for each in outputs)}, outputs[0]["zeros"]
 
 
 def case(name: str, size: str, port: str, samples: str, length: str) -> None:
@@ -83,9 +83,9 @@ def main() -> None:
     for name in SETTINGS:
         zeros = None
         for size in options.sizes:
-            row, found = of_processes(name, size, options)
-            zeros = zeros or found
-            same = sum(int((found[key] == zero).sum()) for key, zero in zeros.items())
+            row, mask = of_processes(name, size, options)
+            zeros = zeros or mask
+            same = sum(int((mask[key] == zero).sum()) for key, zero in zeros.items())
             total = sum(zero.numel() for zero in zeros.values())
             row = {"run": name, **row, "share_of_the_mask_that_is_the_first": same / total}
             rows.append(row)

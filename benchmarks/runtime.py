@@ -105,7 +105,7 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
     for name in arguments.kinds:
         kind = KINDS[name]
         calls[name], sizes[name] = packed_copies(matrix(d_out, d_in, kind, dtype), kind, total)
-    found = []
+    results = []
     for rows in arguments.rows:
         inputs, used = torch.randn(rows, d_in).to(dtype), dict(calls)
         if rows == threads == 1 and dtype in kernels:
@@ -124,9 +124,9 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
                 cell["kernel_gigabytes_per_second"] = round(
                     sizes["dense"] / statistics.median(seconds["kernel"]) / 1e9, 2
                 )
-            found.append(cell)
-        print(row(found[-len(arguments.kinds) :]), flush=True)
-    return found
+            results.append(cell)
+        print(row(results[-len(arguments.kinds) :]), flush=True)
+    return results
 
 
 def speed(size: int, seconds: list[float]) -> float:
@@ -134,13 +134,13 @@ def speed(size: int, seconds: list[float]) -> float:
     return round(size / statistics.median(seconds) / 1e9, 2)
 
 
-def row(found: list[dict]) -> str:
+def row(results: list[dict]) -> str:
     """Markdown: speed relative to torch's dense product, and in brackets to the dense kernel."""
     shown = [
         f"{cell['over_dense']:.2f}" + (f" ({cell['over_kernel']:.2f})" if "over_kernel" in cell else "")
-        for cell in found
+        for cell in results
     ]
-    first = found[0]
+    first = results[0]
     return f"| {first['set']} | {first['dtype']} | {first['threads']} | {first['rows']} | " + " | ".join(shown) + " |"
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         raise SystemExit("the package was installed without a C compiler: there is nothing to measure")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    speeds, found = {}, []
+    speeds, results = {}, []
     print("| set | dtype | threads | rows | " + " | ".join(arguments.kinds) + " |")
     print("|---|---|---:|---:|" + "---:|" * len(arguments.kinds))
     with tempfile.TemporaryDirectory() as folder:
@@ -172,14 +172,14 @@ def main() -> None:
             for name in arguments.sets or [None]:
                 library.use(name)
                 for dtype in arguments.dtypes:
-                    found += cells(arguments, getattr(torch, dtype), threads, kernels)
+                    results += cells(arguments, getattr(torch, dtype), threads, kernels)
     common.write(
         arguments.name,
         {
             "shape": arguments.shape,
             "instruction_set": library.instruction_sets[-1],
             "copy_gigabytes_per_second": speeds,
-            "cells": found,
+            "cells": results,
         },
     )
 

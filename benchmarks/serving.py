@@ -109,9 +109,9 @@ def main() -> None:
             for format in ("dense", "packed"):
                 folder = Path(root, format)
                 files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-                found = {"bytes_on_disk": files, **run(folder, options)}
-                results.setdefault(pattern, {})[format] = found
-                print(pattern, format, found, flush=True)
+                result = {"bytes_on_disk": files, **run(folder, options)}
+                results.setdefault(pattern, {})[format] = result
+                print(pattern, format, result, flush=True)
     write(options.name, results)
 
 

@@ -74,15 +74,15 @@ def measure_time(d_in: int, repeats: int) -> dict[str, float]:
 
 def measure_memory(d_in: int) -> dict[str, float]:
     """Bytes per row, both sides."""
-    found = {}
+    slopes = {}
     for side, count in zip(("ours", "literal"), MEMORY_ROWS[d_in], strict=True):
         peaks = []
         for rows in (count // 2, count):
             command = [sys.executable, __file__, "--peak", side, str(d_in), str(rows)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             peaks.append(int(json.loads(output)))
-        found[side] = (peaks[1] - peaks[0]) / (count - count // 2)
-    return found
+        slopes[side] = (peaks[1] - peaks[0]) / (count - count // 2)
+    return slopes
 
 
 def compare(sizes: list[int], repeats: int) -> list[dict]:

@@ -49,15 +49,15 @@ def one_seed(model, tokenizer, seed: int, options) -> dict[str, dict[str, float]
     )  # fmt: skip
     choose = lambda run, layer: choices(run, layer, options.lambdas)  # noqa: E731
     weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, column in sorted(weights):
         pruned = copy.deepcopy(model)
         if column == SINGLE:  # the same neurons as at 0.2
             set_weights(pruned, weights[name, "0.2"])
         set_weights(pruned, weights[name, column])
-        found.setdefault(name, {})[column] = measure(pruned, tokenizer, options)
-    print(f"seed {seed}: {found}")
-    return found
+        results.setdefault(name, {})[column] = measure(pruned, tokenizer, options)
+    print(f"seed {seed}: {results}")
+    return results
 
 
 def quality(options) -> None:
@@ -67,9 +67,9 @@ def quality(options) -> None:
 
 
 def report(options, dense: float, seeds: list[dict[str, dict[str, float]]]) -> None:
-    found = {name: {column: [seed[name][column] for seed in seeds] for column in COLUMNS} for name in seeds[0]}
-    write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense, COLUMNS)
+    results = {name: {column: [seed[name][column] for seed in seeds] for column in COLUMNS} for name in seeds[0]}
+    write(options.name, {"options": vars(options), "dense": dense, "perplexity": results})
+    show(results, dense, COLUMNS)
 
 
 def compacted(model, share: float):
@@ -106,12 +106,12 @@ def generation_rate(model, ids, tokens: int = 64) -> float:
 def rates(models: dict[str, torch.nn.Module], repeats: int) -> dict[str, dict[str, float]]:
     """Medians; every round has all models, the first is a warm-up."""
     ids = torch.randint(3, 1000, (8, 256), generator=torch.Generator().manual_seed(0))
-    found = {name: {"forward": [], "generation": []} for name in models}
+    rates = {name: {"forward": [], "generation": []} for name in models}
     for _ in range(repeats + 1):
         for name, model in models.items():
-            found[name]["forward"].append(forward_rate(model, ids))
-            found[name]["generation"].append(generation_rate(model, ids[:1, :64]))
-    return {name: {kind: statistics.median(values[1:]) for kind, values in row.items()} for name, row in found.items()}
+            rates[name]["forward"].append(forward_rate(model, ids))
+            rates[name]["generation"].append(generation_rate(model, ids[:1, :64]))
+    return {name: {kind: statistics.median(values[1:]) for kind, values in row.items()} for name, row in rates.items()}
 
 
 def speed(options) -> None:

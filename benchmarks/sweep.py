@@ -28,9 +28,9 @@ def compare(model, data, config: MoonshotConfig, tokenizer=None) -> dict:
     started = time.perf_counter()
     parts["pruning"] = pruner.prune(data, progress=False).seconds
     pruned = time.perf_counter() - started
-    found = {"sweep": swept, "pruning": pruned, "ratio": swept / pruned, "parts": parts, "peak_bytes": peak_bytes()}
-    print(found, flush=True)
-    return found
+    result = {"sweep": swept, "pruning": pruned, "ratio": swept / pruned, "parts": parts, "peak_bytes": peak_bytes()}
+    print(result, flush=True)
+    return result
 
 
 def main() -> None:

@@ -67,22 +67,22 @@ class _Tokens:
 
 def _kwargs(config: PreTrainedConfig, tokens: _Tokens) -> dict[str, Any]:
     """The constructor's arguments of a small copy."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {**_kwargs(value, tokens), "model_type": value.model_type}
+            fields[name] = {**_kwargs(value, tokens), "model_type": value.model_type}
         elif name == "layer_types" and value:
-            found[name] = kinds = _kinds(value)
-            found |= {count: len(kinds) for count in LAYERS if hasattr(config, count)}
+            fields[name] = kinds = _kinds(value)
+            fields |= {count: len(kinds) for count in LAYERS if hasattr(config, count)}
         elif name == "rope_parameters" and isinstance(value, dict):
-            found[name] = _rope(value)
+            fields[name] = _rope(value)
         elif re.search(r"token_(id|index)$|_id$", name) and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = tokens(value)
+            fields[name] = tokens(value)
         elif re.search(_KEYS, name) and value == getattr(config, "num_attention_heads", None):
-            found[name] = 4  # no grouped-query attention
-        elif name not in found and (small := _small(name, value)) is not None:
-            found[name] = small
-    return found | EXCEPTIONS.get(config.model_type, {})
+            fields[name] = 4  # no grouped-query attention
+        elif name not in fields and (small := _small(name, value)) is not None:
+            fields[name] = small
+    return fields | EXCEPTIONS.get(config.model_type, {})
 
 
 def _kinds(layer_types: list[str]) -> list[str]:
@@ -92,10 +92,10 @@ def _kinds(layer_types: list[str]) -> list[str]:
 
 
 def _rope(value: dict) -> dict:
-    found = copy.deepcopy(value)
-    if "mrope_section" in found:
-        found["mrope_section"] = [2, 1, 1]
-    return found
+    rope = copy.deepcopy(value)
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [2, 1, 1]
+    return rope
 
 
 def _small(name: str, value: Any) -> Any:

@@ -65,8 +65,8 @@ def train(epochs: int, size: int, rate: float, seed: int) -> DeiTForImageClassif
             optimizer.step()
             schedule.step()
             total += loss.item()
-        found = total * size / len(images) / 2
-        print(f"epoch {epoch + 1}: loss {found:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
+        mean_loss = total * size / len(images) / 2
+        print(f"epoch {epoch + 1}: loss {mean_loss:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
     return model.eval()
 
 
@@ -82,8 +82,8 @@ def main() -> None:
     model.save_pretrained(options.output)
     processor = ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
     processor.save_pretrained(options.output)
-    found = accuracy(model, batches(*cifar10("test"), 256)).value
-    print(f"top-1 {found:.2%} on the test images; saved to {options.output}")
+    top1 = accuracy(model, batches(*cifar10("test"), 256)).value
+    print(f"top-1 {top1:.2%} on the test images; saved to {options.output}")
 
 
 if __name__ == "__main__":
