@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test test-slow test-oldest test-vllm lint docs dist check-dist clean
 
-# The main job: prune the small model in this repository to 2:4 and compare its perplexity before and after.
+# Prune the small model in this repository to 2:4 and compare its perplexity before and after.
 demo: $(INSTALLED)
 	$(BIN)/optimum-cli moonshot prune $(MODEL) --output outputs/demo-2of4 --overwrite \
 		--solver sparsegpt --pattern 2:4 \
@@ -14,15 +14,15 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
-# What takes long: kills, damaged files, full disks, several processes, a second device, whole commands, more models.
+# Long tests: kills, damaged files, full disks, several processes, a second device, complete commands, more models.
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 -m slow
 
-# All of them with the oldest dependencies that setup.cfg allows.
+# All tests with the oldest dependencies that setup.cfg allows.
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -q -n 2
 
-# Packed checkpoints in vLLM's build for CPUs, and what vLLM is given of them.
+# Packed checkpoints in vLLM's CPU build.
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -q tests/integrations/test_vllm.py tests/integrations/test_packed_stream.py
 
@@ -31,16 +31,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site in site/; open site/index.html.
+# Build the site in site/; open site/index.html.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The source distribution, and the wheel that it gives, in dist/.
+# Build the source distribution, and a wheel from it, in dist/.
 dist: .venv/.release
 	rm -rf dist
 	$(BIN)/python -m build
 
-# Tests run in the unpacked source distribution, and the wheel works in a virtual environment of its own.
+# Run the tests in the unpacked source distribution, and the wheel in a fresh virtual environment.
 check-dist: dist
 	.ci/check-dist $(PYTHON)
 
@@ -52,7 +52,7 @@ check-dist: dist
 	$*/bin/python -m pip install -e '.[dev]' -c $(filter constraints%,$^)
 	touch $@
 
-# vLLM asks for torchvision, torchaudio and torchcodec, whose builds are not those of torch for CPUs; text needs none.
+# vLLM requires torchvision, torchaudio and torchcodec, whose builds do not match torch's CPU build; text needs none.
 .venv-vllm/.installed: pyproject.toml setup.cfg setup.py constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install "$$(grep -h '^torch==' constraints-vllm.txt)" -c constraints-vllm.txt

@@ -1,7 +1,7 @@
-"""Held-out perplexity of the shipped model with allocated sparsity (OWL, AlphaPruning) and recomputed statistics (++).
+"""Held-out perplexity of the shipped model with sparsity allocation (OWL, AlphaPruning) and recomputed statistics (++).
 
-Every run is a whole `MoonshotPruner.prune` on calibration windows of its seed; "seconds" are of processor time.
-A former file of results with the same name is continued: seeds that it has are not run again.
+Every run is a complete `MoonshotPruner.prune` on calibration windows of its seed, timed in processor seconds.
+Seeds in an existing results file are not run again.
 """
 
 import copy
@@ -45,9 +45,9 @@ def main() -> None:
         return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=options.tokens).value
 
     dense, path = measure(model), RESULTS / f"{options.name}.json"
-    found = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
+    results = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
     for seed, solver, lam, variant in product(range(options.seeds), options.solvers, options.lambdas, options.variants):
-        row = found.setdefault(f"{solver} λ={lam:g}", {}).setdefault(variant, {"perplexity": [], "seconds": []})
+        row = results.setdefault(f"{solver} λ={lam:g}", {}).setdefault(variant, {"perplexity": [], "seconds": []})
         if len(row["perplexity"]) > seed:
             continue
         settings = {"sparsity": options.sparsity, "num_samples": options.samples, "sequence_length": options.tokens}
@@ -60,13 +60,13 @@ def main() -> None:
         row["blocks"] = [layer.asked for layer in report.layers if "up_proj" in layer.name]
         row["sparsity"], row["notes"] = report.sparsity, report.notes
         print(f"seed {seed} {solver} λ={lam:g} {variant}: {row['perplexity'][-1]:.2f}", flush=True)
-        write(options.name, {"options": vars(options), "dense": dense, "runs": found})
-    show(found, dense, options)
+        write(options.name, {"options": vars(options), "dense": dense, "runs": results})
+    show(results, dense, options)
 
 
-def show(found: dict, dense: float, options) -> None:
+def show(results: dict, dense: float, options) -> None:
     table = Table("method", *options.variants, title=f"held-out perplexity at {options.sparsity:g}, dense {dense:.1f}")
-    for name, row in found.items():
+    for name, row in results.items():
         table.add_row(name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants))
         seconds = (row[variant]["seconds"] for variant in options.variants)
         table.add_row("seconds", *(f"{statistics.median(known):.1f}" if known else "" for known in seconds))

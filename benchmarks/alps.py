@@ -1,9 +1,9 @@
-"""ALPS against SparseGPT on square layers: seconds of one thread, memory that the call adds, and the loss that is left.
+"""ALPS compared with SparseGPT on square layers: seconds of one thread, memory of the call, and remaining loss.
 
     python benchmarks/alps.py                               # about 10 minutes
     python benchmarks/alps.py --inputs 512 --lambdas 1      # one row of the table
 
-0.7 of the weights go; a process for each case, so that its memory is its own.
+Sparsity 0.7. Each case runs in a separate process, for its peak memory.
 """
 
 import json
@@ -21,7 +21,7 @@ SOLVERS = ("sparsegpt", "alps")
 
 
 def measure(solver: str, inputs: int, lam: float, samples: int) -> dict:
-    """One solution, in this process."""
+    """Solve one layer in this process."""
     torch.set_num_threads(1)
     weight, gram, gradients = random_layer(inputs, inputs, samples, tokens=max(64, 4 * inputs // samples))
     config = MoonshotConfig(solver=solver, sparsity=0.7, lam=lam)

@@ -1,11 +1,11 @@
-"""Which model families of the installed transformers load, calibrate and prune: a tiny random one of each is pruned.
+"""Coverage of the model families in the installed transformers: prune a tiny random model of each.
 
     python benchmarks/architectures.py                        # all of them; results/architectures.json, and the guide
-    python benchmarks/architectures.py --only llama t5 vit     # a few, anew
+    python benchmarks/architectures.py --only llama t5 vit     # run a few again
 
-Each family's default configuration is made small (tiny_configs.py), the model is made in a process of its own with a
-time limit, and 2:4 pruned at λ = 0.9. Text models read tokens, those that read images or sound besides read tokens
-alone, image and speech models read random images and waves.
+Each family's default configuration is shrunk (tiny_configs.py); the model is built in a separate process with a time
+limit, and pruned to 2:4 at λ = 0.9. Text models get tokens, multimodal models tokens only, image and speech models
+random images and waveforms.
 """
 
 import json
@@ -39,24 +39,24 @@ KINDS = {
 SAMPLES, LENGTH = 4, 16
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 MARKS = ("<!-- survey -->", "<!-- end of survey -->")
-LIMIT = 12 * 2**30  # bytes of address space of one model's process
+LIMIT = 12 * 2**30  # bytes of address space per process
 
 
 def families(kinds: list[str]) -> list[tuple[str, str, str]]:
     """(kind, model type, class name), each class once, under the first of its kinds."""
-    found: dict[str, tuple[str, str, str]] = {}
+    classes: dict[str, tuple[str, str, str]] = {}
     for kind in kinds:
         for model_type, names in KINDS[kind].items():
             for name in [names] if isinstance(names, str) else names[:1]:
-                found.setdefault(name, (kind, model_type, name))
-    return list(found.values())
+                classes.setdefault(name, (kind, model_type, name))
+    return list(classes.values())
 
 
 def batches(kind: str, model) -> list[dict]:
-    """Two batches of what a family reads."""
+    """Two batches of inputs for a family."""
     generator = torch.Generator().manual_seed(0)
     config, size = model.config, 2
-    found = []
+    model_inputs = []
     for _ in range(SAMPLES // size):
         ids = torch.randint(3, TOKENS - 20, (size, LENGTH), generator=generator)
         if kind in ("causal", "multimodal"):
@@ -73,12 +73,12 @@ def batches(kind: str, model) -> list[dict]:
             main = model.main_input_name
             batch = {main: ids if main == "input_ids" else sound(model, size)}
             batch["labels"] = ids if kind == "speech" else torch.randint(0, config.num_labels, (size,))
-        found.append(batch)
-    return found
+        model_inputs.append(batch)
+    return model_inputs
 
 
 def with_images(batch: dict, model) -> dict:
-    """A batch of tokens with images beside them, for families that cannot do without."""
+    """A batch of tokens with images, for families that require images."""
     side = image_size(model.config)
     samples = len(batch["input_ids"])
     images = torch.randn(samples, 3, side, side)
@@ -91,7 +91,7 @@ def image_size(config) -> int:
 
 
 def sound(model, size: int) -> torch.Tensor:
-    """Waves [B, T], or their spectra as a family lays them out."""
+    """Waveforms [B, T], or spectrograms in the layout of the family."""
     config = getattr(model.config, "encoder_config", model.config)
     if model.main_input_name == "input_values":
         if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
@@ -104,24 +104,24 @@ def sound(model, size: int) -> torch.Tensor:
 
 
 def own_loss(output, batch) -> torch.Tensor:
-    """For families whose logits have no labels of their shape: connectionist temporal classification."""
+    """Loss for families whose logits have no labels of the same shape (CTC)."""
     return output.logits.float().logsumexp(-1).flatten(1).mean(1)
 
 
 def survey(kind: str, model_type: str, class_name: str) -> dict:
-    """Make a tiny model and prune it."""
+    """Build a tiny model and prune it."""
     torch.manual_seed(0)
     try:
         model = getattr(transformers, class_name)(tiny_config(model_type, class_name)).eval()
-    except Exception as error:  # sizes that do not agree, or a package that is not installed
+    except Exception as error:  # inconsistent sizes, or a package that is not installed
         return {"not made": f"{type(error).__name__}: {error}".strip()[:400]}
-    found = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    result = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     real = model_pipeline.find_block_sequences
 
     def noted(*arguments):
         chains = real(*arguments)
-        found["chains"] = [len(chain) for chain in chains.sequential]
-        found["loose"] = [block.name for block in chains.non_sequential]
+        result["chains"] = [len(chain) for chain in chains.sequential]
+        result["loose"] = [block.name for block in chains.non_sequential]
         return chains
 
     model_pipeline.find_block_sequences = noted
@@ -133,19 +133,19 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
     except MoonshotError as error:
         if kind != "multimodal" or "cannot be called" not in str(error):
             raise
-        found["without images"] = str(error)
+        result["without images"] = str(error)
         report = MoonshotPruner(model, config).prune([with_images(batch, model) for batch in data], **options)
     weights = dict(model.named_parameters(remove_duplicate=False))
     for layer in report.layers:
-        weight = weights[layer.name if layer.name in weights else f"{layer.name}.weight"]  # experts: a parameter's name
+        weight = weights[layer.name if layer.name in weights else f"{layer.name}.weight"]  # experts: parameter names
         if weight.count_nonzero() * 2 > weight.numel():
             raise AssertionError(f"{layer.name} is not 2:4")
     reasons = Counter(report.skipped.values())
-    return found | {"pruned": len(report.layers), "skipped": dict(reasons), "notes": list(report.notes)}
+    return result | {"pruned": len(report.layers), "skipped": dict(reasons), "notes": list(report.notes)}
 
 
 def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
-    """`survey` in a process of its own, which ends after `limit` seconds."""
+    """`survey` in a separate process, killed after `limit` seconds."""
     reading, writing = os.pipe()
     started = time.perf_counter()
     child = os.fork()
@@ -187,29 +187,29 @@ def isolated(family: tuple[str, str, str], limit: int, verbose: bool) -> dict:
     }
 
 
-def line(found: dict) -> str:
-    head = f"{found['kind']:10} {found['family']:28} {found['seconds']:5}"
+def line(result: dict) -> str:
+    head = f"{result['kind']:10} {result['family']:28} {result['seconds']:5}"
     for field in ("error", "refused", "not made"):
-        if field in found:
-            return f"{head} {field}: {found[field][:160]}"
-    loose = f", {len(found['loose'])} LOOSE" if found.get("loose") else ""
-    skipped = "; ".join(f"{count}x {reason[:70]}" for reason, count in found["skipped"].items())
-    return f"{head} pruned {found['pruned']:3}, chains {found.get('chains')}{loose} | {skipped}"
+        if field in result:
+            return f"{head} {field}: {result[field][:160]}"
+    loose = f", {len(result['loose'])} LOOSE" if result.get("loose") else ""
+    skipped = "; ".join(f"{count}x {reason[:70]}" for reason, count in result["skipped"].items())
+    return f"{head} pruned {result['pruned']:3}, chains {result.get('chains')}{loose} | {skipped}"
 
 
-def outcome(found: dict) -> str:
-    """Which column of the table an entry counts in."""
+def outcome(result: dict) -> str:
+    """The column of the table in which an entry is counted."""
     for field in ("error", "refused", "not made"):
-        if field in found:
+        if field in result:
             return field
-    return "in part" if found["skipped"] else "whole"
+    return "in part" if result["skipped"] else "whole"
 
 
 def table(results: list[dict]) -> str:
-    """The survey in Markdown, a row for each kind."""
+    """The results as a Markdown table, one row per kind."""
     columns = ("whole", "in part", "refused", "not made", "error")
-    counts = {kind: Counter(outcome(found) for found in results if found["kind"] == kind) for kind in KINDS}
-    loose = Counter(found["kind"] for found in results if found.get("loose"))
+    counts = {kind: Counter(outcome(result) for result in results if result["kind"] == kind) for kind in KINDS}
+    loose = Counter(result["kind"] for result in results if result.get("loose"))
     lines = [
         "| kind | families | all layers pruned | some dense, with the reason | of these two, not block by block "
         "| refused | not made | errors |",
@@ -219,13 +219,13 @@ def table(results: list[dict]) -> str:
         whole, part, *rest = (count[column] for column in columns)
         cells = [count.total(), whole, part, loose[kind], *rest]
         lines.append(f"| {kind} | " + " | ".join(map(str, cells)) + " |")
-    total = Counter(outcome(found) for found in results)
+    total = Counter(outcome(result) for result in results)
     cells = [len(results), total["whole"], total["in part"], loose.total(), *(total[column] for column in columns[2:])]
     return "\n".join([*lines, "| all | " + " | ".join(map(str, cells)) + " |"])
 
 
 def write_page(results: list[dict]) -> None:
-    """Put the table into the guide, between its marks."""
+    """Write the table into the guide, between its marks."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(MARKS[0])
     after = rest.split(MARKS[1])[1]
@@ -243,12 +243,12 @@ def main() -> None:
     torch.set_num_threads(1)
     output = Path(given.output)
     known = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
-    everything = {(found["kind"], found["class"]): found for found in known}
+    everything = {(result["kind"], result["class"]): result for result in known}
     for family in families(given.kinds):
         if not given.only or family[1] in given.only:
-            found = isolated(family, given.seconds, given.verbose)
-            everything[found["kind"], found["class"]] = found
-            print(line(found), flush=True)
+            result = isolated(family, given.seconds, given.verbose)
+            everything[result["kind"], result["class"]] = result
+            print(line(result), flush=True)
     results = list(everything.values())
     text = {"machine": machine(), "transformers": transformers.__version__, "results": results}
     output.write_text(json.dumps(text, indent=1), encoding="utf-8")

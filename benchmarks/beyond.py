@@ -1,13 +1,13 @@
-"""What each step beyond the paper adds: shares of sparsity, a learned basis, ALPS, recovery, and all of them together.
+"""Ablation of the steps beyond the paper: Fisher allocation ("shares"), learned rotation ("basis"), ALPS, recovery.
 
-    python benchmarks/beyond.py                   # everything, hours; what is in the file is not repeated
+    python benchmarks/beyond.py                   # everything, hours; cells in the results file are not repeated
     python benchmarks/beyond.py --settings 0.8 --seeds 0  # one column of the table, one seed
     python benchmarks/beyond.py --model benchmarks/opt_model --name beyond-opt   # a second language model
-    python benchmarks/beyond.py --show                    # the table and the picture of what is there
+    python benchmarks/beyond.py --show                    # the table and the plot of the existing results
 
-One run of the product for every cell: pruning (and recovery) from the dense model in float32, held-out perplexity, and
-the processor's seconds with one thread, which other work on the machine changes little. The file is written after every
-cell, so a benchmark that was stopped goes on.
+Each cell is one run of the product: pruning (and recovery) from the dense model in float32, held-out perplexity, and
+processor seconds with one thread, which other load affects little. The file is written after every cell, so an
+interrupted benchmark resumes.
 """
 
 import math
@@ -33,7 +33,7 @@ SETTINGS = {
     **{share: {"sparsity": float(share)} for share in ("0.5", "0.6", "0.7", "0.8")},
     **{pattern: {"pattern": pattern} for pattern in ("2:4", "4:8")},
 }
-WIDER = {pattern: {"pattern": pattern} for pattern in ("8:16", "16:32")}  # by name alone
+WIDER = {pattern: {"pattern": pattern} for pattern in ("8:16", "16:32")}  # only if named on the command line
 SHARES, BASIS, ALPS = {"allocation": "fisher"}, {"rotation": "learned"}, {"solver": "alps"}
 STEPS = {
     "SparseGPT": {},
@@ -46,13 +46,13 @@ STEPS = {
     "gradual recovery": {"recover": "gradual"},
     "all, recovered": {**ALPS, **BASIS, **SHARES, "recover": "gradual"},
 }
-# n:m is the same in every layer, so that there are no shares, and stages of recovery gain nothing there.
+# Not for n:m: the sparsity is the same in every layer, and stages of recovery gain nothing.
 UNSTRUCTURED = ("shares", "basis, shares", "gradual recovery")
 LAMBDAS = (1.0, 0.5)
 
 
 def cells(options) -> list[tuple[int, str, str, float]]:
-    """(seed, setting, step, λ), one seed after the other."""
+    """(seed, setting, step, λ), in the order of the seeds."""
     return [
         (seed, setting, step, lam)
         for seed in options.seeds
@@ -64,7 +64,7 @@ def cells(options) -> list[tuple[int, str, str, float]]:
 
 
 def measure(model_folder: str, seed: int, setting: str, step: str, lam: float) -> dict:
-    """One cell: perplexity and seconds."""
+    """Run one cell; returns perplexity and seconds."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     fields = dict(STEPS[step])
@@ -85,7 +85,7 @@ def dense_perplexity(model_folder: str) -> float:
     return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=256).value
 
 
-def table(found: dict) -> str:
+def table(results: dict) -> str:
     """Markdown: perplexity, mean ± standard error over the seeds, and seconds of one core at 0.8."""
     lines = [
         "| step | λ | " + " | ".join(SETTINGS) + " | seconds, one core |",
@@ -93,25 +93,25 @@ def table(found: dict) -> str:
     ]
     for step in STEPS:
         for lam in LAMBDAS:
-            values = [mean_error(gather(found, setting, step, lam)) for setting in SETTINGS]
+            values = [mean_error(gather(results, setting, step, lam)) for setting in SETTINGS]
             if any(values):
-                seconds = gather(found, "0.8", step, lam, "seconds")
+                seconds = gather(results, "0.8", step, lam, "seconds")
                 cost = f"{statistics.fmean(seconds):.0f}" if seconds else ""
                 lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, cost]) + " |")
     return "\n".join(lines)
 
 
-def picture(found: dict, path: Path) -> None:
-    """Excess loss over the dense model by step: one group of bars for each setting."""
-    settings = [setting for setting in SETTINGS if gather(found, setting, "SparseGPT", 1.0)]
+def picture(results: dict, path: Path) -> None:
+    """Plot the excess loss over the dense model by step: one group of bars per setting."""
+    settings = [setting for setting in SETTINGS if gather(results, setting, "SparseGPT", 1.0)]
     figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
     colours = plt.get_cmap("viridis")([i / (len(STEPS) - 1) for i in range(len(STEPS))])
     width = 0.8 / len(STEPS)
     for k, (step, colour) in enumerate(zip(STEPS, colours, strict=True)):
         for i, setting in enumerate(settings):
-            best = least(found, setting, step, LAMBDAS)
+            best = least(results, setting, step, LAMBDAS)
             if best is not None:
-                height = math.log(best / found["dense"])
+                height = math.log(best / results["dense"])
                 shown = step in axes.get_legend_handles_labels()[1]
                 axes.bar(i + (k - (len(STEPS) - 1) / 2) * width, height, width, color=colour, label="_" * shown + step)
     axes.set(xticks=range(len(settings)), xticklabels=settings, ylabel="loss above the dense model's, nats")
@@ -130,9 +130,9 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / f"{options.name}.json"
     dense = partial(dense_perplexity, options.model)
-    found = run_cells(path, cells(options), lambda cell: measure(options.model, *cell), dense, options)
-    print(table(found))
-    picture(found, path.with_suffix(".png"))
+    results = run_cells(path, cells(options), lambda cell: measure(options.model, *cell), dense, options)
+    print(table(results))
+    picture(results, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a whole run costs: pruning a Llama against plain forward+backward passes, and λ < 1 against λ = 1.
+"""Cost of a complete run: pruning a Llama in units of plain forward+backward passes, and λ < 1 relative to λ = 1.
 
 The unit is one dense forward and backward pass of the model over the calibration data with gradients of every weight,
-as a training step without its optimizer would do it. All sides run in one process, one after another.
+as in a training step without the optimizer. All cases run sequentially in one process.
 """
 
 import sys

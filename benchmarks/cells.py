@@ -1,4 +1,4 @@
-"""A benchmark of many cells (seed, setting, step, λ): a file that is written after every cell, so that one goes on."""
+"""Benchmarks of many cells (seed, setting, step, λ), with a results file written after every cell, to resume."""
 
 import argparse
 import json
@@ -14,11 +14,12 @@ Cell = tuple[int, str, str, float]  # seed, setting, step, λ
 
 
 def add_options(arguments: argparse.ArgumentParser, steps: Iterable[str], lambdas: Iterable[float]) -> None:
-    """What to run of a table.
+    """Command-line options that select cells of a table.
 
     Args:
         arguments: of the command line.
-        steps, lambdas: all that there are.
+        steps: all steps.
+        lambdas: all values of λ.
     """
     arguments.add_argument("--steps", nargs="+", default=list(steps), choices=list(steps))
     arguments.add_argument("--lambdas", nargs="+", type=float, default=list(lambdas))
@@ -34,22 +35,22 @@ def run_cells(
     dense: Callable[[], object],
     options: argparse.Namespace,
 ) -> dict:
-    """Measure the cells that a file lacks.
+    """Measure the cells missing from a results file.
 
     Args:
         path: of the file.
-        cells: in their order.
-        measure: of a cell: perplexity, seconds, and more.
-        dense: of the dense model.
-        options: of `add_options`.
+        cells: in the order to run.
+        measure: returns the values of a cell: perplexity, seconds, and more.
+        dense: returns the values of the dense model.
+        options: from `add_options`.
 
     Returns:
-        What the file holds.
+        The content of the file.
     """
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if found is None:
-        found = {"machine": machine(), "dense": dense(), "cells": []}
-    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in found["cells"]}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if results is None:
+        results = {"machine": machine(), "dense": dense(), "cells": []}
+    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in results["cells"]}
     started = time.perf_counter()
     for cell in [] if options.show else cells:
         if cell in known:
@@ -57,26 +58,26 @@ def run_cells(
         if options.minutes and time.perf_counter() - started > 60 * options.minutes:
             break
         row = measure(cell)
-        found["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        results["cells"].append(dict(zip(("seed", "setting", "step", "lam"), cell, strict=True)) | row)
+        path.write_text(json.dumps(results, indent=1), encoding="utf-8")
         print(*cell, f"{row['perplexity']:.2f}, {row['seconds']:.0f} s", flush=True)
-    return found
+    return results
 
 
-def gather(found: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
-    """A cell's values over the seeds that were run."""
+def gather(results: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+    """A cell's values over the measured seeds."""
     wanted = (setting, step, lam)
-    return [row[what] for row in found["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+    return [row[what] for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
 
 
 def mean_error(values: list[float]) -> str:
-    """Mean ± standard error; of one value itself, of none nothing."""
+    """Mean ± standard error; the plain value for one seed, empty for none."""
     if len(values) < 2:
         return f"{values[0]:.1f}" if values else ""
     return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}"
 
 
-def least(found: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:
-    """The mean perplexity of the best λ; None where nothing was run."""
-    values = [gather(found, setting, step, lam) for lam in lambdas]
+def least(results: dict, setting: str, step: str, lambdas: Iterable[float]) -> float | None:
+    """The mean perplexity of the best λ; None without results."""
+    values = [gather(results, setting, step, lam) for lam in lambdas]
     return min((statistics.fmean(each) for each in values if each), default=None)

@@ -1,10 +1,10 @@
-"""Packed against dense checkpoints of a 200M-parameter Llama, 2:4 in bfloat16: bytes, saving, loading, peak memory.
+"""Packed and dense checkpoints of a 200M-parameter Llama, 2:4 in bfloat16: bytes, saving, loading, peak memory.
 
-A dense file is mapped, not read: `from_pretrained` returns before most of it was touched. So a load is timed until
-every weight was read once, from a warm page cache and from a cold one (pages of the files dropped). Memory is what one
-load and that reading add to the resident size of a fresh process at its peak; mapped pages of a file, which the system
-may take back at any time, are counted, and also told apart. `--device cuda` instead times one forward pass of every
-layer shape of Llama-3.2-1B and 3B, dense against torch's 2:4 tensors.
+A dense file is memory-mapped, so `from_pretrained` returns before most of it is read. A load is therefore timed until
+every weight was read once, from a warm and from a cold page cache. Memory is the peak increase of the resident size of
+a fresh process by one load and that reading; mapped pages of a file, which the system may reclaim at any time, are
+counted, and also reported separately. `--device cuda` instead times one forward pass of every layer shape of
+Llama-3.2-1B and 3B, dense and with torch's 2:4 tensors.
 """
 
 import json
@@ -45,7 +45,7 @@ LOADERS = {
 
 
 def build(layers: int = 11) -> MoonshotPruner:
-    """66 million random weights, and 12.8 million in each decoder layer, which are pruned to 2:4 by magnitude."""
+    """66 million random weights, and 12.8 million per decoder layer, pruned to 2:4 by magnitude."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
@@ -57,7 +57,7 @@ def build(layers: int = 11) -> MoonshotPruner:
 
 
 def memory(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Bytes in a line of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
@@ -65,7 +65,7 @@ def memory(field: str) -> int:
 
 
 class Peak:
-    """The most resident memory in the block beyond what there was before: all of it, and without mapped files."""
+    """Peak increase of the resident memory within the block: in total, and without mapped files."""
 
     def __enter__(self):
         self.before = {field: memory(field) for field in ("VmRSS", "RssAnon")}
@@ -87,7 +87,7 @@ class Peak:
 
 
 def drop_pages(folder: Path) -> None:
-    """Make the next read of the weights come from the disk."""
+    """Drop the file's pages from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -95,7 +95,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def load(loader: str, folder: Path) -> tuple[float, float]:
-    """Seconds until the loader returned, and until every weight was read once."""
+    """Seconds until the loader returns, and until every weight was read once."""
     started = time.perf_counter()
     model = LOADERS[loader](folder)
     returned = time.perf_counter() - started
@@ -105,7 +105,7 @@ def load(loader: str, folder: Path) -> tuple[float, float]:
 
 
 def measure(loader: str, folder: Path, repeats: int) -> dict:
-    """In a process of its own, whose first load is the one that memory is measured of."""
+    """Load in a separate process; memory is that of its first load."""
     with Peak() as peak:
         load(loader, folder)
     warm = [load(loader, folder) for _ in range(repeats)]
@@ -167,7 +167,7 @@ def checkpoints(options) -> dict:
 
 
 def latencies(device: str) -> dict:
-    """Milliseconds of one forward pass by shape and tokens; None where torch has no 2:4 product, with the reason."""
+    """Milliseconds of one forward pass by shape and tokens; None and the reason if torch has no 2:4 product."""
     results = {}
     for name, shapes in SHAPES.items():
         for d_out, d_in in shapes:

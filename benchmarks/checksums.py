@@ -1,8 +1,8 @@
-"""What comparing checksums costs a load: `from_pretrained` of a packed checkpoint with and without MOONSHOT_VERIFY=0.
+"""Cost of verifying checksums at load: `from_pretrained` of a packed checkpoint with and without MOONSHOT_VERIFY=0.
 
 A random Llama of 117M parameters in bfloat16, its layers 2:4; the file is in the page cache. A dense checkpoint has no
-checksums: the switch changes nothing there, which is measured too. The least processor time of several loads, with and
-without in turn: other work on the machine hardly matters for it, and threads that hash do not hide anything.
+checksums and serves as a control. The figure is the minimum processor time of several loads, alternating with and
+without: it is robust to other load, and includes the time of hashing threads.
 """
 
 import os
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 
 def load(folder: Path, verify: bool) -> float:
-    """Seconds of processor time until every weight was read once."""
+    """Processor seconds until every weight was read once."""
     os.environ["MOONSHOT_VERIFY"] = str(int(verify))
     started = time.process_time()
     for tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict().values():
@@ -26,7 +26,7 @@ def load(folder: Path, verify: bool) -> float:
 
 
 def least(folder: Path, repeats: int) -> dict[str, float]:
-    """Of all loads, and what checksums make of it."""
+    """Summary of all loads, with the ratio due to checksums."""
     load(folder, True)
     times = [(load(folder, True), load(folder, False)) for _ in range(repeats)]
     compared, not_compared = (min(pair[which] for pair in times) for which in (0, 1))

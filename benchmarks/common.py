@@ -1,4 +1,4 @@
-"""What the benchmarks share: synthetic layers, the machine's description, JSON out."""
+"""Shared by the benchmarks: synthetic layers, the machine's description, JSON output."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def random_layer(d_out: int, d_in: int, samples: int, tokens: int, seed: int = 0, device: str = "cpu"):
-    """A weight with correlated inputs and per-sample gradients as a linear layer has them (sums of δ xᵀ)."""
+    """A weight with correlated inputs and per-sample gradients like those of a linear layer (sums of δ xᵀ)."""
     generator = torch.Generator(device).manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     scale = 0.3 + normal(d_in).abs()
@@ -28,7 +28,7 @@ def random_layer(d_out: int, d_in: int, samples: int, tokens: int, seed: int = 0
 
 
 def machine() -> dict:
-    """Where a figure was measured."""
+    """Description of the machine."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -44,13 +44,13 @@ def machine() -> dict:
 
 
 def peak_bytes() -> int:
-    """The process's largest resident size so far."""
+    """The process's peak resident size."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_above(run, *arguments) -> int:
-    """Bytes that a call adds to the resident size, at its peak; for a process that does nothing else."""
-    Path("/proc/self/clear_refs").write_text("5")  # restart the high-water mark
+    """Peak increase of the resident size during a call; the process must do nothing else."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = _resident("VmRSS")
     run(*arguments)
     return _resident("VmHWM") - before
@@ -64,7 +64,7 @@ def _resident(field: str) -> int:
 
 
 def write(name: str, results: object) -> Path:
-    """results/<name>.json, with the machine."""
+    """Write results/<name>.json, with the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""Pruning of a small mixture of experts: zeros inside of experts, whole experts removed, and one after the other.
+"""Pruning of a small mixture of experts: zeros within experts, whole experts removed, and one after the other.
 
-    python benchmarks/experts.py                     # three seeds, hours; what is in the file is not repeated
+    python benchmarks/experts.py                     # three seeds, hours; cells in the results file are not repeated
     python benchmarks/experts.py --seeds 0 --minutes 30
-    python benchmarks/experts.py --show              # the tables and the picture of what is there
+    python benchmarks/experts.py --show              # the tables and the plot of the existing results
 
-The model is benchmarks/mixture_model, a Qwen3-MoE of 4 decoder layers with 16 experts each, 4 for a token
-(train_language.py). One run of the product for every cell, from the dense model in float32: held-out perplexity, the
-processor's seconds with one thread, and how many of the model's weights are left. The file is written after every cell,
-so a benchmark that was stopped goes on.
+The model is benchmarks/mixture_model, a Qwen3-MoE of 4 decoder layers with 16 experts each, 4 per token
+(train_language.py). Each cell is one run of the product from the dense model in float32: held-out perplexity,
+processor seconds with one thread, and the fraction of nonzero weights. The file is written after every cell, so an
+interrupted benchmark resumes.
 """
 
 import math
@@ -35,7 +35,7 @@ INSIDE = {"0.5": {"sparsity": 0.5}, "0.7": {"sparsity": 0.7}, "2:4": {"pattern":
 WHOLE = {f"1/{n} of the experts": {"pattern": "experts", "sparsity": 1 / n} for n in (8, 4, 2)}
 BOTH = "OSSCAR, then 2:4"
 LAMBDAS = (1.0, 0.9, 0.5)
-# Step → fields, settings, values of λ. The baselines' choice among whole experts does not depend on λ.
+# Step → fields, settings, values of λ. The baselines' selection of whole experts does not depend on λ.
 STEPS: dict[str, tuple[dict, Iterable[str], tuple[float, ...]]] = {
     "SparseGPT": ({}, INSIDE, LAMBDAS),
     "frequency": ({"solver": "frequency"}, WHOLE, LAMBDAS[:1]),
@@ -52,7 +52,7 @@ SETTINGS = {**INSIDE, **WHOLE}
 
 
 def cells(options) -> list[tuple[int, str, str, float]]:
-    """(seed, setting, step, λ), one seed after the other, and λ = 1 first."""
+    """(seed, setting, step, λ), in the order of the seeds, and λ = 1 first."""
     return [
         (seed, setting, step, lam)
         for seed in options.seeds
@@ -68,14 +68,14 @@ def load() -> PreTrainedModel:
 
 
 def quality(model: PreTrainedModel) -> dict:
-    """Held-out perplexity, and how many weights are not zero."""
+    """Held-out perplexity, and the number of nonzero weights."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     value = perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=LENGTH).value
     return {"perplexity": value, "weights": sum(int(weight.count_nonzero()) for weight in model.parameters())}
 
 
 def measure(seed: int, setting: str, step: str, lam: float) -> dict:
-    """One cell."""
+    """Run one cell."""
     model, tokenizer = load(), AutoTokenizer.from_pretrained(DEMO)
     same = {"lam": lam, "seed": seed, "num_samples": SAMPLES, "sequence_length": LENGTH}
     seconds, notes = 0.0, []
@@ -88,30 +88,30 @@ def measure(seed: int, setting: str, step: str, lam: float) -> dict:
     return {**quality(model), "seconds": seconds, "notes": notes}
 
 
-def table(found: dict, settings: Iterable[str]) -> str:
-    """Markdown: perplexity, mean ± standard error over the seeds, and one core's seconds, their mean."""
+def table(results: dict, settings: Iterable[str]) -> str:
+    """Markdown: perplexity, mean ± standard error over the seeds, and mean seconds of one core."""
     head = [*settings, "seconds, one core"]
     lines = ["| | λ | " + " | ".join(head) + " |", "|---|---|" + "---:|" * len(head)]
     for step in STEPS:
         for lam in LAMBDAS:
-            values = [mean_error(gather(found, setting, step, lam)) for setting in settings]
+            values = [mean_error(gather(results, setting, step, lam)) for setting in settings]
             if any(values):
-                cost = [value for setting in settings for value in gather(found, setting, step, lam, "seconds")]
+                cost = [value for setting in settings for value in gather(results, setting, step, lam, "seconds")]
                 lines.append(f"| {step} | {lam:g} | " + " | ".join([*values, f"{statistics.fmean(cost):.0f}"]) + " |")
     return "\n".join(lines)
 
 
-def picture(found: dict, path: Path) -> None:
-    """Excess loss over the dense model by the share of the model's weights that is left, of the best λ."""
+def picture(results: dict, path: Path) -> None:
+    """Plot the excess loss over the dense model by the fraction of remaining weights, at the best λ."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for step, (_, settings, _) in STEPS.items():
         lines: dict[str, list[tuple[float, float]]] = {"o": [], "s": []}
         for setting in settings:
-            best = least(found, setting, step, LAMBDAS)
+            best = least(results, setting, step, LAMBDAS)
             if best is not None:
-                left = gather(found, setting, step, LAMBDAS[0], "weights")[0] / found["dense"]["weights"]
+                left = gather(results, setting, step, LAMBDAS[0], "weights")[0] / results["dense"]["weights"]
                 marker = "s" if "2:4" in (setting, step[-3:]) else "o"
-                lines[marker].append((left, math.log(best / found["dense"]["perplexity"])))
+                lines[marker].append((left, math.log(best / results["dense"]["perplexity"])))
         colour = f"C{list(STEPS).index(step)}"
         style = "--" if set(settings) <= set(WHOLE) else "-"
         for marker, points in lines.items():
@@ -131,11 +131,11 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "experts.json"
-    found = run_cells(path, cells(options), lambda cell: measure(*cell), lambda: quality(load()), options)
+    results = run_cells(path, cells(options), lambda cell: measure(*cell), lambda: quality(load()), options)
     for settings in (INSIDE, WHOLE):
-        print(table(found, settings), end="\n\n")
+        print(table(results, settings), end="\n\n")
     for place in (path.with_suffix(".png"), PICTURE):
-        picture(found, place)
+        picture(results, place)
 
 
 if __name__ == "__main__":

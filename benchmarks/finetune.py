@@ -1,8 +1,8 @@
-"""Ways to recover the shipped model after pruning, and what keeping the zeros costs a training step.
+"""Kinds of recovery of the shipped model after pruning, and the cost of keeping the zeros per training step.
 
 Recovery: held-out perplexity at 0.7 and 2:4, before and after 200 steps of 4 windows with the Trainer (all weights with
-masks; LoRA; distillation) or block-wise. λ: block-wise at 0.8, from λ = 1 and below. Gradual: block-wise against
-gradual, from λ = 1. Overhead: Trainer steps with and without masks, in turns.
+masks; LoRA; distillation) or block-wise. λ: block-wise at 0.8, from λ = 1 and below. Gradual: compared with block-wise,
+from λ = 1. Overhead: Trainer steps with and without masks, alternating.
 """
 
 import copy
@@ -44,7 +44,7 @@ class Bench:
         self.samples = samples
 
     def prune(self, **choice):
-        """The pruned model, the recovered one (the same where no recovery is asked for), and the report."""
+        """The pruned model, the recovered one (the same without recovery), and the report."""
         config = MoonshotConfig(**choice, num_samples=self.samples, sequence_length=LENGTH)
         pruner = MoonshotPruner(copy.deepcopy(self.dense), config, self.tokenizer)
         pruned = [pruner.model]
@@ -66,7 +66,7 @@ class Bench:
         return heldout_perplexity(model.eval(), self.tokenizer, LENGTH)
 
     def train(self, pruned, way: str, steps: int, seed: int) -> float:
-        """Perplexity after training a copy of a pruned model in one of the Trainer's ways."""
+        """Perplexity after training a copy of a pruned model with one of the Trainer's methods."""
         model = copy.deepcopy(pruned).train()
         masks = Masks(find_pruned(model))
         torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def gradual(bench: Bench, seed: int, steps: int) -> Iterator[dict]:
 
 
 class Switch(TrainerCallback):
-    """Masks on in every other step, and the seconds of each step but the first ones."""
+    """Enable masks in every other step; returns the seconds of each step except the first ones."""
 
     def __init__(self, masks: Masks):
         self.masks = masks
@@ -162,7 +162,7 @@ def show(title: str, rows: list[dict]) -> None:
 
 
 def merged(name: str, rows: list[dict]) -> list[dict]:
-    """With the rows of other seeds in an earlier result, so that seeds can be measured one by one."""
+    """Add the rows of other seeds from existing results, so that seeds can be measured one at a time."""
     path = RESULTS / f"{name}.json"
     earlier = json.loads(path.read_text())["results"]["rows"] if path.exists() else []
     seeds = {row["seed"] for row in rows}
@@ -178,9 +178,9 @@ def main() -> None:
     options = arguments.parse_args()
     name, bench = f"finetune-{options.part}", Bench(options.samples)
     if options.part == "overhead":
-        found = overhead(bench, options.steps)
-        write(name, {"steps": options.steps, **found})
-        print(found)
+        seconds = overhead(bench, options.steps)
+        write(name, {"steps": options.steps, **seconds})
+        print(seconds)
         return
     rows, dense = [], bench.perplexity(bench.dense)
     for seed in options.seeds:

@@ -1,7 +1,7 @@
-"""What `allocation="fisher"` gains and costs on the shipped model, against uniform sparsity and six solves of all rows.
+"""Gain and cost of `allocation="fisher"` on the shipped model, compared with uniform sparsity and six full solves.
 
-"six solves" takes its curves from all samples and rows, by six runs of the solver at the run's own λ. Seconds are of
-processor time; the ratio is to the uniform run. A former file of results is continued.
+"six solves" computes the curves from all samples and rows, by six runs of the solver at the run's λ. Seconds are
+processor time; the ratio is to the uniform run. Existing results are kept and completed.
 """
 
 import copy
@@ -45,7 +45,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     bench, path = Bench(model, tokenizer, options.tokens), RESULTS / f"{options.name}.json"
-    found = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
+    results = json.loads(path.read_text())["results"]["runs"] if path.exists() else {}
     for seed, solver, lam, sparsity in product(options.seeds, options.solvers, options.lambdas, options.sparsities):
         config = MoonshotConfig(
             solver=solver,
@@ -55,22 +55,22 @@ def main() -> None:
             num_samples=options.samples,
             sequence_length=options.tokens,
         )
-        row = found.setdefault(f"{solver} λ={lam:g} {sparsity:g} seed {seed}", {})
+        row = results.setdefault(f"{solver} λ={lam:g} {sparsity:g} seed {seed}", {})
         for name, run in (("uniform", bench.uniform), ("fisher", bench.fisher), ("six solves", bench.six)):
             if name not in row:
                 row[name] = run(config)
                 print(f"{solver} λ={lam:g} {sparsity:g} seed {seed} {name}: {row[name]}", flush=True)
-                write(options.name, {"options": vars(options), "dense": bench.dense, "runs": found})
-    show(found)
+                write(options.name, {"options": vars(options), "dense": bench.dense, "runs": results})
+    show(results)
 
 
 class Bench:
     """The shipped model, pruned in three ways.
 
     Args:
-        model: dense; it stays so.
+        model: dense; it is not changed.
         tokenizer: of the model.
-        tokens: of a window.
+        tokens: per window.
     """
 
     def __init__(self, model, tokenizer, tokens: int):
@@ -88,7 +88,7 @@ class Bench:
         return self.run(dataclasses.replace(config, allocation="fisher"))
 
     def six(self, config: MoonshotConfig) -> dict:
-        """By curves of six solves of everything, which a store then lends to the run."""
+        """Prune with curves from six full solves, which replace those of the run."""
         curves = self.six_curves(dataclasses.replace(config, sparsity=0.5))
         original = solving.gather_curves
 
@@ -118,7 +118,7 @@ class Bench:
         subject = Subject(self.model, self.tokenizer, progress=False)
         prepared = prepare(subject, selection, str(DEMO / "calibration.txt"))
         variant = Variant(selection, ResultStore(None, ""))
-        found = {}
+        curves = {}
         with frozen(self.model), torch.no_grad():
             for layer, statistics in StatisticsSource(prepared, [variant]).layers():
                 weight, pruned = layer.matrix, []
@@ -127,15 +127,15 @@ class Bench:
                     pruned.append(selection.solver.solve(objective, Unstructured(sparsity)).weight)
                 deltas = torch.stack([each - weight for each in [*pruned, torch.zeros_like(weight)]])
                 losses = tuple(statistics.gradients.losses(deltas).tolist())
-                found[layer.name] = LossCurve(weight.numel(), (*SIX, 1.0), losses)
-        self.curves[config] = found
-        return found
+                curves[layer.name] = LossCurve(weight.numel(), (*SIX, 1.0), losses)
+        self.curves[config] = curves
+        return curves
 
 
-def show(found: dict) -> None:
+def show(results: dict) -> None:
     ways = ("uniform", "fisher", "six solves")
     table = Table("", *ways, "excess / six solves", "time / uniform")
-    for name, row in found.items():
+    for name, row in results.items():
         values = (f"{row[way]['perplexity']:.2f}" for way in ways)
         worse = row["fisher"]["excess"] / row["six solves"]["excess"]
         slower = row["fisher"]["seconds"] / row["uniform"]["seconds"]

@@ -1,10 +1,10 @@
-"""What a packed model gains when it writes text: tokens per second, time to the first token, memory; transformers, CPU.
+"""Text generation with a packed model: tokens per second, time to the first token, memory; transformers, CPU.
 
     python benchmarks/generate.py                    # a random Llama of the shape of 1B, at 2:4 and 0.8
     python benchmarks/generate.py --layers 4         # a quarter of it
 
-A random model is pruned by magnitude, since speed and memory do not depend on which weights survive, and saved packed;
-then a process of its own loads it dense, another one packed.
+A random model is pruned by magnitude, because speed and memory do not depend on the mask, and saved packed.
+Separate processes then load it dense and packed.
 """
 
 import json
@@ -24,7 +24,7 @@ SETTINGS = {"2:4": {"pattern": "2:4"}, "0.5": {"sparsity": 0.5}, "0.7": {"sparsi
 
 
 def make(folder: Path, setting: str, layers: int) -> int:
-    """Save a packed checkpoint; returns the model's parameters."""
+    """Save a packed checkpoint; returns the number of parameters."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, vocab_size=32_000)
     heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=2048)
@@ -39,7 +39,7 @@ def make(folder: Path, setting: str, layers: int) -> int:
 
 @torch.inference_mode()
 def measure(folder: str, runtime: str, prompt: int, new: int, threads: int) -> dict:
-    """One way of loading it."""
+    """Measure one way of loading."""
     torch.set_num_threads(threads)
     model = load_pruned(folder, runtime=runtime)
     loaded = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -67,7 +67,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(*options.measure, options.prompt, options.new, options.threads[0])))
         return
-    found = []
+    results = []
     for setting in options.settings:
         with tempfile.TemporaryDirectory() as folder:
             made = [sys.executable, "-c", f"import generate; generate.make({folder!r}, {setting!r}, {options.layers})"]
@@ -78,9 +78,9 @@ def main() -> None:
                     command = [sys.executable, __file__, "--measure", folder, runtime, *map(str, sizes)]
                     done = subprocess.run(command, check=True, capture_output=True, text=True)
                     row = json.loads(done.stdout.splitlines()[-1])
-                    found.append({"setting": setting, "threads": threads, "runtime": runtime, **row})
-                    print(found[-1], flush=True)
-    write("generate", {"options": vars(options), "runs": found})
+                    results.append({"setting": setting, "threads": threads, "runtime": runtime, **row})
+                    print(results[-1], flush=True)
+    write("generate", {"options": vars(options), "runs": results})
 
 
 if __name__ == "__main__":

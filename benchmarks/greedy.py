@@ -1,20 +1,20 @@
-"""OBC, CAP and OSSCAR with row-specific Hessians: this package against the literal algorithms, per row.
+"""OBC, CAP and OSSCAR with per-row Hessians: this package compared with the literal algorithms, per row.
 
-The literal side is `tests/support/reference.py` in float32, rows batched as the textbook batches them (32, fewer where
-a matrix per row would take more than 1 GiB): every removal updates the whole inverse Hessian of every row. Both sides factor or
-invert their rows' Hessians themselves, and compute the weights at 90% (OSSCAR: 10%). One process, one CPU thread; the
-figure is processor time, the median of the repeats; λ = 0.5, as for vision.
+The literal algorithms are those of `tests/support/reference.py` in float32, with rows batched as in the textbook (32,
+fewer if a matrix per row would take more than 1 GiB): every removal updates the inverse Hessian of every row. Both
+sides factor or invert their rows' Hessians, and compute the weights at 90% (OSSCAR: 10%). One process, one CPU thread;
+the figure is processor time, the median of the repeats; λ = 0.5, as for vision.
 
-* OBC, CAP: statistics are the matrices of the rows, as many samples give them (N ≥ d_in). The literal loop runs to the
-  end, as the ranking needs it; where that would take minutes, the first and the last of its steps are timed and the
-  rest follows from them: its steps all cost the same, whatever is left. That is marked in the results.
-* OSSCAR: N = 128 samples. The literal side holds a dense inverse Hessian per row, in float32; it is timed on a few rows
-  and a few removals, which all cost the same, and the rest follows from them. What all rows share counts for d_in rows.
+* OBC, CAP: statistics are the matrices of the rows, as for many samples (N ≥ d_in). The literal loop runs to the
+  end, as the ranking requires. Where that would take minutes, its first and last steps are timed and extrapolated,
+  because all steps cost the same; the results are marked.
+* OSSCAR: N = 128 samples. The literal algorithm holds a dense inverse Hessian per row in float32; it is timed on a few
+  rows and removals, which all cost the same, and extrapolated. Work shared by all rows is divided by d_in rows.
 
-Memory per row is the slope between two numbers of rows of what a call adds to the resident size at its peak, each in a
-process of its own; the statistics that both are given count for neither.
+Memory per row is the slope between two numbers of rows of the peak increase of the resident size, each in a separate
+process; the input statistics are excluded.
 
-With --shapes, seconds for all layers of a whole model on --device, the statistics random.
+With --shapes, seconds for all layers of a model on --device, with random statistics.
 """
 
 import json
@@ -41,13 +41,13 @@ from optimum_moonshot.solvers.osscar import OSSCAR
 LAM, SPARSITY, BLOCK, SAMPLES = 0.5, 0.9, 192, 128
 OBC_SIZES = (256, 576, 1152, 2304)
 BATCH, BATCH_BYTES = 32, 2**30
-# Steps of the literal loop that are timed where all of them would take minutes.
+# Timed steps of the literal loop where all of them would take minutes.
 TIMED_STEPS = 48
-# Rows pruned together: as many as OBC eliminates together at a time, and blocks of CAP.
+# Rows pruned together: the batch size of OBC's elimination, and CAP's blocks.
 ROWS = {256: 144, 576: 64, 1152: 32, 2304: 16}
 CAP_ROWS, CAP_INPUTS = 96, 768
 OSSCAR_SIZE, OSSCAR_SHARE = 2048, 0.1
-# d_out, d_in and how often, of the convolutions of ResNet-50 (without the first) and the linear layers of DeiT-Base.
+# d_out, d_in and count, of the convolutions of ResNet-50 (without the first) and the linear layers of DeiT-Base.
 SHAPES = {
     "resnet-50": [
         *[(64, 64, 1), (64, 576, 3), (256, 64, 4), (64, 256, 2)],
@@ -61,7 +61,7 @@ SHAPES = {
 
 
 def problem(solver: str, rows: int, d_in: int, samples: int | None = None, device: str = "cpu"):
-    """The objective of a layer on random statistics; the matrices of the rows come from 2·d_in samples at once."""
+    """The objective of a layer on random statistics; the matrices of the rows are of 2·d_in samples."""
     column_block = CAP(block_size=BLOCK).column_block(d_in, Unstructured(SPARSITY)) if solver == "cap" else None
     size = column_block or d_in
     weight, gram, gradients = random_layer(rows, d_in, samples or 8, tokens=max(4, 2 * d_in // 8), device=device)
@@ -86,7 +86,7 @@ def run_ours(solver: str, objective: Quadratic) -> None:
 
 
 def damped(objective: Quadratic, rows: slice) -> torch.Tensor:
-    """The rows' damped matrices in float32, as the literal side uses them."""
+    """The rows' damped matrices in float32, for the literal algorithms."""
     matrices = objective.row_hessians(rows).float()
     diagonal = matrices.diagonal(dim1=1, dim2=2)
     diagonal += 0.01 * diagonal.mean(1, keepdim=True)
@@ -94,7 +94,7 @@ def damped(objective: Quadratic, rows: slice) -> torch.Tensor:
 
 
 def run_literal(objective: Quadratic, steps: int | None = None) -> None:
-    """The textbook loop over batches of rows to the end (or so many steps), and the weights from its trace."""
+    """The textbook loop over batches of rows to the end (or for some steps), and the weights from its trace."""
     weight, size = objective.row_weights, objective.size
     batch = max(1, min(BATCH, BATCH_BYTES // (4 * size * size)))
     for start in range(0, len(weight), batch):
@@ -117,7 +117,7 @@ def seconds(run, *arguments) -> float:
 
 
 def time_literal(objective: Quadratic) -> tuple[float, int]:
-    """Seconds of the textbook loop, and the steps that were timed of each row."""
+    """Seconds of the textbook loop, and the number of timed steps per row."""
     size = objective.size
     if size <= 4 * TIMED_STEPS:
         return seconds(run_literal, objective), size
@@ -174,7 +174,7 @@ def compare_osscar(d_in: int, rows: int, dense_rows: int) -> dict:
     removals = round(OSSCAR_SHARE * d_in)
     total = seconds(run_ours, "osscar", objective)
     single = problem("osscar", 1, d_in, SAMPLES)
-    shared = seconds(run_ours, "osscar", single)  # one row: what all of them share, and its own little
+    shared = seconds(run_ours, "osscar", single)  # one row: the shared work plus a negligible part of its own
     few = problem("osscar", dense_rows, d_in, SAMPLES)
     started, more = (seconds(dense_osscar, few, steps) for steps in (2, 10))
     dense = (started + (more - started) / 8 * (removals - 2)) / dense_rows
@@ -195,7 +195,7 @@ def compare_osscar(d_in: int, rows: int, dense_rows: int) -> dict:
 
 
 def memory(side: str, solver: str, d_in: int, rows: int) -> float:
-    """Bytes that a row adds to the peak."""
+    """Peak memory per row."""
     peaks = []
     for count in (rows // 2, rows):
         command = [sys.executable, __file__, "--peak", side, solver, str(d_in), str(count)]
@@ -215,7 +215,7 @@ def print_peak(side: str, solver: str, d_in: int, rows: int) -> None:
 
 
 def whole_model(name: str, solver: str, device: str) -> dict:
-    """Seconds for every layer of a model: each shape once, times how often it occurs."""
+    """Seconds for every layer of a model: each shape once, multiplied by its count."""
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     layers, total = [], 0.0
     print("| d_out | d_in | times | s each |\n|---|---|---|---|")

@@ -1,11 +1,11 @@
-"""What an order of the neurons adds to a learned basis, for n:m.
+"""Gain of the channel permutation after a learned rotation, for n:m.
 
-    python benchmarks/neuron_order.py                     # what is in the file is not repeated
+    python benchmarks/neuron_order.py                     # cells in the results file are not repeated
     python benchmarks/neuron_order.py --patterns 2:4 --seeds 0
-    python benchmarks/neuron_order.py --show              # the table of what is there
+    python benchmarks/neuron_order.py --show              # the table of the existing results
 
-The basis is learned once for a pattern and a seed. The model is then pruned twice by each λ, with its neurons in the
-order that was found, and in the one that they had: held-out perplexity of the shipped Llama by SparseGPT.
+The rotation is learned once per pattern and seed. The model is then pruned twice with each λ, with permuted channels
+and in the original order: held-out perplexity of the shipped Llama by SparseGPT.
 """
 
 import copy
@@ -30,18 +30,18 @@ CALIBRATION = {"num_samples": 128, "sequence_length": 256}
 
 
 def rotated(pattern: str, seed: int) -> tuple[torch.nn.Module, torch.nn.Module, dict]:
-    """The model in its learned basis, its neurons as they were and in the order found, and the objective."""
+    """The rotated model in the original and the permuted channel order, and the objective."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     config = MoonshotConfig(pattern=pattern, lam=1.0, rotation="learned", seed=seed, **CALIBRATION)
-    learned, found = rotating.rotations, {}
-    rotating.rotations = lambda *arguments: found.setdefault("changes", learned(*arguments))
+    learned, captured = rotating.rotations, {}
+    rotating.rotations = lambda *arguments: captured.setdefault("changes", learned(*arguments))
     try:
         report = MoonshotPruner(model, config, AutoTokenizer.from_pretrained(DEMO)).rotate(
             str(DEMO / "calibration.txt"), progress=False
         )
     finally:
         rotating.rotations = learned
-    back = {space.name: change.argsort(-1) for space, change in found["changes"].items() if space.permuted}
+    back = {space.name: change.argsort(-1) for space, change in captured["changes"].items() if space.permuted}
     before = copy.deepcopy(model)
     structure = find_structure(before)
     spaces, _ = find(before, probe_inputs(before), True, [layer.name for layer in structure.layers()])
@@ -53,7 +53,7 @@ def rotated(pattern: str, seed: int) -> tuple[torch.nn.Module, torch.nn.Module, 
 
 
 def measure(model: torch.nn.Module, pattern: str, seed: int, lam: float) -> float:
-    """Held-out perplexity of a copy of a model, pruned."""
+    """Held-out perplexity of a pruned copy of a model."""
     model, tokenizer = copy.deepcopy(model), AutoTokenizer.from_pretrained(DEMO)
     config = MoonshotConfig(pattern=pattern, lam=lam, seed=seed, **CALIBRATION)
     MoonshotPruner(model, config, tokenizer).prune(str(DEMO / "calibration.txt"), progress=False)
@@ -81,8 +81,8 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     path: Path = RESULTS / "neuron_order.json"
-    found = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "cells": []}
-    known = {(cell["pattern"], cell["seed"]) for cell in found["cells"]}
+    results = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "cells": []}
+    known = {(cell["pattern"], cell["seed"]) for cell in results["cells"]}
     for seed in options.seeds:
         for pattern in options.patterns:
             if options.show or (pattern, seed) in known:
@@ -92,10 +92,10 @@ def main() -> None:
                 f"{lam:g}": {way: measure(model, pattern, seed, lam) for way, model in zip(WAYS, models, strict=True)}
                 for lam in options.lambdas
             }
-            found["cells"].append({"pattern": pattern, "seed": seed, **objective, "perplexity": values})
-            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print(found["cells"][-1], flush=True)
-    print(table(found["cells"]))
+            results["cells"].append({"pattern": pattern, "seed": seed, **objective, "perplexity": values})
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            print(results["cells"][-1], flush=True)
+    print(table(results["cells"]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The shipped model pruned by this package and by llm-compressor (SparseGPT), side by side: seconds and perplexity.
+"""The shipped model pruned by this package and by llm-compressor (SparseGPT): seconds and perplexity.
 
-llm-compressor pins other versions of the same libraries, so it runs in an environment of its own:
+llm-compressor pins other versions of the same libraries, so it runs in a separate environment:
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python benchmarks/peer.py --peer-python peer/bin/python
 
-All sides get the same windows of the same text, each in a process of its own, one after another, in turns. The seconds
+All sides get the same windows of the same text, each in a separate process, sequentially and in turns. The seconds
 are those of the pruning call, without imports and loading.
 """
 
@@ -72,7 +72,7 @@ def windows(tokenizer, samples: int, tokens: int, seed: int) -> torch.Tensor:
 
 
 def run(python: str, script: str, arguments: list[str]) -> float:
-    """Seconds that a side says it took."""
+    """The seconds that a side reports."""
     done = subprocess.run([python, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         sys.exit(done.stderr)

@@ -1,9 +1,9 @@
-"""What `MoonshotPruner.plan` says beside what a run then takes: memory beside the model, and seconds.
+"""Estimates of `MoonshotPruner.plan` compared with the run: memory excluding the model, and seconds.
 
     python benchmarks/plan.py [--only NAME …]
 
-Plan and run of a case each have a process of their own, with one thread. Memory is the peak of the resident size above
-that before the run, after a small run has brought in what every process needs; seconds are the process's own.
+Plan and run of a case each have a separate process with one thread. Memory is the peak increase of the resident size
+by the run, after a small warm-up run for libraries and buffers; seconds are processor time.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ MIXED = dict(
     num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4,
     max_position_embeddings=512,
 )  # fmt: skip
-# One decoder layer of Qwen3-30B-A3B, 603M weights in experts, behind a small vocabulary.
+# One decoder layer of Qwen3-30B-A3B, 603M weights in experts, with a small vocabulary.
 LARGE = dict(
     vocab_size=1000, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=1,
     num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
@@ -42,7 +42,7 @@ TINY = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 SETTING = dict(sparsity=0.6, num_samples=32, batch_size=8)
-LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",)}  # where all would take long
+LAST = {"demo": (r"layers\.3\.",), "wide": (r"layers\.3\.mlp\.gate",)}  # where all layers would take long
 CASES = {
     "demo sparsegpt λ=1": ("demo", dict(lam=1)),
     "demo sparsegpt λ=0.5": ("demo", dict(lam=0.5)),
@@ -94,7 +94,7 @@ def pruner(name: str) -> tuple[MoonshotPruner, object]:
 
 
 def drawn(model: torch.nn.Module) -> torch.nn.Module:
-    """A model on the meta device with small random weights; drawing them in its own dtype takes no more memory."""
+    """A model from the meta device with small random weights; drawing them in its dtype needs no extra memory."""
     made = model.to_empty(device="cpu")
     for parameter in made.parameters():
         parameter.data.normal_(std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1.0)
@@ -104,7 +104,7 @@ def drawn(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def warm() -> None:
-    """What every process needs once: libraries, threads, buffers."""
+    """Warm up libraries, threads and buffers."""
     config = MoonshotConfig(sparsity=0.5, lam=0.5, num_samples=4, batch_size=2)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**TINY))
     batches = [{"input_ids": torch.randint(96, (2, 32))} for _ in range(2)]
@@ -114,22 +114,22 @@ def warm() -> None:
 
 
 def run(name: str) -> dict:
-    """A case, pruned."""
-    found, data = pruner(name)
-    sum(float(parameter.sum()) for parameter in found.model.parameters())  # all its pages are there
+    """Prune a case."""
+    moonshot, data = pruner(name)
+    sum(float(parameter.sum()) for parameter in moonshot.model.parameters())  # touch all pages
     warm()
     started = time.process_time()
-    peak = peak_above(lambda: found.prune(data, progress=False))
-    notes = [note for note in found.report.notes if "memory" in note or "disk" in note]
-    return {"bytes": peak, "seconds": time.process_time() - started, "wall": found.report.seconds, "notes": notes}
+    peak = peak_above(lambda: moonshot.prune(data, progress=False))
+    notes = [note for note in moonshot.report.notes if "memory" in note or "disk" in note]
+    return {"bytes": peak, "seconds": time.process_time() - started, "wall": moonshot.report.seconds, "notes": notes}
 
 
 def plan(name: str) -> dict:
-    """A case, planned."""
-    found, data = pruner(name)
+    """Plan a case."""
+    moonshot, data = pruner(name)
     warm()
     started = time.process_time()
-    made = found.plan(data)
+    made = moonshot.plan(data)
     taken = time.process_time() - started
     most = made.peak()
     seconds = made.seconds["total"] - made.seconds["saving"]
@@ -175,13 +175,13 @@ def main() -> None:
 
 
 def known() -> dict:
-    """The cases that are measured already."""
+    """The cases in the results file."""
     path = RESULTS / "plan.json"
     return json.loads(path.read_text())["results"] if path.is_file() else {}
 
 
 def argparse_hidden() -> str:
-    """No help for what only this file calls."""
+    """Hide options for internal use from the help."""
     import argparse
 
     return argparse.SUPPRESS

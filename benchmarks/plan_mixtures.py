@@ -1,6 +1,6 @@
 """Plans for large mixtures from their configurations alone, on one device: results/plan_mixtures.json.
 
-python benchmarks/plan_mixtures.py
+Usage: python benchmarks/plan_mixtures.py
 """
 
 import itertools

@@ -1,9 +1,9 @@
-"""The pictures of the README, from the JSON in results/: what pruning costs in quality, and what it gains in speed.
+"""Plots of the README, from the JSON in results/: quality and speed after pruning.
 
 Usage: python benchmarks/plot_readme.py [FOLDER]
 
-results.png has perplexity by sparsity, and top-1 accuracy by λ; speed.png the speed of a packed layer by sparsity, and
-of a whole model.
+results.png shows perplexity by sparsity and top-1 accuracy by λ, speed.png the speed of a packed layer by sparsity and
+of a complete model.
 """
 
 import json
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 SPARSITIES = ("0.6", "0.7", "0.8")
-LINES = {  # the name in quality.json → what the picture calls it, and its colour
+LINES = {  # name in quality.json → label and color
     "magnitude": ("magnitude", "#8a9099"),
     "wanda λ=1": ("Wanda, λ = 1", "#c08a2b"),
     "sparsegpt λ=1": ("SparseGPT, λ = 1", "#3f6fa8"),
@@ -42,14 +42,14 @@ def recovered() -> dict[float, float]:
 
 def plot_language(axes: plt.Axes) -> None:
     """Held-out perplexity of the shipped Llama by sparsity."""
-    found = read("quality")
+    results = read("quality")
     for name, (label, colour) in LINES.items():
-        values = [fmean(found["perplexity"][name][sparsity]) for sparsity in SPARSITIES]
+        values = [fmean(results["perplexity"][name][sparsity]) for sparsity in SPARSITIES]
         axes.plot(list(map(float, SPARSITIES)), values, "o-", color=colour, label=label)
     after = recovered()
     axes.plot(list(after), list(after.values()), "o-", color=RECOVERED, label="and block-wise recovery")
-    axes.axhline(found["dense"], color="black", linestyle=":", linewidth=1)
-    axes.text(0.6, found["dense"] * 0.985, "dense", va="top")
+    axes.axhline(results["dense"], color="black", linestyle=":", linewidth=1)
+    axes.text(0.6, results["dense"] * 0.985, "dense", va="top")
     axes.set(title="Llama, 3.5M parameters", xlabel="sparsity", ylabel="held-out perplexity", yscale="log")
     axes.set(xticks=[0.6, 0.7, 0.8], yticks=[30, 40, 60, 100, 180], yticklabels=["30", "40", "60", "100", "180"])
     axes.set_ylim(30, 200)
@@ -59,27 +59,27 @@ def plot_language(axes: plt.Axes) -> None:
 
 def plot_vision(axes: plt.Axes) -> None:
     """Top-1 accuracy of a ResNet-20 by λ."""
-    found = read("vision_resnet20")
+    results = read("vision_resnet20")
     for sparsity, colour in (("0.8", "#3f6fa8"), ("0.9", "#b3361e")):
-        runs = {float(lam): [100 * run for run in values[sparsity]] for lam, values in found["top1"].items()}
+        runs = {float(lam): [100 * run for run in values[sparsity]] for lam, values in results["top1"].items()}
         lams = sorted(runs)
         errors = [stdev(runs[lam]) / len(runs[lam]) ** 0.5 for lam in lams]
         means = [fmean(runs[lam]) for lam in lams]
         axes.errorbar(lams, means, errors, fmt="o-", color=colour, capsize=3, label=f"sparsity {sparsity}")
-    axes.axhline(100 * found["dense"], color="black", linestyle=":", linewidth=1)
-    axes.text(0, 100 * found["dense"] + 1, "dense")
+    axes.axhline(100 * results["dense"], color="black", linestyle=":", linewidth=1)
+    axes.text(0, 100 * results["dense"] + 1, "dense")
     axes.set(title="ResNet-20 on CIFAR-10, OBC", xlabel="λ: 0 Fisher loss alone, 1 reconstruction error alone")
     axes.set(xticks=[0, 0.25, 0.5, 0.75, 1], ylabel="top-1 accuracy, %", ylim=(0, 100))
     axes.legend(frameon=False, loc="lower right")
 
 
 def plot_layer(axes: plt.Axes) -> None:
-    """Times the dense speed of one packed layer and one row of inputs, one thread."""
+    """Speed of one packed layer relative to dense, for one row of inputs and one thread."""
     cells = [cell for cell in read("runtime")["cells"] if cell["rows"] == 1 and cell["threads"] == 1]
     for dtype, colour in (("bfloat16", "#b3361e"), ("float32", "#3f6fa8")):
-        found = {cell["kind"]: cell["over_dense"] for cell in cells if cell["dtype"] == dtype}
-        pattern, shares = found.pop("2:4"), [float(kind) for kind in found]
-        axes.plot(shares, list(found.values()), "o-", color=colour, label=dtype)
+        speeds = {cell["kind"]: cell["over_dense"] for cell in cells if cell["dtype"] == dtype}
+        pattern, shares = speeds.pop("2:4"), [float(kind) for kind in speeds]
+        axes.plot(shares, list(speeds.values()), "o-", color=colour, label=dtype)
         axes.plot([0.5], [pattern], "D", color=colour, markerfacecolor="white", label=f"{dtype}, 2:4")
     axes.axhline(1, color="black", linestyle=":", linewidth=1)
     axes.text(0.9, 1.04, "dense", ha="right", va="bottom")
@@ -110,7 +110,7 @@ def plot_model(axes: plt.Axes) -> None:
 
 
 def main(folder: str | Path = PICTURES) -> None:
-    """Write the pictures."""
+    """Write the plots."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     for name, panels in (("results", (plot_language, plot_vision)), ("speed", (plot_layer, plot_model))):
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")

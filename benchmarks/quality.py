@@ -1,7 +1,7 @@
-"""Held-out perplexity of the shipped model after pruning: magnitude, Wanda, SparseGPT, λ = 1 against the best λ < 1.
+"""Held-out perplexity of the shipped model after pruning: magnitude, Wanda, SparseGPT, λ = 1 and the best λ < 1.
 
-Every seed draws its own calibration windows. They pass once per seed: all methods, patterns and λ see the same
-statistics, which do not depend on any of them.
+Every seed draws its own calibration windows, with one calibration per seed: the statistics do not depend on method,
+pattern or λ.
 """
 
 import copy
@@ -28,7 +28,7 @@ PATTERNS = {"0.6": {"sparsity": 0.6}, "0.7": {"sparsity": 0.7}, "0.8": {"sparsit
 
 
 def methods(lambdas: list[float]):
-    """(name, options) of everything compared."""
+    """(name, options) of each compared method."""
     yield "magnitude", {"solver": "magnitude"}
     for solver in ("wanda", "sparsegpt"):
         for lam in (1.0, *lambdas):
@@ -37,7 +37,7 @@ def methods(lambdas: list[float]):
 
 
 def choices(layer, lambdas: list[float]):
-    """((method, pattern), configuration) of everything compared on one layer."""
+    """((method, pattern), configuration) compared on one layer."""
     for pattern, choice in PATTERNS.items():
         for name, method in methods(lambdas):
             method = {**method}
@@ -49,7 +49,7 @@ def choices(layer, lambdas: list[float]):
 def prune_all(model, tokenizer, calibration: Path, config: MoonshotConfig, choose):
     """{(method, pattern): {layer: pruned weight}}, from one calibration.
 
-    `config` says what is calibrated; ``choose(config, layer)`` yields (method, pattern) with their configuration.
+    `config` configures the calibration; ``choose(config, layer)`` yields (method, pattern) with their configuration.
     """
     weights = {}
 
@@ -76,7 +76,7 @@ def set_weights(model, layers: dict[str, torch.Tensor]) -> None:
 
 
 def demo_parser(description: str, name: str):
-    """The options of a benchmark on the shipped model; results go to results/`name`.json."""
+    """The options of a benchmark on the shipped model; results are written to results/`name`.json."""
     arguments = parser(description)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=128)
@@ -101,7 +101,7 @@ def main() -> None:
     options = arguments.parse_args()
     model, tokenizer = load_demo()
     dense = measure(model, tokenizer, options)
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for seed in range(options.seeds):
         config = MoonshotConfig(
             sparsity=0.5, lam=0.5, seed=seed, num_samples=options.samples, sequence_length=options.tokens
@@ -112,10 +112,12 @@ def main() -> None:
         pruned = copy.deepcopy(model)
         for (name, pattern), layers in weights.items():
             set_weights(pruned, layers)
-            found.setdefault(name, {}).setdefault(pattern, []).append(measure(pruned, tokenizer, options))
-        print(f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in found.items()}) }")
-    write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense, PATTERNS)
+            results.setdefault(name, {}).setdefault(pattern, []).append(measure(pruned, tokenizer, options))
+        print(
+            f"seed {seed}: { ({name: {p: round(v[-1], 1) for p, v in row.items()} for name, row in results.items()}) }"
+        )
+    write(options.name, {"options": vars(options), "dense": dense, "perplexity": results})
+    show(results, dense, PATTERNS)
 
 
 def mean_error(values: list[float]) -> str:
@@ -123,9 +125,9 @@ def mean_error(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {error:.1f}"
 
 
-def show(found: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
+def show(results: dict[str, dict[str, list[float]]], dense: float, columns) -> None:
     table = Table("method", *columns, title=f"held-out perplexity, dense {dense:.1f}")
-    for name, row in found.items():
+    for name, row in results.items():
         table.add_row(name, *(mean_error(row[column]) for column in columns))
     Console(width=100).print(table)
 

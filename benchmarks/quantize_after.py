@@ -1,8 +1,8 @@
-"""What quantising a pruned model leaves of its zeros: the small Llama of this repository, 2:4, by the usual tools.
+"""Sparsity after quantizing a pruned model: the small Llama of this repository, 2:4, with the common tools.
 
-Each tool quantises in a process of its own, by the Python that has it (`--torchao`, `--bitsandbytes`,
-`--llmcompressor`): llm-compressor asks for an older transformers than this package. Then `verify` counts the layers
-whose files still have the n:m that config.json, report and card claim. Perplexity is not measured here.
+Each tool quantizes in a separate process with the Python that has it (`--torchao`, `--bitsandbytes`,
+`--llmcompressor`): llm-compressor requires an older transformers than this package. Then `verify` counts the layers
+whose files still have the n:m declared in config.json, report and card. Perplexity is not measured here.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from common import parser, write
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "demo_model"
-TEXTS = ("README.md", "moonshot_report.json")  # which tools leave beside the weights, or lose
+TEXTS = ("README.md", "moonshot_report.json")  # which tools keep next to the weights, or drop
 TOOLS = {
     "rounding": ("int8", "fp8"),
     "torchao": ("int8", "fp8", "intx4"),
@@ -26,7 +26,7 @@ TOOLS = {
 
 
 def prune(folder: Path) -> None:
-    """Make the 2:4 model in a folder."""
+    """Create the 2:4 model in a folder."""
     sys.path.insert(0, str(ROOT))
     from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
@@ -37,7 +37,7 @@ def prune(folder: Path) -> None:
 
 
 def by_rounding(how: str, source: Path, target: Path) -> None:
-    """To the nearest number, with a scale for each row: what needs no tool."""
+    """Round to the nearest value, with a scale per row; needs no tool."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target, dirs_exist_ok=True)
@@ -53,7 +53,7 @@ def by_rounding(how: str, source: Path, target: Path) -> None:
 
 
 def by_transformers(tool: str, how: str, source: Path, target: Path) -> None:
-    """While transformers loads the model."""
+    """Quantize while transformers loads the model."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
     if tool == "bitsandbytes":
@@ -74,7 +74,7 @@ def by_transformers(tool: str, how: str, source: Path, target: Path) -> None:
 
 
 def by_llmcompressor(how: str, source: Path, target: Path) -> None:
-    """Rounded, or by GPTQ on text that the model was calibrated on, in groups of 64 for 4 bits and rows for 8."""
+    """Round, or use GPTQ on the calibration text, in groups of 64 for 4 bits and per row for 8."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -98,7 +98,7 @@ def by_llmcompressor(how: str, source: Path, target: Path) -> None:
 
 
 def quantize(tool: str, how: str, source: Path, target: Path) -> None:
-    """Quantise, and put the texts beside it that a user would leave there."""
+    """Quantize, and copy the text files that a user would keep next to the weights."""
     target.mkdir()
     if tool == "rounding":
         by_rounding(how, source, target)
@@ -111,13 +111,13 @@ def quantize(tool: str, how: str, source: Path, target: Path) -> None:
 
 
 def version(python: str, tool: str) -> str:
-    """Of a tool, and of transformers beside it."""
+    """Versions of a tool and of its transformers."""
     code = f"from importlib.metadata import version as v; print(v('{tool}') + ', transformers ' + v('transformers'))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def found(folder: Path) -> dict:
-    """What the files have of what they claim."""
+def check(folder: Path) -> dict:
+    """Compare the files with their declared pattern."""
     from optimum_moonshot import verify
 
     checked = verify(folder)
@@ -158,7 +158,7 @@ def main() -> None:
             for how in kinds:
                 target = Path(root) / f"{tool} {how}".replace(" ", "-")
                 subprocess.run([python, __file__, "--quantize", tool, how, str(source), str(target)], check=True)
-                results[f"{tool} {how}"] = {**known, **found(target)}
+                results[f"{tool} {how}"] = {**known, **check(target)}
                 print(f"{tool} {how}: {results[f'{tool} {how}']}", flush=True)
     write("quantize_after", results)
 

@@ -1,10 +1,10 @@
-"""One run by 1, 2 and 4 processes of one thread each, on the shipped model.
+"""One run in 1, 2 and 4 processes of one thread each, on the shipped model.
 
     python benchmarks/ranks.py               # a few minutes
 
-Seconds of the run itself, and of the processors that all processes used together: what these are beyond one process's
-is the overhead of dividing the work, whatever the cores are shared with. Of more processes than cores the seconds say
-nothing more. Waiting at a meeting takes almost no processor time.
+Wall-clock seconds of the run, and processor seconds of all processes: the increase over one process is the overhead of
+sharding, independent of other load. With more processes than cores the wall-clock seconds are meaningless. Waiting
+at a collective takes almost no processor time.
 """
 
 import json
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def measure(name: str, samples: int, length: int) -> dict:
-    """One run, as this process sees it."""
+    """One run, as seen by this process."""
     config = MoonshotConfig(**SETTINGS[name], num_samples=samples, sequence_length=length, batch_size=4)
     pruner = MoonshotPruner.from_pretrained(DEMO, config)
     started, used = time.perf_counter(), time.process_time()
@@ -41,7 +41,7 @@ def measure(name: str, samples: int, length: int) -> dict:
 
 
 def of_processes(name: str, size: int, options) -> tuple[dict, dict]:
-    """A run by so many processes, which are started here."""
+    """Start a run with some processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -50,15 +50,15 @@ def of_processes(name: str, size: int, options) -> tuple[dict, dict]:
     every = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)} for rank in range(size)]
     started = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in every]
     told = [process.communicate()[0].strip().splitlines()[-1] for process in started]
-    found = [torch.load(path, weights_only=False) for path in told]
+    outputs = [torch.load(path, weights_only=False) for path in told]
     for path in told:
         Path(path).unlink()
-    row = {"processes": size, "seconds": max(each["seconds"] for each in found)}
-    return row | {"processor_seconds": sum(each["processor"] for each in found)}, found[0]["zeros"]
+    row = {"processes": size, "seconds": max(each["seconds"] for each in outputs)}
+    return row | {"processor_seconds": sum(each["processor"] for each in outputs)}, outputs[0]["zeros"]
 
 
 def case(name: str, size: str, port: str, samples: str, length: str) -> None:
-    """One process of several; prints where its result is."""
+    """One process of several; prints the path of its result."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if int(size) > 1:
@@ -83,9 +83,9 @@ def main() -> None:
     for name in SETTINGS:
         zeros = None
         for size in options.sizes:
-            row, found = of_processes(name, size, options)
-            zeros = zeros or found
-            same = sum(int((found[key] == zero).sum()) for key, zero in zeros.items())
+            row, mask = of_processes(name, size, options)
+            zeros = zeros or mask
+            same = sum(int((mask[key] == zero).sum()) for key, zero in zeros.items())
             total = sum(zero.numel() for zero in zeros.values())
             row = {"run": name, **row, "share_of_the_mask_that_is_the_first": same / total}
             rows.append(row)

@@ -1,8 +1,8 @@
 """Seconds of learning a rotation: steps at the shapes of a model, with random weights.
 
-Every decoder layer has its matrices, q, k, v and o with heads, gate, up and down, and the inverses of their inputs; the
-objective is that of `rotation="learned"`, and so is a step. With --layers fewer decoder layers are made, and the
-figure for all is in proportion. With --rows so many rows of each matrix are looked at, as by `rotation_rows`.
+Every decoder layer has its matrices, q, k, v and o with heads, gate, up and down, and the inverse Gram matrices of
+their inputs; objective and step are those of `rotation="learned"`. With --layers only some decoder layers are built,
+and the result is extrapolated. --rows limits the rows used per matrix, like `rotation_rows`.
 """
 
 import sys
@@ -21,7 +21,7 @@ from optimum_moonshot.rotation.learning import learn
 from optimum_moonshot.rotation.objective import Coordinates, Group, Matrix, Objective, sampled, set_totals, widest
 from optimum_moonshot.rotation.spaces import Space
 
-# hidden, MLP, query heads, key-value heads, width of a head, decoder layers
+# hidden, MLP, query heads, key-value heads, head size, decoder layers
 SHAPES = {
     "llama-3-8b": (4096, 14336, 32, 8, 128, 32),
     "llama-3.2-1b": (2048, 8192, 32, 8, 64, 16),

@@ -1,16 +1,16 @@
-"""How fast a layer's product is with packed weights in memory, beside torch's dense one and what memory gives.
+"""Speed of a layer's product with weights packed in memory, relative to torch's dense product and to memory bandwidth.
 
-Every round multiplies once by each kind of matrix, one after another, so that what else the machine does meets all of
-them; a ratio is the median over the rounds. The matrices are so many that no cache holds them. With one thread the time
-is the processor's, which other processes do not lengthen; with more it is the clock's.
+Every round multiplies once with each kind of matrix, so that other load affects all of them; a ratio is the median
+over the rounds. There are enough matrices to exceed every cache. With one thread the figure is processor time,
+which other processes do not lengthen; with more it is wall-clock time.
 
-For one row and one thread a dense product written in the same style (dense_kernel.c) shows what the memory's speed
-allows: torch's own product may be slower than that.
+For one row and one thread, a dense product written in the same style (dense_kernel.c) is the reference for memory
+bandwidth, because torch's product may be slower.
 
     python benchmarks/runtime.py                                                      # the table of docs/measured.md
     python benchmarks/runtime.py --rows 1 --kinds 2:4 4:8 8:16 16:32 0.5 --name runtime-patterns
     python benchmarks/runtime.py --rows 1 --threads 1 --dtypes bfloat16 float16 float32 --kinds 0.1 0.2 0.3 0.4 0.5 \
-        --sets portable avx2 avx512 vbmi2 --name runtime-sets  # where packing pays: packing/bitmask_speed.py
+        --sets portable avx2 avx512 vbmi2 --name runtime-sets  # thresholds of packing/bitmask_speed.py
 """
 
 import ctypes
@@ -71,7 +71,7 @@ def with_kernel(function, weight: torch.Tensor):
 
 
 def measure(calls: dict, inputs: torch.Tensor, rounds: int, clock) -> dict[str, list[float]]:
-    """Seconds of every call by its kind, after two rounds that are not counted."""
+    """Seconds of every call by its kind, after two warm-up rounds."""
     seconds: dict[str, list[float]] = {kind: [] for kind in calls}
     for round_ in range(rounds + 2):
         for kind, copies in calls.items():
@@ -83,7 +83,7 @@ def measure(calls: dict, inputs: torch.Tensor, rounds: int, clock) -> dict[str, 
 
 
 def copy_speed(clock) -> float:
-    """Gigabytes a second, read and written, of a copy that no cache holds."""
+    """Gigabytes per second, read and written, of a copy that exceeds every cache."""
     source = torch.ones(150_000_000, dtype=torch.uint8)
     target, times = torch.empty_like(source), []
     for _ in range(5):
@@ -105,7 +105,7 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
     for name in arguments.kinds:
         kind = KINDS[name]
         calls[name], sizes[name] = packed_copies(matrix(d_out, d_in, kind, dtype), kind, total)
-    found = []
+    results = []
     for rows in arguments.rows:
         inputs, used = torch.randn(rows, d_in).to(dtype), dict(calls)
         if rows == threads == 1 and dtype in kernels:
@@ -124,23 +124,23 @@ def cells(arguments, dtype: torch.dtype, threads: int, kernels: dict) -> list[di
                 cell["kernel_gigabytes_per_second"] = round(
                     sizes["dense"] / statistics.median(seconds["kernel"]) / 1e9, 2
                 )
-            found.append(cell)
-        print(row(found[-len(arguments.kinds) :]), flush=True)
-    return found
+            results.append(cell)
+        print(row(results[-len(arguments.kinds) :]), flush=True)
+    return results
 
 
 def speed(size: int, seconds: list[float]) -> float:
-    """Gigabytes a second."""
+    """Gigabytes per second."""
     return round(size / statistics.median(seconds) / 1e9, 2)
 
 
-def row(found: list[dict]) -> str:
-    """Markdown: times torch's dense speed, and, in brackets, times that of the dense kernel."""
+def row(results: list[dict]) -> str:
+    """Markdown: speed relative to torch's dense product, and in brackets to the dense kernel."""
     shown = [
         f"{cell['over_dense']:.2f}" + (f" ({cell['over_kernel']:.2f})" if "over_kernel" in cell else "")
-        for cell in found
+        for cell in results
     ]
-    first = found[0]
+    first = results[0]
     return f"| {first['set']} | {first['dtype']} | {first['threads']} | {first['rows']} | " + " | ".join(shown) + " |"
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         raise SystemExit("the package was installed without a C compiler: there is nothing to measure")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    speeds, found = {}, []
+    speeds, results = {}, []
     print("| set | dtype | threads | rows | " + " | ".join(arguments.kinds) + " |")
     print("|---|---|---:|---:|" + "---:|" * len(arguments.kinds))
     with tempfile.TemporaryDirectory() as folder:
@@ -172,14 +172,14 @@ def main() -> None:
             for name in arguments.sets or [None]:
                 library.use(name)
                 for dtype in arguments.dtypes:
-                    found += cells(arguments, getattr(torch, dtype), threads, kernels)
+                    results += cells(arguments, getattr(torch, dtype), threads, kernels)
     common.write(
         arguments.name,
         {
             "shape": arguments.shape,
             "instruction_set": library.instruction_sets[-1],
             "copy_gigabytes_per_second": speeds,
-            "cells": found,
+            "cells": results,
         },
     )
 

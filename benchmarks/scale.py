@@ -1,14 +1,13 @@
-"""What pruning costs beyond small models: depth, width, samples, and models larger than the memory they are given.
+"""Cost of pruning beyond small models: depth, width, samples, and models larger than the available memory.
 
-    python benchmarks/scale.py depth width samples     # cost of a run against each, one thread
+    python benchmarks/scale.py depth width samples     # cost of a run by each, one thread
     python benchmarks/scale.py disk --shape 1b          # a random Llama of this shape, its decoder layers on disk
     python benchmarks/scale.py disk --shape 8b --layers 2
-    python benchmarks/scale.py proof --gigabytes 12     # as large a model as asked for, from end to end, with Wanda
+    python benchmarks/scale.py proof --gigabytes 12     # a model of this size, end to end, with Wanda
     python benchmarks/scale.py --show
 
-Every run is a process of its own; its peak memory is what the kernel counts (VmHWM), files that are mapped included.
-Weights are random and bfloat16, so that no model has to be fetched; they are written layer by layer. Results are in
-results/scale.json.
+Every run is a separate process; its peak memory is the kernel's VmHWM, which includes mapped files. Weights are random
+and bfloat16, so no model is downloaded; they are written layer by layer. Results are in results/scale.json.
 """
 
 import json
@@ -35,7 +34,7 @@ SHAPES = {
 
 
 def write_model(folder: Path, shape: dict, seed: int = 0) -> int:
-    """A random Llama's checkpoint in bfloat16, a file for every decoder layer; returns its bytes."""
+    """Write a random Llama's checkpoint in bfloat16, one file per decoder layer; returns its bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16", max_position_embeddings=2048)
@@ -63,9 +62,9 @@ def write_model(folder: Path, shape: dict, seed: int = 0) -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process held; unlike `ru_maxrss`, not that of the one that started it."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return 1024 * int(found[1])
+    """Peak memory of this process; unlike `ru_maxrss`, it excludes the parent's."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(match[1])
 
 
 def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) -> dict:
@@ -106,7 +105,7 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
 
 
 def apart(folder: Path, output: Path | None, fields: dict, offload: str | None) -> dict:
-    """`prune` in a process of its own."""
+    """`prune` in a separate process."""
     told = json.dumps([str(folder), None if output is None else str(output), fields, offload])
     done = subprocess.run([sys.executable, __file__, "--one", told], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -114,19 +113,19 @@ def apart(folder: Path, output: Path | None, fields: dict, offload: str | None) 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def record(found: dict, kind: str, key: str, row: dict) -> None:
-    found.setdefault(kind, {})[key] = row
-    RESULT.write_text(json.dumps(found, indent=1), encoding="utf-8")
+def record(results: dict, kind: str, key: str, row: dict) -> None:
+    results.setdefault(kind, {})[key] = row
+    RESULT.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(kind, key, f"{row['process']:.0f} s, peak {row['peak'] / 2**30:.2f} GiB", flush=True)
 
 
-def cost(found: dict, kind: str) -> None:
-    """Cost against one number, all others the same."""
+def cost(results: dict, kind: str) -> None:
+    """Cost as a function of one parameter."""
     values = {"depth": (4, 8, 16, 32, 64), "width": (512, 1024, 2048, 4096), "samples": (32, 64, 128, 256, 512)}[kind]
     for value in values:
         for lam in (1.0, 0.9):
             key = f"{value}, λ={lam:g}"
-            if key in found.get(kind, {}):
+            if key in results.get(kind, {}):
                 continue
             shape = dict(SHAPES["small"])
             fields = {"pattern": "2:4", "lam": lam, "num_samples": 32, "sequence_length": 128, "batch_size": 8}
@@ -140,11 +139,11 @@ def cost(found: dict, kind: str) -> None:
                 shape["num_hidden_layers"] = 4
             with tempfile.TemporaryDirectory() as name:
                 write_model(Path(name), shape)
-                record(found, kind, key, apart(Path(name), None, fields, None))
+                record(results, kind, key, apart(Path(name), None, fields, None))
 
 
-def disk(found: dict, options) -> None:
-    """A model whose decoder layers stay on disk."""
+def disk(results: dict, options) -> None:
+    """A model with offloaded decoder layers."""
     shape = dict(SHAPES[options.shape])
     if options.layers:
         shape["num_hidden_layers"] = options.layers
@@ -159,11 +158,11 @@ def disk(found: dict, options) -> None:
         source.mkdir()
         size = write_model(source, shape)
         row = apart(source, output, {**fields, "offload_dir": str(Path(name, "cache"))}, "disk")
-        record(found, "disk", key, {**row, "bytes": size, "samples": options.samples, "length": options.length})
+        record(results, "disk", key, {**row, "bytes": size, "samples": options.samples, "length": options.length})
 
 
-def proof(found: dict, options) -> None:
-    """As large a model as asked for, with Wanda at λ = 1 and few samples."""
+def proof(results: dict, options) -> None:
+    """A model of the given size, with Wanda at λ = 1 and few samples."""
     shape = dict(SHAPES["8b"])
     each = 2 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
     shape["num_hidden_layers"] = max(1, round((options.gigabytes * 1e9 - 4 * 4096 * 128256) / each))
@@ -174,11 +173,11 @@ def proof(found: dict, options) -> None:
         fields = {"solver": "wanda", "pattern": "2:4", "lam": 1.0, "num_samples": 4, "sequence_length": 64,
                   "batch_size": 4, "offload_dir": str(Path(name, "cache"))}  # fmt: skip
         row = apart(source, output, fields, "disk")
-        record(found, "proof", f"{shape['num_hidden_layers']} layers", {**row, "bytes": size})
+        record(results, "proof", f"{shape['num_hidden_layers']} layers", {**row, "bytes": size})
 
 
-def show(found: dict) -> None:
-    for kind, rows in found.items():
+def show(results: dict) -> None:
+    for kind, rows in results.items():
         if kind == "machine":
             continue
         print(f"\n| {kind} | seconds | of one core | peak, GiB | model, GiB | read, times |")
@@ -211,10 +210,10 @@ def main() -> None:
         folder, output, fields, offload = json.loads(options.one)
         print(json.dumps(prune(Path(folder), None if output is None else Path(output), fields, offload)))
         return
-    found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"machine": machine()}
+    results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"machine": machine()}
     for what in options.what:
-        {"disk": disk, "proof": proof}.get(what, lambda found, _, kind=what: cost(found, kind))(found, options)
-    show(found)
+        {"disk": disk, "proof": proof}.get(what, lambda results, _, kind=what: cost(results, kind))(results, options)
+    show(results)
 
 
 if __name__ == "__main__":

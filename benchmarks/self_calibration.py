@@ -1,7 +1,7 @@
-"""Calibration on a text against calibration on what the dense model writes itself, by the number of samples.
+"""Self-calibration compared with calibration on text, by the number of samples.
 
 Held-out perplexity of the shipped model after SparseGPT, on windows of its calibration text, and on as many samples
-that it writes from its BOS token.
+generated from its BOS token.
 """
 
 import time
@@ -47,13 +47,13 @@ def main() -> None:
 def show(rows: list[dict], dense: float) -> None:
     table = Table("data", "samples", *(f"{s:g}, λ = {lam:g}" for s in SPARSITIES for lam in LAMBDAS))
     for data, samples in dict.fromkeys((row["data"], row["samples"]) for row in rows):
-        found = []
+        values_shown = []
         for sparsity in SPARSITIES:
             for lam in LAMBDAS:
                 wanted = {"data": data, "samples": samples, "sparsity": sparsity, "λ": lam}
                 values = [row["perplexity"] for row in rows if wanted.items() <= row.items()]
-                found.append(f"{sum(values) / len(values):.1f}")
-        table.add_row(data, str(samples), *found)
+                values_shown.append(f"{sum(values) / len(values):.1f}")
+        table.add_row(data, str(samples), *values_shown)
     Console(width=100).print(f"held-out perplexity, dense {dense:.1f}", table)
 
 

@@ -1,9 +1,9 @@
-"""What vLLM needs for a packed checkpoint and for the dense one of the same weights on a CPU: memory and seconds.
+"""vLLM on a CPU with a packed checkpoint and with the dense checkpoint of the same weights: memory and seconds.
 
-A random Llama of 289M parameters in bfloat16, 257M of them pruned by magnitude; each checkpoint in a process of its
-own, all of vLLM in it. Memory is the process's own, without mapped files: what loading the model adds to it, for good
-and at its peak. Tokens per second are those of greedy decoding after a prompt of 16 tokens, one request alone and eight
-together; the first token is that of a prompt of 512. It runs in the environment of `make test-vllm`.
+A random Llama of 289M parameters in bfloat16, 257M of them pruned by magnitude; each checkpoint in a separate process
+that runs all of vLLM. Memory excludes mapped files: the increase by loading the model, after it and at its peak.
+Tokens per second are those of greedy decoding after a prompt of 16 tokens, for one request and for eight together; the
+first token is that of a prompt of 512. Requires the environment of `make test-vllm`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def save(folder: Path, pattern: str, layers: int) -> None:
 
 
 def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
-    """In a process of its own, of `new` tokens a request; the best of some repeats."""
+    """Measure in this process, with `new` tokens per request; the best of some repeats."""
     import vllm
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -82,7 +82,7 @@ def measure(folder: str, new: int, repeats: int, compiled: bool) -> dict:
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict:
-    """`measure` in a process of its own."""
+    """`measure` in a separate process."""
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     settings = ["--new", str(options.new), "--repeats", str(options.repeats), *["--compiled"] * options.compiled]
     command = [sys.executable, __file__, "--measure", str(folder), *settings]
@@ -109,9 +109,9 @@ def main() -> None:
             for format in ("dense", "packed"):
                 folder = Path(root, format)
                 files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-                found = {"bytes_on_disk": files, **run(folder, options)}
-                results.setdefault(pattern, {})[format] = found
-                print(pattern, format, found, flush=True)
+                result = {"bytes_on_disk": files, **run(folder, options)}
+                results.setdefault(pattern, {})[format] = result
+                print(pattern, format, result, flush=True)
     write(options.name, results)
 
 

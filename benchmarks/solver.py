@@ -1,10 +1,10 @@
-"""SparseGPT with row-specific Hessians: this package against the literal Algorithm 2 of MOONSHOT (arXiv 2604.13287).
+"""SparseGPT with per-row Hessians: this package compared with the literal Algorithm 2 of MOONSHOT (arXiv 2604.13287).
 
 Both sides prune the same synthetic layers (N = 128, λ = 0.9, 60% unstructured) in float32, in one process on one CPU
-thread, in turn; the figure is the median of the processor time. Time per row is that of a square layer: what all rows
-share (the inverse or the factor of the d_in × d_in matrix) is timed on its own and counted for d_in rows. Memory per
-row is the slope between two numbers of rows of the peak resident size above that before the call, each in a process of
-its own; weight, Gram matrix and gradients count for neither side, and are listed.
+thread, in turn; the figure is the median processor time. Time per row is that of a square layer: work shared by all
+rows (the inverse or the factor of the d_in × d_in matrix) is timed separately and divided by d_in rows. Memory per
+row is the slope between two numbers of rows of the peak increase of the resident size, each in a separate
+process; weight, Gram matrix and gradients are excluded, and listed.
 
 With --shapes, seconds per decoder layer with every linear layer multi-objective, on --device.
 """
@@ -27,9 +27,9 @@ from optimum_moonshot import MoonshotConfig, prune_weight
 from optimum_moonshot.objective.linalg import damped_inverse_factor
 
 SAMPLES, LAM, SPARSITY = 128, 0.9, 0.6
-# Rows pruned together at each d_in: ours, and as many as the literal algorithm has memory for.
+# Rows pruned together by d_in: ours, and as many as fit in memory for the literal algorithm.
 ROWS = {512: (512, 128), 1024: (512, 128), 2048: (512, 64), 4096: (128, 16)}
-# The same for memory: enough rows that they, and not the shared matrix, make the peak.
+# The same for memory: enough rows to dominate the shared matrix at the peak.
 MEMORY_ROWS = {512: (512, 128), 1024: (512, 128), 2048: (1024, 64), 4096: (1024, 16)}
 # d_out, d_in of the linear layers of one decoder layer.
 SHAPES = {
@@ -74,15 +74,15 @@ def measure_time(d_in: int, repeats: int) -> dict[str, float]:
 
 def measure_memory(d_in: int) -> dict[str, float]:
     """Bytes per row, both sides."""
-    found = {}
+    slopes = {}
     for side, count in zip(("ours", "literal"), MEMORY_ROWS[d_in], strict=True):
         peaks = []
         for rows in (count // 2, count):
             command = [sys.executable, __file__, "--peak", side, str(d_in), str(rows)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             peaks.append(int(json.loads(output)))
-        found[side] = (peaks[1] - peaks[0]) / (count - count // 2)
-    return found
+        slopes[side] = (peaks[1] - peaks[0]) / (count - count // 2)
+    return slopes
 
 
 def compare(sizes: list[int], repeats: int) -> list[dict]:
@@ -116,7 +116,7 @@ def decoder_layer(name: str, device: str) -> dict:
         weight, gram, gradients = random_layer(d_out, d_in, SAMPLES, tokens=64, device=device)
         row = {"d_out": d_out, "d_in": d_in}
         for lam in (LAM, 1.0):
-            for _ in range(2):  # the first run warms up
+            for _ in range(2):  # the first run is a warm-up
                 synchronize()
                 started = time.perf_counter()
                 prune_weight(weight, gram, gradients, config=MoonshotConfig(sparsity=SPARSITY, lam=lam))

@@ -1,11 +1,11 @@
-"""Structured pruning of the shipped model with OSSCAR: perplexity, and what the compacted model saves.
+"""Structured pruning of the shipped model with OSSCAR: perplexity, and size and speed of the compacted model.
 
-Quality: neurons and heads of every decoder layer, by the solvers that take structured patterns. Every seed draws its
-own calibration windows; all methods and shares see the same statistics, which do not depend on any of them.
+Quality: neurons and heads of every decoder layer, by the solvers that support structured patterns. Every seed draws its
+own calibration windows; all methods and fractions use the same statistics, which do not depend on them.
 
 With --speed: bytes on disk, tokens per second of a forward pass over 8 × 256 tokens and of greedy generation with a
-cache (one sequence, 64 tokens), float32, dense and compacted in turn. The shipped model is small and spends most of its
-time elsewhere than in its matrices; --hidden adds a random Mistral of that width.
+cache (one sequence, 64 tokens), float32, dense and compacted in turn. In the shipped model overhead dominates
+the matrix products; --hidden adds a random Mistral of that width.
 """
 
 import copy
@@ -22,13 +22,13 @@ from transformers import MistralConfig, MistralForCausalLM
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 
 SHARES, SPEED_SHARES = (0.1, 0.2), (0.1, 0.2, 0.5)
-# Single query heads, as in the paper: under grouped-query attention such a model cannot get smaller.
+# Single query heads, as in the paper: such a model cannot be compacted with grouped-query attention.
 SINGLE = "0.2, single heads"
 COLUMNS = [*(f"{share:g}" for share in SHARES), SINGLE]
 
 
 def choices(run, layer, lambdas: list[float]):
-    """((method, column), configuration) of everything compared on one layer."""
+    """((method, column), configuration) compared on one layer."""
     group = run.patterns[layer.name].group
     asked = [(f"{share:g}", share, group) for share in SHARES]
     if group > 1:
@@ -49,15 +49,15 @@ def one_seed(model, tokenizer, seed: int, options) -> dict[str, dict[str, float]
     )  # fmt: skip
     choose = lambda run, layer: choices(run, layer, options.lambdas)  # noqa: E731
     weights = prune_all(model, tokenizer, DEMO / "calibration.txt", config, choose)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for name, column in sorted(weights):
         pruned = copy.deepcopy(model)
-        if column == SINGLE:  # the neurons are those of the same share
+        if column == SINGLE:  # the same neurons as at 0.2
             set_weights(pruned, weights[name, "0.2"])
         set_weights(pruned, weights[name, column])
-        found.setdefault(name, {})[column] = measure(pruned, tokenizer, options)
-    print(f"seed {seed}: {found}")
-    return found
+        results.setdefault(name, {})[column] = measure(pruned, tokenizer, options)
+    print(f"seed {seed}: {results}")
+    return results
 
 
 def quality(options) -> None:
@@ -67,13 +67,13 @@ def quality(options) -> None:
 
 
 def report(options, dense: float, seeds: list[dict[str, dict[str, float]]]) -> None:
-    found = {name: {column: [seed[name][column] for seed in seeds] for column in COLUMNS} for name in seeds[0]}
-    write(options.name, {"options": vars(options), "dense": dense, "perplexity": found})
-    show(found, dense, COLUMNS)
+    results = {name: {column: [seed[name][column] for seed in seeds] for column in COLUMNS} for name in seeds[0]}
+    write(options.name, {"options": vars(options), "dense": dense, "perplexity": results})
+    show(results, dense, COLUMNS)
 
 
 def compacted(model, share: float):
-    """The model without so many of its neurons and heads. Which ones go makes no difference to size and speed."""
+    """The model without a fraction of its neurons and heads; size and speed do not depend on the selection."""
     config = MoonshotConfig(solver="magnitude", pattern="structured", sparsity=share)
     pruner = MoonshotPruner(copy.deepcopy(model), config)
     pruner.prune(progress=False)
@@ -104,14 +104,14 @@ def generation_rate(model, ids, tokens: int = 64) -> float:
 
 
 def rates(models: dict[str, torch.nn.Module], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians; every round has all models, the first warms up."""
+    """Medians; every round has all models, the first is a warm-up."""
     ids = torch.randint(3, 1000, (8, 256), generator=torch.Generator().manual_seed(0))
-    found = {name: {"forward": [], "generation": []} for name in models}
+    rates = {name: {"forward": [], "generation": []} for name in models}
     for _ in range(repeats + 1):
         for name, model in models.items():
-            found[name]["forward"].append(forward_rate(model, ids))
-            found[name]["generation"].append(generation_rate(model, ids[:1, :64]))
-    return {name: {kind: statistics.median(values[1:]) for kind, values in row.items()} for name, row in found.items()}
+            rates[name]["forward"].append(forward_rate(model, ids))
+            rates[name]["generation"].append(generation_rate(model, ids[:1, :64]))
+    return {name: {kind: statistics.median(values[1:]) for kind, values in row.items()} for name, row in rates.items()}
 
 
 def speed(options) -> None:

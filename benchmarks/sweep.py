@@ -1,7 +1,7 @@
-"""What choosing λ costs: a sweep over the seven λ of the paper against one pruning, in one process.
+"""Cost of selecting λ: a sweep over the paper's seven λ compared with one pruning, in one process.
 
-Both calibrate once. A sweep then solves every layer for each λ, and measures the perplexity of the calibration data for
-each: one more forward pass per λ. Long windows weigh on what is shared, so the ratio falls with them.
+Both calibrate once. A sweep also solves every layer for each λ, and evaluates the perplexity of the calibration data
+for each: one more forward pass per λ. Longer windows increase the shared work, so the ratio falls with them.
 """
 
 import sys
@@ -19,7 +19,7 @@ from optimum_moonshot.runs.sweep import LAMBDAS
 
 
 def compare(model, data, config: MoonshotConfig, tokenizer=None) -> dict:
-    """Seconds of a sweep, and of one pruning with the configuration's own λ."""
+    """Seconds of a sweep, and of one pruning with the configuration's λ."""
     pruner = MoonshotPruner(model, config, tokenizer)
     started = time.perf_counter()
     report = pruner.sweep(data, lambdas=LAMBDAS, progress=False)
@@ -28,9 +28,9 @@ def compare(model, data, config: MoonshotConfig, tokenizer=None) -> dict:
     started = time.perf_counter()
     parts["pruning"] = pruner.prune(data, progress=False).seconds
     pruned = time.perf_counter() - started
-    found = {"sweep": swept, "pruning": pruned, "ratio": swept / pruned, "parts": parts, "peak_bytes": peak_bytes()}
-    print(found, flush=True)
-    return found
+    result = {"sweep": swept, "pruning": pruned, "ratio": swept / pruned, "parts": parts, "peak_bytes": peak_bytes()}
+    print(result, flush=True)
+    return result
 
 
 def main() -> None:

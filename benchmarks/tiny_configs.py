@@ -1,4 +1,4 @@
-"""The default configuration of any model family, made small by the names of its fields."""
+"""Default configurations of all model families, shrunk according to the names of their fields."""
 
 import copy
 import re
@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TOKENS = 96
 WIDTH = 32
-# The first expression that a field's name matches gives its value.
+# The first expression that matches a field's name gives its value.
 RULES: tuple[tuple[str, Any], ...] = (
     (
         r"feat_extract_layers|adapter_layers|num_labels|num_channels|in_channels|in_chans|num_codebooks|use_|norm|eps|dropout|std|factor|scale",
@@ -40,7 +40,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ),
 )
 _KEYS = r"(kv|key_value)_heads$"
-AS_THEY_ARE = {"cvt", "hgnet_v2", "levit", "pp_lcnet", "textnet"}  # small enough, and full of sizes that must agree
+AS_THEY_ARE = {"cvt", "hgnet_v2", "levit", "pp_lcnet", "textnet"}  # already small, with many sizes that must agree
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -48,13 +48,13 @@ def tiny_config(model_type: str, class_name: str) -> PreTrainedConfig:
     """A small configuration of a family, for one of its model classes."""
     kind = getattr(transformers, class_name).config_class or CONFIG_MAPPING[model_type]
     config = kind() if model_type in AS_THEY_ARE else kind(**_kwargs(kind(), _Tokens()))
-    if getattr(config, "decoder_start_token_id", None) is None:  # checkpoints have it
+    if getattr(config, "decoder_start_token_id", None) is None:  # checkpoints define it
         config.decoder_start_token_id = 0
     return config
 
 
 class _Tokens:
-    """Ids of special tokens that lie outside of the small vocabulary, each given another one from its end."""
+    """Map ids of special tokens outside the small vocabulary to distinct ids from its end."""
 
     def __init__(self):
         self.given: dict[int, int] = {}
@@ -67,22 +67,22 @@ class _Tokens:
 
 def _kwargs(config: PreTrainedConfig, tokens: _Tokens) -> dict[str, Any]:
     """The constructor's arguments of a small copy."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found[name] = {**_kwargs(value, tokens), "model_type": value.model_type}
+            fields[name] = {**_kwargs(value, tokens), "model_type": value.model_type}
         elif name == "layer_types" and value:
-            found[name] = kinds = _kinds(value)
-            found |= {count: len(kinds) for count in LAYERS if hasattr(config, count)}
+            fields[name] = kinds = _kinds(value)
+            fields |= {count: len(kinds) for count in LAYERS if hasattr(config, count)}
         elif name == "rope_parameters" and isinstance(value, dict):
-            found[name] = _rope(value)
+            fields[name] = _rope(value)
         elif re.search(r"token_(id|index)$|_id$", name) and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = tokens(value)
+            fields[name] = tokens(value)
         elif re.search(_KEYS, name) and value == getattr(config, "num_attention_heads", None):
-            found[name] = 4  # no groups of queries
-        elif name not in found and (small := _small(name, value)) is not None:
-            found[name] = small
-    return found | EXCEPTIONS.get(config.model_type, {})
+            fields[name] = 4  # no grouped-query attention
+        elif name not in fields and (small := _small(name, value)) is not None:
+            fields[name] = small
+    return fields | EXCEPTIONS.get(config.model_type, {})
 
 
 def _kinds(layer_types: list[str]) -> list[str]:
@@ -92,10 +92,10 @@ def _kinds(layer_types: list[str]) -> list[str]:
 
 
 def _rope(value: dict) -> dict:
-    found = copy.deepcopy(value)
-    if "mrope_section" in found:
-        found["mrope_section"] = [2, 1, 1]
-    return found
+    rope = copy.deepcopy(value)
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [2, 1, 1]
+    return rope
 
 
 def _small(name: str, value: Any) -> Any:
@@ -123,7 +123,7 @@ ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 IMAGE_TOKENS = {"<image>": 95, "<racm3:break>": 94, "<eoss>": 93, "<|image token|>": 92}
 VOCABULARY = {**IMAGE_TOKENS, **{f"IMGIMGIMG{chr(65 + i)}Z": 80 + i for i in range(8)}}
-# What the names do not say: values that must agree, and fields whose default is None although the model needs them.
+# Not deducible from names: values that must agree, and required fields whose default is None.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {kind: MROPE for kind in ("full_attention", "sliding_attention")}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 48}},

@@ -1,7 +1,7 @@
-"""Train a small DeiT on the CIFAR-10 images that the vision benchmark prunes, with ResNet-20 as its teacher.
+"""Train a small DeiT on the CIFAR-10 images of the vision benchmark, with ResNet-20 as its teacher.
 
 Usage: python benchmarks/train_deit.py [--output outputs/deit-cifar10]. Minutes on one core. As in DeiT (Touvron et al.,
-arXiv 2012.12877) the small data set is made up for by augmentation and by a convolutional teacher's predictions.
+arXiv 2012.12877) augmentation and a convolutional teacher compensate for the small data set.
 """
 
 import time
@@ -35,7 +35,7 @@ def small_deit() -> DeiTForImageClassification:
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to four pixels, and every other one mirrored."""
+    """Shift each image by up to four pixels, and mirror every other one."""
     padded = functional.pad(images, (4, 4, 4, 4), mode="reflect")
     shifts = torch.randint(0, 9, (len(images), 2), generator=generator).tolist()
     shifted = torch.stack([x[:, i : i + 32, j : j + 32] for x, (i, j) in zip(padded, shifts, strict=True)])
@@ -65,8 +65,8 @@ def train(epochs: int, size: int, rate: float, seed: int) -> DeiTForImageClassif
             optimizer.step()
             schedule.step()
             total += loss.item()
-        found = total * size / len(images) / 2
-        print(f"epoch {epoch + 1}: loss {found:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
+        mean_loss = total * size / len(images) / 2
+        print(f"epoch {epoch + 1}: loss {mean_loss:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
     return model.eval()
 
 
@@ -82,8 +82,8 @@ def main() -> None:
     model.save_pretrained(options.output)
     processor = ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD)
     processor.save_pretrained(options.output)
-    found = accuracy(model, batches(*cifar10("test"), 256)).value
-    print(f"top-1 {found:.2%} on the test images; saved to {options.output}")
+    top1 = accuracy(model, batches(*cifar10("test"), 256)).value
+    print(f"top-1 {top1:.2%} on the test images; saved to {options.output}")
 
 
 if __name__ == "__main__":

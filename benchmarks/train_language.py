@@ -1,11 +1,11 @@
 """Train the other language models of the benchmarks, of other families than the one in examples/.
 
-    python benchmarks/train_language.py opt TEXT FOLDER        # about 2 hours on one core; made benchmarks/opt_model
-    python benchmarks/train_language.py mixture TEXT FOLDER    # about 1 hour; made benchmarks/mixture_model
+    python benchmarks/train_language.py opt TEXT FOLDER        # about 2 hours on one core; benchmarks/opt_model
+    python benchmarks/train_language.py mixture TEXT FOLDER    # about 1 hour; benchmarks/mixture_model
 
 "opt" has LayerNorm, biases, learned positions, ReLU and tied embeddings; "mixture" is a small Qwen3-MoE: 16 experts in
-each of 4 decoder layers, 4 for a token. TEXT is a plain text file; the tokenizer is the shipped model's. FOLDER gets
-the model in bfloat16, and a checkpoint every 100 steps, from which a stopped training goes on.
+each of 4 decoder layers, 4 per token. TEXT is a plain text file; the tokenizer is the shipped model's. FOLDER gets
+the model in bfloat16, and a checkpoint every 100 steps, from which training resumes.
 """
 
 import math
@@ -56,7 +56,7 @@ def mixture(vocabulary: int, special: dict[str, int]) -> PreTrainedConfig:
         head_dim=64,
         max_position_embeddings=512,
         norm_topk_prob=True,
-        router_aux_loss_coef=0.01,  # of the loss that keeps the experts evenly used
+        router_aux_loss_coef=0.01,  # weight of the load-balancing loss
         tie_word_embeddings=True,
         **special,
     )
@@ -75,13 +75,13 @@ def rate(step: int, steps: int) -> float:
 
 
 def batch(ids: torch.Tensor, step: int) -> torch.Tensor:
-    """Windows at places that the step alone decides: a training that went on draws what it would have drawn."""
+    """Windows at positions determined by the step alone, so that resumed training draws the same ones."""
     starts = torch.randint(0, len(ids) - LENGTH - 1, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.stack([ids[i : i + LENGTH + 1] for i in starts])
 
 
 def loss_of(model: PreTrainedModel, windows: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy, and what the family adds to it."""
+    """Cross-entropy plus the auxiliary loss of the family."""
     routed = hasattr(model.config, "router_aux_loss_coef")
     output = model(windows[:, :-1], **({"output_router_logits": True} if routed else {}))
     loss = cross_entropy(output.logits.flatten(0, 1), windows[:, 1:].flatten())

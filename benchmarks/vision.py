@@ -1,7 +1,7 @@
-"""Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 against smaller λ.
+"""Top-1 accuracy on CIFAR-10 images after pruning: ResNet-20 with OBC, a small DeiT with CAP, λ = 1 and smaller λ.
 
-First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, which
-pass once: no λ, sparsity or pattern changes the statistics. `benchmarks/train_deit.py` makes the DeiT.
+First convolution (patch embedding) and classifier stay dense. Every seed draws its own calibration images, with one
+calibration: statistics do not depend on λ, sparsity or pattern. `benchmarks/train_deit.py` trains the DeiT.
 """
 
 import time
@@ -21,13 +21,13 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, accuracy
 
 
 def run(model: nn.Module, solver: str, options) -> dict:
-    """{λ: {sparsity or pattern: [top-1 of every seed]}}, and what it took."""
+    """{λ: {sparsity or pattern: [top-1 of every seed]}}, and the seconds."""
     images, labels = cifar10("train")
     test = batches(*cifar10("test"), 256)
     config = MoonshotConfig(
         solver=solver, sparsity=0.5, allocation=options.allocation, num_samples=options.samples, batch_size=64
     )
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     started = time.process_time()
     for seed in range(options.seeds):
         chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: options.samples]
@@ -42,19 +42,19 @@ def run(model: nn.Module, solver: str, options) -> dict:
         )
         for entry in report.entries:
             column = entry.pattern if ":" in entry.pattern else str(entry.sparsity)
-            found.setdefault(f"{entry.lam:g}", {}).setdefault(column, []).append(entry.metric)
+            results.setdefault(f"{entry.lam:g}", {}).setdefault(column, []).append(entry.metric)
         print(
             f"seed {seed}:",
-            {lam: {name: round(100 * values[-1], 1) for name, values in row.items()} for lam, row in found.items()},
+            {lam: {name: round(100 * values[-1], 1) for name, values in row.items()} for lam, row in results.items()},
             flush=True,
         )
-    return {"dense": accuracy(model, test).value, "top1": found, "processor_seconds": time.process_time() - started}
+    return {"dense": accuracy(model, test).value, "top1": results, "processor_seconds": time.process_time() - started}
 
 
-def show(title: str, found: dict) -> None:
-    columns = next(iter(found["top1"].values()))
-    table = Table("λ", *columns, title=f"{title}, top-1, dense {found['dense']:.2%}")
-    for lam, row in found["top1"].items():
+def show(title: str, results: dict) -> None:
+    columns = next(iter(results["top1"].values()))
+    table = Table("λ", *columns, title=f"{title}, top-1, dense {results['dense']:.2%}")
+    for lam, row in results["top1"].items():
         table.add_row(lam, *(mean_error([100 * value for value in row[name]]) for name in columns))
     Console(width=100).print(table)
 
@@ -77,12 +77,12 @@ def main() -> None:
         model, solver = resnet20(), options.solver or "obc"
     else:
         model, solver = DeiTForImageClassification.from_pretrained(options.deit).eval(), options.solver or "cap"
-    found = run(model, solver, options)
+    results = run(model, solver, options)
     settings = {name: value for name, value in vars(options).items() if name not in ("deit", "name")} | {
         "solver": solver
     }
-    write(options.name or f"vision_{options.model}", {"options": settings | {"solver": solver}, **found})
-    show(f"{options.model}, {solver}", found)
+    write(options.name or f"vision_{options.model}", {"options": settings | {"solver": solver}, **results})
+    show(f"{options.model}, {solver}", results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the vision benchmarks prune: ResNet-20 (He et al. 2015) as a plain module, and CIFAR-10 images.
+"""Models and data of the vision benchmarks: ResNet-20 (He et al. 2015) as a plain module, and CIFAR-10 images.
 
-Checkpoint and images lie beside the repository, in ../shared; their source is named there.
+Checkpoint and images are in ../shared, outside the repository, with their source.
 """
 
 from pathlib import Path
@@ -55,15 +55,15 @@ class ResNet20(nn.Module):
 
 
 def resnet20() -> ResNet20:
-    """The trained one, 91.6% of the test images."""
+    """The trained model, 91.6% top-1 on the test images."""
     model = ResNet20()
-    _, unexpected = model.load_state_dict(load_file(CHECKPOINT), strict=False)  # it has no counts of batches
+    _, unexpected = model.load_state_dict(load_file(CHECKPOINT), strict=False)  # it lacks num_batches_tracked
     assert not unexpected
     return model.eval()
 
 
 def cifar10(split: str) -> tuple[Tensor, Tensor]:
-    """Normalised images [N, 3, 32, 32] and labels [N] of "train" or "test"."""
+    """Normalized images [N, 3, 32, 32] and labels [N] of "train" or "test"."""
     tensors = load_file(IMAGES)
     images = tensors[f"{split}_images"].float() / 255
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))

@@ -1,7 +1,7 @@
-"""How the reference reads what the code says shortly.
+"""Griffe extension for docstring conventions of this package.
 
-Docstrings say "loss, forward: as for `prune`" once for several arguments: each gets a row. Attributes are described by
-a comment, behind them or on the lines before: the class gets a table of them.
+An entry such as "loss, forward: as for `prune`" becomes one row per argument. Attributes documented by a comment, on
+their line or above, become an `Attributes:` section of the class.
 """
 
 import re
@@ -15,10 +15,10 @@ SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(
 
 
 class Docstrings(griffe.Extension):
-    """Mends docstrings before they are parsed."""
+    """Expands docstrings before they are parsed."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
-        """Called for every object of the package."""
+        """Griffe's hook, called for every object of the package."""
         if obj.docstring is None:
             return
         text = SECTION.sub(_section, obj.docstring.value + "\n").rstrip()
@@ -28,26 +28,29 @@ class Docstrings(griffe.Extension):
 
 
 def _attributes(cls: griffe.Object) -> str:
-    """A section on the attributes of a class that have comments."""
-    own = [member for member in cls.members.values() if member.is_attribute and not member.docstring and member.lineno]
-    described = {member.name: _comment(member) for member in own if not member.name.startswith("_")}
+    """The `Attributes:` section of a class, from comments."""
+    described = {
+        member.name: _comment(member)
+        for member in cls.members.values()
+        if member.is_attribute and not member.docstring and member.lineno and not member.name.startswith("_")
+    }
     lines = [f"    {name}: {text}" for name, text in described.items() if text]
     return "\n\nAttributes:\n" + "\n".join(lines) if lines else ""
 
 
-def _section(found: re.Match[str]) -> str:
-    return f"{found['indent']}Args:\n{SHARED.sub(_entries, found['body'])}"
+def _section(match: re.Match[str]) -> str:
+    return f"{match['indent']}Args:\n{SHARED.sub(_entries, match['body'])}"
 
 
-def _entries(found: re.Match[str]) -> str:
-    return "\n".join(f"{found['indent']}{name}: {found['text']}" for name in found["names"].split(", "))
+def _entries(match: re.Match[str]) -> str:
+    return "\n".join(f"{match['indent']}{name}: {match['text']}" for name in match["names"].split(", "))
 
 
 def _comment(attribute: griffe.Object) -> str:
     lines = _lines(attribute.filepath)
-    behind = re.search(r"  # (.+)$", lines[attribute.endlineno - 1])
-    if behind:
-        return behind[1]
+    trailing = re.search(r"  # (.+)$", lines[attribute.endlineno - 1])
+    if trailing:
+        return trailing[1]
     above = []
     for line in reversed(lines[: attribute.lineno - 1]):
         if not line.strip().startswith("# "):

@@ -1,6 +1,6 @@
-"""What mkdocs does beside its plugins: pages made from files of the repository, tables of options, formulas.
+"""mkdocs hooks: pages from files of the repository, option tables, formulas as MathML.
 
-A page that would load something from another host fails the build: the site is to be read without a network.
+The build fails if a page loads anything from another host, so that the site is readable without a network.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-# Files beside docs/ that are pages of the site.
+# Files outside docs/ that become pages.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?P<start>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)#:]+)(?P<anchor>#[^)]*)?\)")
 OPTIONS = "<!-- options of every command -->"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
-# A script, picture or style sheet of another host; a canonical link or one to the next page loads nothing.
+# A script, image or style sheet of another host; canonical and next-page links load nothing.
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\ssrc=["']?(?:https?:)?//"""
     r"""|<link(?![^>]*\brel=["']?(?:canonical|prev|next))[^>]*\shref=["']?(?:https?:)?//"""
@@ -26,7 +26,7 @@ LOADED = re.compile(
 
 
 def on_files(files, config):
-    """Add the pages that lie beside docs/."""
+    """Add the pages outside docs/."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_linked(text, ROOT)))
@@ -34,42 +34,42 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links that leave docs/, and the options of the command line."""
+    """Rewrite links out of docs/, and insert the command-line options."""
     if page.file.src_uri not in PAGES.values():
         markdown = _linked(markdown, ROOT / "docs")
     return markdown.replace(OPTIONS, _options()) if OPTIONS in markdown else markdown
 
 
 def on_page_content(content, page, config, files):
-    """Formulas as MathML, which browsers draw on their own."""
-    return FORMULA.sub(lambda found: _mathml(found[2]), content)
+    """Formulas as MathML, which browsers render without scripts."""
+    return FORMULA.sub(lambda match: _mathml(match[2]), content)
 
 
 def on_post_build(config):
-    """Nothing comes from another host."""
+    """Fail if a page loads anything from another host."""
     for path in Path(config["site_dir"]).rglob("*.html"):
-        found = LOADED.search(path.read_text(encoding="utf-8"))
-        if found:
-            raise PluginError(f"{path.name} loads something from another host: {found[0]}")
+        match = LOADED.search(path.read_text(encoding="utf-8"))
+        if match:
+            raise PluginError(f"{path.name} loads from another host: {match[0]}")
 
 
 def _linked(markdown: str, folder: Path) -> str:
-    """Links of a page in `folder`, as a page in docs/ has them; one to a file without a page is its text."""
+    """Resolve links of a page in `folder` relative to docs/; a link to a file without a page becomes its text."""
 
-    def link(found: re.Match) -> str:
-        target = (folder / found["path"]).resolve()
-        if not target.exists() and found["path"] not in PAGES.values():
-            raise PluginError(f"a link leads to {found['path']}, which does not exist")
-        known = PAGES.get(target.relative_to(ROOT).as_posix()) if target.is_relative_to(ROOT) else None
-        if known is None and target.is_relative_to(ROOT / "docs"):
-            known = target.relative_to(ROOT / "docs").as_posix()
-        return f"{found['start']}({known}{found['anchor'] or ''})" if known else found["text"]
+    def link(match: re.Match) -> str:
+        target = (folder / match["path"]).resolve()
+        if not target.exists() and match["path"] not in PAGES.values():
+            raise PluginError(f"broken link: {match['path']} does not exist")
+        page = PAGES.get(target.relative_to(ROOT).as_posix()) if target.is_relative_to(ROOT) else None
+        if page is None and target.is_relative_to(ROOT / "docs"):
+            page = target.relative_to(ROOT / "docs").as_posix()
+        return f"{match['start']}({page}{match['anchor'] or ''})" if page else match["text"]
 
     return LINK.sub(link, markdown)
 
 
 def _options() -> str:
-    """A section for every command, with a table for every group of its options."""
+    """One section per command, with one table per option group."""
     from optimum_moonshot.commands.moonshot import MoonshotCommand
 
     lines = []
@@ -85,7 +85,7 @@ def _options() -> str:
 
 def _table(group) -> list[str]:
     title = f"**{group.title}**" + (f": {group.description}" if group.description else "")
-    lines = [title.capitalize() if not group.description else title, "", "| option | what |", "|---|---|"]
+    lines = [title.capitalize() if not group.description else title, "", "| option | description |", "|---|---|"]
     for action in group._group_actions:
         names = ", ".join(action.option_strings) or action.metavar
         shown = names + (f" {_values(action)}" if action.option_strings and action.nargs != 0 else "")

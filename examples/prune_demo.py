@@ -1,4 +1,4 @@
-"""Prune the small model in this folder to 2:4, save it, and load it again in plain transformers.
+"""Prune the small model in this folder to 2:4, save it, and reload it with plain transformers.
 
 Usage: python examples/prune_demo.py [OUTPUT]
 """
@@ -14,7 +14,7 @@ DEMO = Path(__file__).parent / "demo_model"
 
 
 def main(output: str = "outputs/prune_demo", num_samples: int = 128) -> tuple[float, float]:
-    """Prune to `output` with so many calibration windows; returns the perplexity before and after."""
+    """Prune and save to `output`; returns the perplexity before and after."""
     config = MoonshotConfig(solver="sparsegpt", pattern="2:4", sequence_length=256, num_samples=num_samples)
     pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype="auto")
     heldout = str(DEMO / "heldout.txt")
@@ -24,7 +24,7 @@ def main(output: str = "outputs/prune_demo", num_samples: int = 128) -> tuple[fl
     print(report.table())
     pruner.save_pretrained(output)
 
-    # From here on nothing needs this package: the checkpoint is an ordinary one, with zeros in it.
+    # The checkpoint is an ordinary one with zeros: loading does not need this package.
     model = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(output)
     after = perplexity(model, tokenizer, heldout, sequence_length=256).value

@@ -1,4 +1,4 @@
-"""Prune a model while it is loaded: one call in the place of `from_pretrained`.
+"""Prune a model while loading it with `from_pretrained`.
 
 Usage: python examples/prune_on_load.py [OUTPUT]
 """
@@ -8,23 +8,23 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from optimum_moonshot import MoonshotConfig, convert  # the import makes transformers take a MoonshotConfig
+from optimum_moonshot import MoonshotConfig, convert  # the import registers MoonshotConfig with transformers
 
 DEMO = Path(__file__).parent / "demo_model"
 
 
 def main(output: str = "outputs/prune_on_load", num_samples: int = 128):
-    """The pruned model, also saved dense to `output` and packed to `output`-packed."""
+    """Return the pruned model, after saving it dense to `output` and packed to `output`-packed."""
     config = MoonshotConfig(
         pattern="2:4",
         num_samples=num_samples,
         sequence_length=256,
-        calibration=str(DEMO / "calibration.txt"),  # read with the model's own tokenizer
+        calibration=str(DEMO / "calibration.txt"),  # tokenized with the model's tokenizer
     )
     model = AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=config, dtype="auto")
     print(model.moonshot_report.table())
 
-    # It is an ordinary model: everything of transformers works on it.
+    # It is an ordinary transformers model.
     model.save_pretrained(output)
     convert(output, f"{output}-packed", "packed")
     for folder in (output, f"{output}-packed"):

@@ -1,4 +1,4 @@
-"""Prune the small model in this folder, measure it, and publish it on the Hub with a card that says all of it.
+"""Prune the small model in this folder, evaluate it, and publish it on the Hub with a model card.
 
 Usage: python examples/push_to_hub.py USER/NAME    (after `hf auth login`)
 """
@@ -16,7 +16,7 @@ DEMO = Path(__file__).parent / "demo_model"
 
 
 def main(repo_id: str, num_samples: int = 128, **options: Any) -> str:
-    """The address of the commit; `options` are those of `push_to_hub`, such as a token."""
+    """Return the URL of the commit; `options` are those of `push_to_hub`, such as a token."""
     config = MoonshotConfig(pattern="2:4", sequence_length=256, num_samples=num_samples)
     pruner = MoonshotPruner.from_pretrained(DEMO, config, dtype="auto")
 

@@ -1,12 +1,12 @@
-"""The tables of MOONSHOT (arXiv 2604.13287) on any model: the paper's protocol, over seeds, in the paper's layout.
+"""Reproduce the tables of MOONSHOT (arXiv 2604.13287) on any model: the paper's protocol, seeds and layout.
 
     python examples/reproduce_paper.py --model meta-llama/Llama-3.2-1B --table llama
     python examples/reproduce_paper.py --model facebook/deit-small-patch16-224 --table vision --only CAP \
         --calibration imagenet/train --datasets imagenet/val --samples 4096
 
-Without a hub, give local folders and files of the same form; `--tasks none` leaves the zero-shot tasks out. The best λ
-is selected as in the paper, by the perplexity (or loss) on the calibration data, for each seed. docs/paper.md lists
-every experiment with its command and the paper's numbers.
+Without access to the Hub, pass local folders and files of the same form; `--tasks none` skips the zero-shot tasks. The
+best λ is selected as in the paper, by the perplexity (or loss) on the calibration data, for each seed. docs/paper.md
+lists every experiment with its command and the paper's figures.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LAMBDAS = {"language": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0), "vision": (0.0, 0.
 SOLVERS = {"language": ("sparsegpt", "wanda"), "vision": ("cap", "obc")}
 NAMES = {"sparsegpt": "SparseGPT", "wanda": "Wanda", "osscar": "OSSCAR", "cap": "CAP", "obc": "OBC"}
 ALLOCATIONS = {"uniform": "", "alpha": " (AlphaPruning)", "owl": " (OWL)"}
-TIMED = (0.5, 0.6, 0.7, 0.8, 0.9)  # the sparsities that OBC and CAP reach in one run
+TIMED = (0.5, 0.6, 0.7, 0.8, 0.9)  # sparsities of one run of OBC and CAP
 
 Values = dict[str, float]  # metric → value of one model
 
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
     sparsity: float | None  # None: follows from n:m
     pattern: str = "unstructured"
     allocation: str = "uniform"
-    fisher: str | None = None  # None: as `--fisher` says
+    fisher: str | None = None  # None: from `--fisher`
     recompute: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
 
     @property
     def family(self) -> tuple:
-        """What settings share that one sweep serves."""
+        """The setting without its sparsity: one sweep covers all settings of a family."""
         return self._replace(sparsity=None if self.sparsity is None else 0.0)
 
 
@@ -97,7 +97,7 @@ class Row(NamedTuple):
 
 
 class Bench:
-    """One model, its calibration data and how it is measured."""
+    """One model, its calibration data and its evaluation."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -120,23 +120,23 @@ class Bench:
 
     def evaluate(self, pruner: MoonshotPruner) -> Values:
         """Perplexity by data set and accuracy by task; top-1 by data set for image models."""
-        found: Values = {}
+        results: Values = {}
         for dataset in self.options.datasets:
             if self.kind == "vision":
                 result = accuracy(pruner.model, dataset, pruner.processor, progress=True)
-                found[Path(dataset).name] = 100 * result.value
+                results[Path(dataset).name] = 100 * result.value
             else:
                 length = self.options.sequence_length
                 result = perplexity(pruner.model, pruner.tokenizer, dataset, sequence_length=length, progress=True)
-                found[Path(dataset).name] = result.value
+                results[Path(dataset).name] = result.value
         if self.tasks:
             result = zero_shot(pruner.model, pruner.tokenizer, self.tasks, progress=True)
-            found |= {task: 100 * value for task, value in result.accuracy.items()}
-            found["mean"] = 100 * result.mean
-        return found
+            results |= {task: 100 * value for task, value in result.accuracy.items()}
+            results["mean"] = 100 * result.mean
+        return results
 
     def sweep(self, settings: Sequence[Setting], lambdas: Sequence[float], seed: int) -> "Swept":
-        """One calibration for settings of one family."""
+        """Sweep settings of one family with one calibration."""
         pruner = self.pruner(settings[0], seed)
         sparsities = None if settings[0].sparsity is None else [setting.sparsity for setting in settings]
         report = pruner.sweep(self.options.calibration, lambdas=list(lambdas), sparsities=sparsities)
@@ -147,21 +147,21 @@ class Bench:
         return tuple(self.options.lambdas or LAMBDAS[self.kind])
 
     def win_rate(self, ours: Values, baseline: Values) -> dict[str, float]:
-        """Percentage of the tasks that `ours` wins; a tie counts half."""
+        """Percentage of tasks that `ours` wins; a tie counts half."""
         if not self.tasks:
             return {}
         return {"win rate": 100 * share_won(ours, baseline, self.tasks.names)}
 
 
 class Swept:
-    """A sweep of one seed, whose variants are measured when they are asked for."""
+    """A sweep of one seed, with lazily evaluated variants."""
 
     def __init__(self, bench: Bench, pruner: MoonshotPruner, report: SweepReport):
         self.bench, self.pruner, self.report = bench, pruner, report
         self.measured: dict[SweepEntry, Values] = {}
 
     def entries(self, setting: Setting) -> dict[float, SweepEntry]:
-        """By λ."""
+        """The sweep's entries of a setting by λ."""
         same = [e for e in self.report.entries if setting.sparsity in (None, e.sparsity)]
         return {entry.lam: entry for entry in same}
 
@@ -176,23 +176,23 @@ class Swept:
 
 
 def families(settings: Sequence[Setting]) -> Iterator[list[Setting]]:
-    """Settings that one sweep serves."""
+    """Group settings by the sweep that covers them."""
     for family in dict.fromkeys(setting.family for setting in settings):
         yield [setting for setting in settings if setting.family == family]
 
 
 def over_seeds(sparsity: str, method: str, runs: list[Values], lambdas: Sequence[float] = ()) -> Row:
-    """Means with standard errors of one dictionary of metrics per seed."""
+    """Mean and standard error of metrics, given one dictionary per seed."""
     return Row(sparsity, method, {m: mean([run[m] for run in runs]) for m in runs[0]}, tuple(lambdas))
 
 
 def selected(bench: Bench, settings: Sequence[Setting]) -> Iterator[Row]:
-    """Tables 2, 3 and 8, figure of section 5.2: the baseline against the λ that the calibration data select.
+    """Tables 2, 3 and 8, figure of section 5.2: the baseline and the λ selected on the calibration data.
 
-    The baseline of both fractions of table 8 is the same: λ = 1 gives no layer the Fisher loss.
+    Both variants of table 8 have the same baseline, because λ = 1 ignores the Fisher loss in all layers.
     """
     for group in families(settings):
-        found: dict[Setting, list] = {setting: [] for setting in group}
+        results: dict[Setting, list] = {setting: [] for setting in group}
         for seed in bench.options.seeds:
             swept = bench.sweep(group, bench.lambdas, seed)
             for setting in group:
@@ -200,8 +200,8 @@ def selected(bench: Bench, settings: Sequence[Setting]) -> Iterator[Row]:
                 single = swept.values(swept.entries(setting)[baseline_lam(setting.solver)])
                 ours = swept.values(best)
                 rates = bench.win_rate(single, ours), bench.win_rate(ours, single)
-                found[setting].append(({**single, **rates[0]}, {**ours, **rates[1]}, best.lam))
-        for setting, runs in found.items():
+                results[setting].append(({**single, **rates[0]}, {**ours, **rates[1]}, best.lam))
+        for setting, runs in results.items():
             singles, ours, lambdas = zip(*runs, strict=True)
             if setting.fisher != "all":
                 yield over_seeds(setting.label, setting.method, singles, [baseline_lam(setting.solver)] * len(runs))
@@ -211,22 +211,22 @@ def selected(bench: Bench, settings: Sequence[Setting]) -> Iterator[Row]:
 def by_lambda(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
     """Every λ: table 1 and section 5.1, the Instruct models, all tables of the last appendix."""
     for group in families(settings):
-        found: dict[tuple[Setting, float], list[Values]] = {key: [] for key in itertools.product(group, lambdas)}
+        results: dict[tuple[Setting, float], list[Values]] = {key: [] for key in itertools.product(group, lambdas)}
         for seed in bench.options.seeds:
             swept = bench.sweep(group, lambdas, seed)
-            for setting, lam in found:
+            for setting, lam in results:
                 entries = swept.entries(setting)
                 values, single = swept.values(entries[lam]), entries.get(baseline_lam(setting.solver))
                 rate = bench.win_rate(values, swept.values(single)) if single and single.lam != lam else {}
-                found[setting, lam].append({**values, **rate})
-        for (setting, lam), runs in found.items():
+                results[setting, lam].append({**values, **rate})
+        for (setting, lam), runs in results.items():
             yield over_seeds(setting.label, f"{setting.method}, λ = {lam:g}", runs)
 
 
 def recomputed(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
-    """Tables 5 and 6: every λ, in runs of their own, since the statistics differ by it."""
+    """Tables 5 and 6: every λ in a separate run, because the statistics depend on it."""
     for setting in settings:
-        found: dict[float, list[Values]] = {lam: [] for lam in lambdas}
+        results: dict[float, list[Values]] = {lam: [] for lam in lambdas}
         single = baseline_lam(setting.solver)
         for seed in bench.options.seeds:
             runs = {}
@@ -236,13 +236,13 @@ def recomputed(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[floa
                 runs[lam] = {**bench.evaluate(pruner), "seconds": seconds}
             for lam, values in runs.items():
                 rate = bench.win_rate(values, runs[single]) if single in runs and lam != single else {}
-                found[lam].append({**values, **rate})
-        for lam, values in found.items():
+                results[lam].append({**values, **rate})
+        for lam, values in results.items():
             yield over_seeds(setting.label, f"{setting.method}, λ = {lam:g}", values)
 
 
 def times(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -> Iterator[Row]:
-    """Table 4: seconds of one run; OBC and CAP reach five sparsities in it."""
+    """Table 4: seconds of one run, which covers five sparsities for OBC and CAP."""
     for setting, lam in itertools.product(settings, lambdas):
         several = setting.solver in SOLVERS["vision"] and setting.pattern == "unstructured"
         runs = []
@@ -258,7 +258,7 @@ def times(bench: Bench, settings: Sequence[Setting], lambdas: Sequence[float]) -
         yield over_seeds(label, f"{setting.method}, λ = {lam:g}", runs)
 
 
-# What the paper calls its tables, and where they are there.
+# Table name, or number in the paper → kind of experiment.
 TABLES = {
     "objectives": "objectives", "1": "objectives", "vision": "main", "2": "main", "llama": "main", "3": "main",
     "times": "times", "4": "times", "recompute": "recompute", "5": "recompute", "6": "recompute",
@@ -283,38 +283,38 @@ SPARSITIES = {
 
 
 def all_settings(what: str, kind: str, sparsities: Sequence[float] | None) -> list[Setting]:
-    """What a table compares."""
+    """All settings of a kind of experiment."""
     if what == "main":
         return list(LLAMA if kind == "language" else VISION)
     if what == "times":
         return [setting for solver in SOLVERS[kind] for setting in (Setting(solver, 0.6), nm(solver))]
     several = sparsities or SPARSITIES[what].get(kind, ())
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for solver in SOLVERS[kind]:
         if what == "layers":
-            found += [Setting(solver, s, fisher=fisher) for fisher in ("attention", "all") for s in several]
+            settings += [Setting(solver, s, fisher=fisher) for fisher in ("attention", "all") for s in several]
         elif what == "sparsity":
             allocations = ALLOCATIONS if kind == "language" else ("uniform",)
-            found += [Setting(solver, s, allocation=allocation) for allocation in allocations for s in several]
+            settings += [Setting(solver, s, allocation=allocation) for allocation in allocations for s in several]
         else:
             again = what == "recompute"
-            found += [*(Setting(solver, s, recompute=again) for s in several), nm(solver, recompute=again)]
+            settings += [*(Setting(solver, s, recompute=again) for s in several), nm(solver, recompute=again)]
     structured = what == "lambda" and kind == "language"
-    return [*found, *([Setting("osscar", 0.1, "structured")] if structured else [])]
+    return [*settings, *([Setting("osscar", 0.1, "structured")] if structured else [])]
 
 
 def settings_of(bench: Bench, table: str) -> list[Setting]:
-    """What a table compares on this model, narrowed by `--only`."""
+    """The settings of a table for this model, filtered by `--only`."""
     options = bench.options
     other = next((kind for kind, names in KINDS.items() if kind != bench.kind and table in names), None)
     if other:
-        raise SystemExit(f"--table {table} is for {other} models, and {options.model} is none")
-    found = all_settings(TABLES[table], bench.kind, options.sparsities)
-    found = [setting for setting in found if SOLVER_OF.get(table) in (None, setting.solver)]
+        raise SystemExit(f"--table {table} is for {other} models, unlike {options.model}")
+    settings = all_settings(TABLES[table], bench.kind, options.sparsities)
+    settings = [setting for setting in settings if SOLVER_OF.get(table) in (None, setting.solver)]
     parts = [part.lower() for part in options.only or [""]]
-    chosen = [setting for setting in found if any(part in setting.name.lower() for part in parts)]
+    chosen = [setting for setting in settings if any(part in setting.name.lower() for part in parts)]
     if not chosen:
-        raise SystemExit(f"--only {' '.join(options.only)}: none of {'; '.join(s.name for s in found)}")
+        raise SystemExit(f"--only {' '.join(options.only)}: none of {'; '.join(s.name for s in settings)}")
     return chosen
 
 
@@ -334,9 +334,9 @@ def rows(bench: Bench, table: str) -> Iterator[Row]:
 
 
 def print_row(row: Row, metrics: list[str], errors: bool) -> None:
-    """In Markdown."""
-    found = [row.values.get(metric) for metric in metrics]
-    shown = ["" if v is None else f"{v.value:.2f} ± {v.error:.2f}" if errors else f"{v.value:.2f}" for v in found]
+    """Print a row in Markdown."""
+    values = [row.values.get(metric) for metric in metrics]
+    shown = ["" if v is None else f"{v.value:.2f} ± {v.error:.2f}" if errors else f"{v.value:.2f}" for v in values]
     lambdas = "/".join(f"{lam:g}" for lam in dict.fromkeys(row.lambdas))
     print("| " + " | ".join([row.sparsity, row.method, *shown, lambdas]) + " |", flush=True)
 
@@ -344,15 +344,15 @@ def print_row(row: Row, metrics: list[str], errors: bool) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder, or name on the Hub")
-    parser.add_argument("--table", required=True, choices=list(TABLES), help="by name, or by its number in the paper")
+    parser.add_argument("--table", required=True, choices=list(TABLES), help="name, or number in the paper")
     parser.add_argument("--calibration", default="c4", help="as for pruning; a folder of images for image models")
-    parser.add_argument("--datasets", nargs="+", default=["c4", "wikitext2", "ptb"], help="to measure on")
+    parser.add_argument("--datasets", nargs="+", default=["c4", "wikitext2", "ptb"], help="evaluation data sets")
     parser.add_argument("--tasks", nargs="+", default=list(PAPER_TASKS), help="zero-shot tasks, or none")
     parser.add_argument("--samples", type=int, default=128, help="calibration samples; the paper: 128, vision 4096")
     parser.add_argument("--sequence-length", type=int, default=None, help="the model's longest, at most 2048")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lambdas", nargs="+", type=float, help="default: the paper's")
-    parser.add_argument("--sparsities", nargs="+", type=float, help="of tables that have several; default: the paper's")
+    parser.add_argument("--sparsities", nargs="+", type=float, help="for tables with several; default: the paper's")
     parser.add_argument("--fisher", default="attention", help="attention, as in the paper, or all")
     parser.add_argument("--alpha-tau", type=float, default=0.1, help="the paper: 0.05 for Llama-3.2-1B, else 0.1")
     parser.add_argument("--only", nargs="+", help="settings whose names contain one of these, such as 2:4 or OWL")
@@ -366,10 +366,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Row]:
-    """Print a table, row by row as they are measured; returns its rows by name."""
+    """Print a table row by row as results arrive; returns its rows by name."""
     options = parse(arguments)
     bench = Bench(options)
-    found, following = {}, rows(bench, options.table)
+    results, following = {}, rows(bench, options.table)
     if TABLES[options.table] == "times":
         metrics = ["seconds"]
     else:
@@ -379,13 +379,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Row]:
         metrics = [*dense.values, *rates, *(["seconds"] if TABLES[options.table] == "recompute" else [])]
     print("| " + " | ".join(["Sparsity", "Method", *metrics, "λ"]) + " |\n" + "|---" * (len(metrics) + 3) + "|")
     for row in following:
-        found[row.name] = row
+        results[row.name] = row
         print_row(row, metrics, errors=bool(row.method) and len(options.seeds) > 1)
         if options.output:
-            table = [{**r._asdict(), "values": {m: v._asdict() for m, v in r.values.items()}} for r in found.values()]
+            table = [{**r._asdict(), "values": {m: v._asdict() for m, v in r.values.items()}} for r in results.values()]
             document = {"options": vars(options), "versions": versions(), "table": table}
             Path(options.output).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -16,44 +16,44 @@ from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner, p
 DEMO = Path(__file__).parent / "demo_model"
 LENGTH = 256
 CONFIG = MoonshotConfig(sparsity=0.7, sequence_length=LENGTH)
-Found = dict[str, tuple[float, float]]  # stage → perplexity, sparsity
+Results = dict[str, tuple[float, float]]  # stage → perplexity, sparsity
 
 
 def windows(tokenizer, text: str, length: int) -> list[dict]:
-    """A text as training samples of `length` tokens, which are their own labels."""
+    """A text as training samples of `length` tokens, with the tokens as labels."""
     ids = torch.tensor(tokenizer(text)["input_ids"])
     return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // length * length].view(-1, length)]
 
 
 def main(
     output: str = "outputs/sparse_finetune", model: str | Path = DEMO, steps: int = 200, config: MoonshotConfig = CONFIG
-) -> Found:
+) -> Results:
     """Prune, train and save to `output`."""
-    pruner, data, found = prune(model, config)
-    callback = MoonshotCallback()  # keeps the zeros, checks them at the end and says so
+    pruner, data, results = prune(model, config)
+    callback = MoonshotCallback()  # keeps the zeros, and verifies them at the end
     Trainer(pruner.model, training(output, steps), train_dataset=data, callbacks=[callback]).train()
     pruner.save_pretrained(output)
 
-    # From here on nothing needs this package: the checkpoint is an ordinary one, with zeros in it.
+    # The checkpoint is an ordinary one with zeros: loading does not need this package.
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    found["recovered"] = (heldout_perplexity(loaded, tokenizer, config.sequence_length), callback.masks.sparsity())
-    show(found)
-    return found
+    results["recovered"] = (heldout_perplexity(loaded, tokenizer, config.sequence_length), callback.masks.sparsity())
+    show(results)
+    return results
 
 
-def prune(model: str | Path, config: MoonshotConfig) -> tuple[MoonshotPruner, list[dict], Found]:
-    """The pruner with its pruned model, data to train on, and what was found so far."""
+def prune(model: str | Path, config: MoonshotConfig) -> tuple[MoonshotPruner, list[dict], Results]:
+    """The pruner with its pruned model, training data, and results so far."""
     text, length = DEMO / "calibration.txt", config.sequence_length
     pruner = MoonshotPruner.from_pretrained(model, config, dtype=torch.float32)
     data = windows(pruner.tokenizer, text.read_text(encoding="utf-8"), length)
-    found = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
+    results = {"dense": (heldout_perplexity(pruner.model, pruner.tokenizer, length), 0.0)}
     report = pruner.prune(str(text))
-    found["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
-    return pruner, data, found
+    results["pruned"] = (heldout_perplexity(pruner.model, pruner.tokenizer, length), report.sparsity)
+    return pruner, data, results
 
 
 def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingArguments:
-    """A short run: four windows a step."""
+    """Arguments of a short run with four windows per step."""
     return TrainingArguments(
         output_dir=output,
         max_steps=steps,
@@ -67,14 +67,14 @@ def training(output: str, steps: int, learning_rate: float = 5e-4) -> TrainingAr
 
 
 def heldout_perplexity(model, tokenizer, length: int) -> float:
-    """On text that the small model has never seen."""
+    """Perplexity on text that is not in the training data."""
     return perplexity(model, tokenizer, str(DEMO / "heldout.txt"), sequence_length=length).value
 
 
-def show(found: Found) -> None:
+def show(results: Results) -> None:
     """Print a table of perplexities and sparsities."""
     table = Table("model", "perplexity", "sparsity")
-    for name, (value, sparsity) in found.items():
+    for name, (value, sparsity) in results.items():
         table.add_row(name, f"{value:.2f}", f"{sparsity:.4f}")
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""Prune the small model in this folder to 2:4, adapt it with LoRA, and merge: it is 2:4 still.
+"""Prune the small model in this folder to 2:4, fine-tune it with LoRA, and merge: the result is still 2:4.
 
 Usage: python examples/sparse_lora.py [OUTPUT]
 """
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from sparse_finetune import DEMO, LENGTH, Found, heldout_perplexity, prune, show, training
+from sparse_finetune import DEMO, LENGTH, Results, heldout_perplexity, prune, show, training
 from transformers import Trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig
@@ -18,20 +18,20 @@ CONFIG = MoonshotConfig(pattern="2:4", sequence_length=LENGTH)
 
 def main(
     output: str = "outputs/sparse_lora", model: str | Path = DEMO, steps: int = 200, config: MoonshotConfig = CONFIG
-) -> Found:
+) -> Results:
     """Prune, adapt, merge and save to `output`."""
-    pruner, data, found = prune(model, config)
+    pruner, data, results = prune(model, config)
     adapted = sparse_lora(get_peft_model(pruner.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")))
     callback, length = MoonshotCallback(), config.sequence_length
     Trainer(adapted, training(output, steps, 2e-3), train_dataset=data, callbacks=[callback]).train()
-    found["adapter"] = heldout_perplexity(adapted, pruner.tokenizer, length), callback.masks.sparsity()
+    results["adapter"] = heldout_perplexity(adapted, pruner.tokenizer, length), callback.masks.sparsity()
 
-    pruner.model = adapted.merge_and_unload()  # adds to the surviving weights alone
+    pruner.model = adapted.merge_and_unload()  # changes only the surviving weights
     pruner.save_pretrained(output)
     callback.masks.check(config.parsed_pattern)
-    found["merged"] = heldout_perplexity(pruner.model, pruner.tokenizer, length), callback.masks.sparsity()
-    show(found)
-    return found
+    results["merged"] = heldout_perplexity(pruner.model, pruner.tokenizer, length), callback.masks.sparsity()
+    show(results)
+    return results
 
 
 if __name__ == "__main__":

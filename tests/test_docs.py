@@ -1,4 +1,4 @@
-"""The README and the guides: every code block runs, links lead somewhere, and figures are the measured ones."""
+"""README and guides: every code block runs, links resolve, and figures equal the measured ones."""
 
 import json
 import re
@@ -18,8 +18,9 @@ import optimum_moonshot
 import optimum_moonshot.data.text as text_data
 import optimum_moonshot.solvers.base as solvers
 
-NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → how many of its blocks say why they are not run
-LONG = {f"docs/{name}.md" for name in ("mixtures", "ranks", "choosing", "recovery", "language-models")}  # seconds each
+NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks with a "not run" reason
+# Seconds each.
+LONG = {f"docs/{name}.md" for name in ("mixtures", "distributed", "choosing", "recovery", "language-models")}
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
 FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")
 
@@ -47,7 +48,7 @@ def server():
 
 @pytest.fixture
 def stage(layout, server, tmp_path, monkeypatch):
-    """A folder to run a page in, and a Hub to publish on, which is given."""
+    """Change into a folder to run a page in; returns the Hub on which it publishes."""
     shutil.copytree(layout, tmp_path / "stage")
     monkeypatch.chdir(tmp_path / "stage")
     monkeypatch.setattr(text_data, "load_dataset", load_dataset)
@@ -66,7 +67,7 @@ def test_every_block_runs(page, stage):
     assert sorted(stage.files) == sorted(published)
 
 
-def test_every_block_says_what_it_is():
+def test_every_block_has_a_language():
     assert not [(block.page, block.line, block.kind) for block in every_block() if block.kind not in KINDS]
     assert sum(text.count("\n```") for text in map(read, PAGES)) == 2 * len(every_block())  # none is indented or open
 
@@ -76,7 +77,7 @@ def test_blocks_that_are_not_run_are_counted():
 
 
 def test_every_replacement_is_needed():
-    assert not [said for said in SMALLER if not any(said in block.source for block in every_block())]
+    assert not [text for text in SMALLER if not any(text in block.source for block in every_block())]
 
 
 @pytest.mark.parametrize(
@@ -102,30 +103,30 @@ def test_a_broken_block_fails(source, error, stage):
 
 
 def anchors(page):
-    """Those that headings have, as a site and a forge make them."""
+    """The anchors of a page's headings, as mkdocs and GitHub generate them."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", read(page), flags=re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_links_lead_somewhere():
-    lost = []
+def test_links_resolve():
+    broken = []
     for page in PAGES:
         for link in LINK.finditer(read(page)):
             target = (ROOT / page).parent / link["path"] if link["path"] else ROOT / page
-            known = target.is_file() or target.is_dir()
-            if known and link["anchor"] and target.suffix == ".md":
+            exists = target.is_file() or target.is_dir()
+            if exists and link["anchor"] and target.suffix == ".md":
                 name = target.resolve().relative_to(ROOT).as_posix()
-                known = link["anchor"] in anchors(name) or f"::: {link['anchor']}\n" in read(name)
-            lost += [] if known else [(page, link[0])]
-    assert not lost
+                exists = link["anchor"] in anchors(name) or f"::: {link['anchor']}\n" in read(name)
+            broken += [] if exists else [(page, link[0])]
+    assert not broken
 
 
 def test_figures_of_the_readme_are_measured():
     measured = read("docs/measured.md")
     figures = FIGURE.findall(read("README.md"))
     assert len(figures) > 15 and not [figure for figure in figures if figure not in measured]
-    for share in re.findall(r"(\d+\.\d)% at", read("README.md")):
-        assert share in measured
+    for accuracy in re.findall(r"(\d+\.\d)% at", read("README.md")):
+        assert accuracy in measured
     assert "perplexity  33.202 → 37.564" in read("README.md")
 
 
@@ -140,12 +141,12 @@ def test_figures_are_those_of_the_benchmark(page, row, name):
     assert f"| {row} | {' | '.join(shown)} |" in read(page)
 
 
-def test_the_rooms_are_the_folders_from_top_to_bottom():
+def test_the_packages_are_listed_from_top_to_bottom():
     table = re.findall(r"^\| `(\w+)/` \|", read("README.md"), re.M)
     folders = {folder(name) for name in modules() if "." in name}
     assert sorted(table) == sorted(folders - {ENTRY})
-    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
-    assert [floor[room] for room in table] == sorted((floor[room] for room in table), reverse=True)
+    floor = {package: height for height, packages in enumerate(FLOORS) for package in packages}
+    assert [floor[package] for package in table] == sorted((floor[package] for package in table), reverse=True)
 
 
 def test_the_reference_has_every_public_name():
@@ -165,7 +166,7 @@ def test_the_site_has_every_page():
     )
 
 
-def test_the_survey_of_architectures_is_the_measured_one():
+def test_the_coverage_of_architectures_is_the_measured_one():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import architectures
 
@@ -177,6 +178,6 @@ def test_the_tables_of_the_mixture_are_the_measured_ones():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import experts
 
-    found = json.loads((ROOT / "benchmarks/results/experts.json").read_text(encoding="utf-8"))
+    results = json.loads((ROOT / "benchmarks/results/experts.json").read_text(encoding="utf-8"))
     for settings in (experts.INSIDE, experts.WHOLE):
-        assert experts.table(found, settings) in read("docs/measured.md")
+        assert experts.table(results, settings) in read("docs/measured.md")

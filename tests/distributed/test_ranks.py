@@ -236,7 +236,7 @@ def test_a_command_for_one_process_refuses_others(done):
 
 def test_the_guide_has_the_figures_of_the_benchmark():
     found = json.loads((ROOT / "benchmarks" / "results" / "ranks.json").read_text(encoding="utf-8"))["results"]
-    guide = (ROOT / "docs" / "ranks.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
     for row in found["rows"]:
         one = next(each for each in found["rows"] if each["run"] == row["run"] and each["processes"] == 1)
         more = row["processor_seconds"] / one["processor_seconds"] - 1
