@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..data.text import short_name
+from ..data.corpora import short_name
 from ..errors import require
 from ..files import replace_file, writing
 from ..reports.conform import check_fields

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data.text import describe, evaluation_text, short_name, tokenize, window_length
+from ..data.corpora import describe, short_name
+from ..data.text import evaluation_text, tokenize, window_length
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model
 from ..model.model_info import check_tokens, max_positions
