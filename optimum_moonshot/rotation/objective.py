@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import NM, Pattern, kth_smallest
-from .basis import rotated
+from .basis import rotate_axis
 from .spaces import Space
 
 # The threshold of a share is taken from so many scores, evenly chosen, of a matrix that has more. The objective is
@@ -76,7 +76,7 @@ class Objective:
         for _, groups in self.blocks:
             for group in groups:
                 found |= dict.fromkeys([group.reads.space] if group.reads else [])
-                found |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.gives)
+                found |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
         return list(found)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -138,9 +138,9 @@ def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Sp
         columns = matrix.columns.to(weight.device)
         weight, diagonal = weight[:, columns], diagonal[columns]
     if group.reads is not None:
-        weight = rotated(weight, 1, group.reads.index, rotations[group.reads.space].to(weight))
-    for coordinates in matrix.gives:
-        weight = rotated(weight, 0, coordinates.index, rotations[coordinates.space].to(weight))
+        weight = rotate_axis(weight, 1, group.reads.index, rotations[group.reads.space].to(weight))
+    for coordinates in matrix.writes:
+        weight = rotate_axis(weight, 0, coordinates.index, rotations[coordinates.space].to(weight))
     return weight.square() / diagonal
 
 

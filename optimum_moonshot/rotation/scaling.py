@@ -66,7 +66,7 @@ def _given(layer: PrunableLayer, spaces: Sequence[Space]) -> Iterator[tuple[Spac
     """The spaces whose coordinates are rows of a layer's weight, and which rows, int64 [count, width]."""
     for space in spaces:
         for place in space.places:
-            if place.gives and place.index is not None and place.at.parameter is layer.parameter:
+            if place.writes and place.index is not None and place.at.parameter is layer.parameter:
                 yield space, place.index[:, 0]
 
 

@@ -16,7 +16,7 @@ from .basis import Basis
 from .heads import find_heads
 from .neurons import find_neurons, find_scales
 from .spaces import RESIDUAL, Space, find_spaces
-from .trace import places_of_parameters, plain_experts, tolerance_of, trace
+from .trace import parameter_slots, plain_experts, tolerance_of, trace
 
 
 def find(
@@ -58,7 +58,7 @@ def _shared(model: nn.Module) -> set[int]:
     """The ids of parameters that several modules hold."""
     seen: set[int] = set()
     found: set[int] = set()
-    for _, _, parameter in places_of_parameters(model):
+    for _, _, parameter in parameter_slots(model):
         (found if id(parameter) in seen else seen).add(id(parameter))
     return found
 
@@ -108,7 +108,7 @@ def _coarsest(model: nn.Module, output: Tensor) -> torch.dtype:
     return min({output.dtype, *dtypes} - {torch.float64} or {torch.float64}, key=lambda dtype: dtype.itemsize)
 
 
-def verify(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tensor]) -> None:
+def check_invariance(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tensor]) -> None:
     """Fold the norms, then change the basis at random, and look whether the function stays what it is.
 
     The random basis is a permutation, with signs where these may be: products with it are exact in any dtype.

@@ -53,7 +53,7 @@ class Space:
     follows: "Space | None" = None  # in whose basis, or order, the coordinates are that may be scaled
 
 
-def held(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
+def occupied_axes(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
     """Every axis of a parameter that some spaces lie on: the module, the parameter's name, and which axis."""
     return {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
 
@@ -131,8 +131,8 @@ def _join_shared(ends: _Ends, trace: Trace) -> None:
     """Embeddings that share their weights, as those of an encoder and a decoder, give vectors of one space."""
     first: dict[int, int] = {}
     for place, node in enumerate(trace.nodes):
-        if node.leaves and node.gives and not node.reads and not node.raw:
-            ends.join(2 * place + 1, 2 * first.setdefault(id(node.gives[0].parameter), place) + 1)
+        if node.leaves and node.writes and not node.reads and not node.raw:
+            ends.join(2 * place + 1, 2 * first.setdefault(id(node.writes[0].parameter), place) + 1)
 
 
 def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ...]]:
@@ -215,7 +215,7 @@ def _unreached(trace: Trace, readings: list[Reading], width: int) -> str | None:
     read = {place for reading in readings for place in reading.alike | reading.other}
     for place, node in enumerate(trace.nodes):
         reached = place in read if node.raw else bool(node.leaves)
-        sizes = [axis.parameter.shape[axis.axis] for axis in (*node.reads, *node.gives)]
+        sizes = [axis.parameter.shape[axis.axis] for axis in (*node.reads, *node.writes)]
         if not reached and width in sizes:
             return f"the probe did not reach {node.name}, which may belong to it"
     return None
@@ -225,7 +225,7 @@ def _space(trace: Trace, members: list[int], name: str, width: int, foldable: di
     places, foldings, fixes_ones = [], [], False
     for end in members:
         node, gives = trace.nodes[end // 2], end % 2 == 1
-        places += [Place(axis, gives=gives) for axis in (node.gives if gives else node.reads)]
+        places += [Place(axis, writes=gives) for axis in (node.writes if gives else node.reads)]
         if node.norm is None or not gives:
             continue
         fixes_ones |= node.norm.fixes_ones

@@ -113,7 +113,7 @@ class Trace:
 
     def _run(self, batch: Batch) -> None:
         generator = torch.Generator().manual_seed(0)
-        by_module = {node.gives[0].holder if node.gives else None: node for node in self.nodes if not node.raw}
+        by_module = {node.writes[0].holder if node.writes else None: node for node in self.nodes if not node.raw}
         by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -127,11 +127,11 @@ class Trace:
             for module, node in by_module.items():
                 if module is not None and not isinstance(node, _Product):
                     stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
-            for parameter in (node.gives[0].parameter for node in raw):
+            for parameter in (node.writes[0].parameter for node in raw):
                 parameter.requires_grad_(True)
                 stack.callback(parameter.requires_grad_, False)
             _enter(raw, self.model)
-            products = {id(node.gives[0].parameter): node for node in self.nodes if isinstance(node, _Product)}
+            products = {id(node.writes[0].parameter): node for node in self.nodes if isinstance(node, _Product)}
             known = stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
 
             def within(block: nn.Module) -> AbstractContextManager[None]:
@@ -227,14 +227,14 @@ class _Products(TorchFunctionMode):
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
         super().__init__()
         self.see = see
-        self.names = {(module, name): id(parameter) for module, name, parameter in places_of_parameters(model)}
+        self.names = {(module, name): id(parameter) for module, name, parameter in parameter_slots(model)}
         self.ids = self._addresses(model)
         self.cast: list[Tensor] = []  # kept, so that their addresses name them
 
     def _addresses(self, module: nn.Module) -> dict[int, int]:
         return {
             parameter.untyped_storage().data_ptr(): self.names[holder, name]
-            for holder, name, parameter in places_of_parameters(module)
+            for holder, name, parameter in parameter_slots(module)
             if parameter.numel() and not parameter.is_meta
         }
 
@@ -268,7 +268,7 @@ class _Products(TorchFunctionMode):
         return result
 
 
-def places_of_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def parameter_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Every parameter with its holder and its name there, as often as there are places that hold it."""
     for holder in module.modules():
         for name, parameter in holder._parameters.items():
@@ -280,8 +280,8 @@ def _enter(nodes: Sequence[Node], module: nn.Module) -> None:
     """Parameters that enter as they are become leaves, those in a module whose values are there."""
     inside = set(module.modules())
     for node in nodes:
-        parameter = node.gives[0].parameter
-        if node.gives[0].holder in inside and not parameter.is_meta:
+        parameter = node.writes[0].parameter
+        if node.writes[0].holder in inside and not parameter.is_meta:
             node.leaves, node.own = [parameter], parameter.detach()
 
 
@@ -339,7 +339,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
             if id(parameter) in used and parameter.ndim >= 2:
                 nodes.append(_Product(name, (Axis(holder, own, last),), (Axis(holder, own, last - 1),)))
             else:
-                nodes.append(Node(name, gives=(Axis(holder, own, last),), raw=True))
+                nodes.append(Node(name, writes=(Axis(holder, own, last),), raw=True))
     return nodes
 
 
@@ -352,7 +352,7 @@ def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) 
         return Node(name, reads, (Axis(module, "weight", out), *bias), images=form.images)
     if embeds:
         (own,) = module._parameters
-        return Node(name, gives=(Axis(module, own, 1),))
+        return Node(name, writes=(Axis(module, own, 1),))
     return None if norm is None else Node(name, norm=norm)
 
 

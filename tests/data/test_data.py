@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from optimum_moonshot.data import sources
+from optimum_moonshot.data.corpora import CORPORA
 from optimum_moonshot.data.text import CalibrationData, evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 
@@ -210,7 +210,7 @@ def test_choice_of_the_text_column():
 
 
 def test_streams_are_read_no_further_than_needed(monkeypatch):
-    monkeypatch.setattr(sources, "SHUFFLE_BUFFER", 4)
+    monkeypatch.setattr("optimum_moonshot.data.sources.SHUFFLE_BUFFER", 4)
     read = []
     endless = IterableDataset.from_generator(lambda: (read.append(1) or {"text": "abcdefghij"} for _ in iter(int, 1)))
     assert load(endless, num_samples=5, sequence_length=8).num_samples == 5 and len(read) < 200
@@ -350,7 +350,7 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
 
 
 def test_text_needs_a_tokenizer(book):
-    for source in (SHORT, book, Dataset.from_dict({"text": SHORT}), *data.CORPORA):
+    for source in (SHORT, book, Dataset.from_dict({"text": SHORT}), *CORPORA):
         with pytest.raises(MoonshotError, match="tokenizer=None: text calibration needs one"):
             load_calibration(source, None)
 

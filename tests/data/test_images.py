@@ -168,7 +168,7 @@ def test_classes_are_matched_by_name_then_by_number_then_by_position(tmp_path, r
     assert labels(found) == [shuffled[CLASSES[number // 3]] for number in numbers(found)] and not found.notes
     other = load(rows, plain(label2id={"wolf": 0, "bear": 1, "x": 2, "y": 3, "z": 4}, num_labels=5))
     assert labels(other) == [number // 3 for number in numbers(other)]
-    assert "the classes ant, bee, cat, … are not the model's by name" in other.notes[0]
+    assert "the class names ant, bee, cat, … are not the model's" in other.notes[0]
     assert not load(rows, plain(label2id={f"LABEL_{i}": i for i in range(5)}, num_labels=5)).notes
     digits = fill(tmp_path / "digits", [str(i) for i in range(12)], each=1)
     found = load(digits, plain(label2id={f"LABEL_{i}": i for i in range(12)}, num_labels=12), num_samples=12)

@@ -12,7 +12,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotation.basis import Basis
 from optimum_moonshot.rotation.norms import find_norm
-from optimum_moonshot.rotation.search import check_same, find, outputs, verify
+from optimum_moonshot.rotation.search import check_same, find, outputs, check_invariance
 from optimum_moonshot.rotation.spaces import RESIDUAL
 
 LATENT = dict(
@@ -130,7 +130,7 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
-    verify(model, basis, batch, expected)
+    check_invariance(model, basis, batch, expected)
     basis.write(random_rotations(spaces))
     # Norms that compute in float32 whatever they are given are exact to that.
     limit = 1e-11 if any(isinstance(module, nn.LayerNorm) for module in model.modules()) else 3e-6
@@ -241,7 +241,7 @@ def test_a_step_that_changes_the_function_is_named(missed, step):
     layer = model.model.layers[1].get_submodule(missed)
     basis.changes = [change for change in basis.changes if change.at.holder is not layer]
     with pytest.raises(MoonshotError, match=f"rotation: {step}.* changes what LlamaForCausalLM computes"):
-        verify(model, basis, batch, expected)
+        check_invariance(model, basis, batch, expected)
 
 
 def test_sixteen_bits_are_rounded_once():

@@ -21,7 +21,7 @@ NEURONS = torch.tensor([[[5, 2, 0]]])
 
 
 def spaces_of(module, index, follows=None):
-    places = (Place(Axis(module, "weight", 0), index, gives=True),)
+    places = (Place(Axis(module, "weight", 0), index, writes=True),)
     count, _, width = index.shape
     return Space("test", width, count, False, places, scaled=True, follows=follows)
 
@@ -74,7 +74,7 @@ def test_factors_are_of_the_turned_and_the_ordered_coordinates():
     scale([neurons, spaces_of(module, NEURONS, neurons)], state, {"test": moment})
     torch.testing.assert_close(state.factors["test"], torch.tensor([[2.0, 0.5, 1.0]]))
     again = Learned.load(*state.saved())
-    assert torch.equal(again.factors["test"], state.factors["test"]) and again.orders.keys() == state.orders.keys()
+    assert torch.equal(again.factors["test"], state.factors["test"]) and again.permutations.keys() == state.permutations.keys()
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])

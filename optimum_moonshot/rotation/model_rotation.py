@@ -10,7 +10,7 @@ from .basis import Basis
 from .spaces import Space
 
 
-class Rotated:
+class ModelRotation:
     """The rotations of a model, which may be written into its weights and taken out again.
 
     Args:
