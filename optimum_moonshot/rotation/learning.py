@@ -122,24 +122,24 @@ def learn(
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host, orders and factors.
+    """The rotations of the best step, [count, width, width] in float64 on the host, with permutations and factors.
 
     Args:
-        spaces: as `learn` had them.
-        state: that it returned.
+        spaces: as passed to `learn`.
+        state: the result of `learn`.
     """
-    found: dict[Space, Tensor] = {}
+    learned: dict[Space, Tensor] = {}
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
-        found |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
+        learned |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
     others = state.permutations | state.factors
-    return found | {space: others[space.name] for space in spaces if space.name in others}
+    return learned | {space: others[space.name] for space in spaces if space.name in others}
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
     """The objective at A, then one step of Adam on A, unless this is the last evaluation.
 
-    The state changes only at the end, after everything that may run out of memory, so that a failed step can be repeated.
+    The state changes only at the end, after all that may run out of memory, for a failed step to be repeated.
     """
     number = len(state.history)
     parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}

@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_gradients_of_all_pieces(turned):
     expected = torch.stack(expected if turned else [each.diagonal() for each in expected])
     assert list(found.result()) == ["test"]
     torch.testing.assert_close(found.result()["test"].float(), expected, rtol=1e-4, atol=1e-5)
-    assert not OutputMoments.of([])(layer, 8, None).given
+    assert not OutputMoments.of([])(layer, 8, None).outputs
 
 
 def test_factors_make_rows_equally_dear():
@@ -74,7 +74,11 @@ def test_factors_are_of_the_turned_and_the_ordered_coordinates():
     scale([neurons, spaces_of(module, NEURONS, neurons)], state, {"test": moment})
     torch.testing.assert_close(state.factors["test"], torch.tensor([[2.0, 0.5, 1.0]]))
     again = Learned.load(*state.saved())
-    assert torch.equal(again.factors["test"], state.factors["test"]) and again.permutations.keys() == state.permutations.keys()
+    assert (
+        torch.equal(again.factors["test"], state.factors["test"])
+       
+    assert again.permutations.keys() == state.permutations.keys()
+    )
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])
