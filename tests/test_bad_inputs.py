@@ -445,7 +445,7 @@ EVALUATIONS = [
 
 @pytest.mark.parametrize("values", EVALUATIONS)
 def test_results_of_an_evaluation(tmp_path, values):
-    with pytest.raises(MoonshotError, match=r"result\.json holds no results of an evaluation"):
+    with pytest.raises(MoonshotError, match=r"result\.json contains no results of an evaluation"):
         read(EvalReport, tmp_path / "result.json", values)
 
 

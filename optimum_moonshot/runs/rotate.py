@@ -38,10 +38,10 @@ from ..results.run_folder import RunFolder
 from ..results.store import ResultStore
 from ..rotation.basis import Basis
 from ..rotation.channel_permutation import permute_channels
-from ..rotation.permutation_search import competing
 from ..rotation.learning import Learned, learn, rotations
-from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
 from ..rotation.model_rotation import ModelRotation
+from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
+from ..rotation.permutation_search import competing
 from ..rotation.scaling import OutputMoments, scale
 from ..rotation.search import check_invariance, check_same, find, outputs
 from ..rotation.spaces import Space

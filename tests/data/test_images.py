@@ -369,7 +369,7 @@ def test_accuracy_against_a_loop_written_out(folder, processor, batch_size):
 
 
 def test_accuracy_needs_logits_of_classes(folder, processor):
-    with pytest.raises(MoonshotError, match="gives no logits"):
+    with pytest.raises(MoonshotError, match="returns no logits"):
         accuracy(make("vit").vit, image_batches())
     model = make("vit")
     model.classifier.weight.data.fill_(float("nan"))

@@ -70,15 +70,12 @@ def test_factors_are_of_the_turned_and_the_ordered_coordinates():
     torch.testing.assert_close(state.factors["test"], factors(turned.square().sum(1)))
     neurons = Space("neurons", 3, 1, False, (), permuted=True)
     moment, order = torch.tensor([[1.0, 4.0, 16.0]]), torch.tensor([[2, 0, 1]])
-    state = Learned({}, history=[1.0], orders={"neurons": order})
+    state = Learned({}, history=[1.0], permutations={"neurons": order})
     scale([neurons, spaces_of(module, NEURONS, neurons)], state, {"test": moment})
     torch.testing.assert_close(state.factors["test"], torch.tensor([[2.0, 0.5, 1.0]]))
     again = Learned.load(*state.saved())
-    assert (
-        torch.equal(again.factors["test"], state.factors["test"])
-       
+    assert torch.equal(again.factors["test"], state.factors["test"])
     assert again.permutations.keys() == state.permutations.keys()
-    )
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])
