@@ -135,7 +135,7 @@ def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsy
         (["--dataset", "HELD", "--baseline", "OTHER"], "it has nothing of what is to be measured"),
         (["--dataset", "HELD", "--record"], "holds no moonshot_report.json"),
         (["--tasks", "YAML", "--baseline", "OTHER"], "one is of the tasks piqa, the other of letters"),
-        (["--tasks", "missing.yaml"], "--tasks: there is no file missing.yaml"),
+        (["--tasks", "missing.yaml"], "--tasks: missing.yaml: no such file"),
         (["--tasks", "YAML", "YAML"], "--tasks: duplicates"),
     ],
 )
