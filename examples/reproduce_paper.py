@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, SweepReport, accuracy, perplexity
-from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, share_won, zero_shot
+from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, find_tasks, win_rate, zero_shot
 from optimum_moonshot.model.model_info import takes_images
 from optimum_moonshot.reports.environment import versions
 from optimum_moonshot.reports.seeds import Mean, SweepEntry, baseline_lam, mean
@@ -150,7 +150,7 @@ class Bench:
         """Percentage of tasks that `ours` wins; a tie counts half."""
         if not self.tasks:
             return {}
-        return {"win rate": 100 * share_won(ours, baseline, self.tasks.names)}
+        return {"win rate": 100 * win_rate(ours, baseline, self.tasks.names)}
 
 
 class Swept:

@@ -138,34 +138,34 @@ def keys_of(*names):
 
 
 DATA = [
-    ([], "the data is an empty list: use c4"),
-    (iter([]), "num_samples=4: the data has 0 samples, give more"),
+    ([], "the data is an empty list; use c4"),
+    (iter([]), "num_samples=4: the data has 0 samples; give more"),
     ({}, "item 0 of the data is empty"),
-    (broken_off(), "item 1 of the data cannot be read (RuntimeError: the network is gone): mend what makes it"),
+    (broken_off(), "item 1 of the data cannot be read (RuntimeError: the network is gone); fix the code that produces it"),
     (Broken(), "item 0 of the data cannot be read (OSError: the disk is gone)"),
     ([keys_of("input_ids"), keys_of("input_ids", "token_type_ids")],
-     "item 1 of the data has input_ids, token_type_ids, item 0 input_ids: give all the same inputs"),
+     "item 1 of the data has input_ids, token_type_ids, item 0 input_ids; give all the same inputs"),
     ([keys_of("input_ids", "labels"), keys_of("input_ids")], "item 1 of the data has input_ids, item 0 input_ids, lab"),
     ([keys_of("foo")] * 2, "LlamaForCausalLM cannot be called with foo [1, 8]"),
     ([{"input_ids": torch.ones(2, 3, 4).long()}] * 2, "LlamaForCausalLM cannot be called with input_ids [1, 3, 4]"),
     ([{"input_ids": torch.rand(2, 3)}] * 2, "input_ids: token ids are torch.float32, give whole numbers"),
     ([{"input_ids": IDS * 10**6}] * 2, "it gives token 1000000, LlamaForCausalLM has"),
     ([{"input_ids": -IDS}] * 2, "it gives token -1"),
-    ([{"input_ids": IDS.to_sparse()}], "input_ids is of layout torch.sparse_coo: give a dense tensor"),
+    ([{"input_ids": IDS.to_sparse()}], "input_ids is of layout torch.sparse_coo; give a dense tensor"),
     ([{"input_ids": IDS.to("meta")}], "item 0 of the data: input_ids: give a tensor"),
-    ([{"input_ids": IDS[:0]}], "it is empty, leave it out"),
-    ([{"inputs_embeds": torch.full((2, 3, 16), NAN)}], "inputs_embeds holds NaN: give finite numbers"),
+    ([{"input_ids": IDS[:0]}], "which is empty; leave it out"),
+    ([{"inputs_embeds": torch.full((2, 3, 16), NAN)}], "inputs_embeds contains NaN; give finite numbers"),
     ([{"input_ids": IDS, "attention_mask": IDS[:, :5]}],
-     "attention_mask of (2, 5) for input_ids of (2, 8): give one entry for each token"),
-    ([{"input_ids": IDS, "attention_mask": IDS * 0}], "attention_mask hides all tokens of a sample: leave that out"),
+     "attention_mask of (2, 5) for input_ids of (2, 8); give one entry for each token"),
+    ([{"input_ids": IDS, "attention_mask": IDS * 0}], "attention_mask hides all tokens of a sample; leave that sample out"),
     ("lorem ipsum " * 10_000, '"lorem ipsum lorem ipsum'),
     ("a\0b", "is neither the name of a data set nor a file"),
-    ("wikitext3", '"wikitext3" is neither the name of a data set nor a file: use c4, wikitext2'),
+    ("wikitext3", '"wikitext3" is neither the name of a data set nor a file; use c4, wikitext2'),
     ("~nobody-of-this-name/a.txt", '"~nobody-of-this-name/a.txt" is neither'),
     ("nowhere/at-all", '"nowhere/at-all" is neither'),
-    (5, "data of type int: use c4"),
-    (lambda: BATCHES, "data of type function: use c4"),
-    ({1, 2}, "item 0 of the data is a int: give dictionaries"),
+    (5, "data of type int; use c4"),
+    (lambda: BATCHES, "data of type function; use c4"),
+    ({1, 2}, "item 0 of the data is a int; give dictionaries"),
     (["text"], "tokenizer=None: text calibration needs one"),
     (None, "calibration"),
 ]  # fmt: skip
@@ -445,7 +445,7 @@ EVALUATIONS = [
 
 @pytest.mark.parametrize("values", EVALUATIONS)
 def test_results_of_an_evaluation(tmp_path, values):
-    with pytest.raises(MoonshotError, match=r"result\.json holds no results of an evaluation"):
+    with pytest.raises(MoonshotError, match=r"result\.json contains no results of an evaluation"):
         read(EvalReport, tmp_path / "result.json", values)
 
 
@@ -525,13 +525,13 @@ def test_far_too_many_samples_are_refused_before_tokenizing(tmp_path, kind):
         if kind != "parquet":
             path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     pruner = MoonshotPruner(make("llama"), config(num_samples=10**9), Untouched())
-    with pytest.raises(MoonshotError, match=r"num_samples=1000000000: the data has 50 documents.*=50 at most"):
+    with pytest.raises(MoonshotError, match=r"num_samples=1000000000: the data has 50 documents.*=50"):
         pruner.prune(data, progress=False)
 
 
 def test_far_too_many_images_are_refused_before_reading(tmp_path, processor):
     pictures(tmp_path / "images", "cut")
-    with pytest.raises(MoonshotError, match="num_samples=1000000: .* has 4 images, give more or set num_samples=4"):
+    with pytest.raises(MoonshotError, match="num_samples=1000000: .* has 4 images; give more or set num_samples=4"):
         MoonshotPruner(make("vit"), config(num_samples=10**6), None, processor).prune(
             str(tmp_path / "images"), progress=False
         )
@@ -543,7 +543,7 @@ def test_texts_that_hold_nothing(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "lines.txt").write_text("\n\n")
-    for name, words in (("empty.txt", "is empty: give a file that holds text"), ("lines.txt", "fewer than")):
+    for name, words in (("empty.txt", "is empty; give a file that contains text"), ("lines.txt", "fewer than")):
         for run in (
             lambda path: MoonshotPruner(make("llama"), config(), tokenizer).prune(path, progress=False),
             lambda path: perplexity(make("llama"), tokenizer, path, sequence_length=12),

@@ -101,7 +101,7 @@ def check_data(flag: str, sources: list[str]) -> None:
         flag: the option that the names came with.
         sources: names of corpora, paths, or names on the Hub.
     """
-    from ..data.text import CORPORA, is_hub_name
+    from ..data.corpora import CORPORA, is_hub_name
 
     for source in sources:
         known = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
@@ -110,7 +110,7 @@ def check_data(flag: str, sources: list[str]) -> None:
 
 def check_source(name: str) -> None:
     """Raise `UsageError` for what is neither a folder nor may be a name on the Hub."""
-    from ..data.text import is_hub_name
+    from ..data.corpora import is_hub_name
 
     known = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
     expect(known, f"{name}: not a folder, nor an owner/name on the Hub")

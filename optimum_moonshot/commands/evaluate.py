@@ -169,7 +169,7 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
 
 def _check_record(args: argparse.Namespace) -> None:
     from ..checkpoint.saving import saved_report
-    from ..data.text import short_name
+    from ..data.corpora import short_name
 
     try:
         saved_report(Path(args.model))

@@ -53,7 +53,7 @@ class BeforeAndAfter:
         Args:
             record: called for each data set with what was measured after and before.
         """
-        from ..data.text import short_name
+        from ..data.corpora import short_name
 
         found, shown = [], self.meter.shown
         for dataset, before in self.before.items():

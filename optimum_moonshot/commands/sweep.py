@@ -159,7 +159,7 @@ def _metric(args: argparse.Namespace, pruner: Any, config: Any) -> dict[str, Any
     def measure(model: Any) -> float:
         return meter.measure(args.metric).value
 
-    from ..data.text import short_name
+    from ..data.corpora import short_name
 
     measure.__name__ = f"{meter.metric} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": meter.metric == "accuracy"}

@@ -2,8 +2,8 @@
 
 A source is a `datasets.Dataset`, a .parquet file, a folder of images with their text in its metadata, or the name of a
 data set on the Hub; its rows have a column of images (one, or a list of them) and one of text or of chat messages. The
-model's processor makes model inputs of each row. Rows have images of unequal size and texts of unequal length, and some
-models read the patches of all images in one row, so that a batch is one sample.
+model's processor converts each row to model inputs. A batch is one sample, because images and texts differ in size and
+some models read the patches of all images in one row.
 """
 
 import os
@@ -15,10 +15,12 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
-from ..errors import MoonshotError, check_whole, reason, require
+from ..errors import MoonshotError, check_whole, reason
 from .batches import Batch, digest
+from .corpora import CORPORA, is_hub_name
 from .images import MODES, image_column, open_rows, picture, read_rows, shuffled, undecoded
-from .text import CORPORA, TEXT_COLUMNS, CalibrationData, is_hub_name, window_length
+from .sources import TEXT_COLUMNS
+from .text import CalibrationData, too_few, window_length
 
 MESSAGE_COLUMNS = ("messages", "conversations")
 CAPTION_COLUMNS = (*TEXT_COLUMNS, "caption")
@@ -26,7 +28,7 @@ CAPTION_COLUMNS = (*TEXT_COLUMNS, "caption")
 
 @dataclass(frozen=True)
 class ImageTextSource:
-    """Rows with an image, or several, and a text or messages."""
+    """Rows with one or several images, and a text or messages."""
 
     rows: Dataset | IterableDataset
     image: str
@@ -35,12 +37,12 @@ class ImageTextSource:
 
 
 def reads_both(processor: Any) -> bool:
-    """Whether a processor makes model inputs of images and text."""
+    """Whether a processor converts both images and text."""
     return all(getattr(processor, part, None) is not None for part in ("image_processor", "tokenizer"))
 
 
 def open_image_text(source: Any) -> ImageTextSource | None:
-    """A source of images with text; None where `source` is anything else: text, model inputs, images alone.
+    """A source of images with text; None if `source` is anything else: text, model inputs, images alone.
 
     Raises:
         MoonshotError: a data set that cannot be read.
@@ -77,12 +79,12 @@ def load_image_text(
     """Exactly `num_samples` random rows as model inputs, one sample a batch.
 
     Args:
-        source: of `open_image_text`.
+        source: from `open_image_text`.
         processor: the model's, for images and text.
         num_samples: rows to draw, without repetition.
         seed: of the draw.
-        sequence_length: rows of more tokens, those of the image included, are left out; None is the model's longest.
-        max_positions: the model's longest sequence in tokens; None where it has no limit.
+        sequence_length: rows of more tokens, image tokens included, are skipped; None is the model's longest.
+        max_positions: the model's longest sequence in tokens; None if it has no limit.
 
     Raises:
         MoonshotError: too few rows, or rows that cannot be read or processed.
@@ -102,50 +104,50 @@ def load_image_text(
         if len(batches) == num_samples:
             break
     notes += [f"{too_long} rows of more than {limit} tokens left out"] if too_long else []
-    mend = f"give more or set num_samples={len(batches)}" if batches else "give more, or a longer sequence_length"
-    left = f", {too_long} more are longer than {limit} tokens" if too_long else ""
-    fits = len(batches) == num_samples
-    require(fits, f"num_samples={num_samples}: {source.name} has {len(batches)} rows{left}: {mend}")
+    if len(batches) != num_samples:
+        skipped = f", {too_long} more are longer than {limit} tokens" if too_long else ""
+        more = "give more" if batches else "give more, or a longer sequence_length"
+        raise too_few(num_samples, f"{source.name} has {len(batches)} rows{skipped}", len(batches), more)
     longest = max(batch["input_ids"].shape[-1] for batch in batches)
     return CalibrationData(batches, num_samples, longest, source.name, digest(batches), tuple(notes))
 
 
 def _inputs(source: ImageTextSource, row: Mapping[str, Any], index: int, processor: Any) -> Batch:
-    """What the processor makes of a row."""
+    """Model inputs of a row."""
     what, value = f"row {index} of {source.name}", row[source.image]
     pictures = [picture(each, MODES[3], what) for each in (value if isinstance(value, list | tuple) else [value])]
     try:
         text = _prompt(row[source.text], len(pictures), processor)
-        found = processor(images=pictures, text=[text], return_tensors="pt")
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor) and tensor.numel()}
+        inputs = processor(images=pictures, text=[text], return_tensors="pt")
+        return {name: tensor for name, tensor in inputs.items() if isinstance(tensor, Tensor) and tensor.numel()}
     except Exception as error:
         raise MoonshotError(f"{what} cannot be processed ({reason(error)})") from error
 
 
 def _prompt(value: Any, images: int, processor: Any) -> str:
-    """A text with a placeholder for every image: by the processor's chat template where it has one."""
+    """A text with a placeholder for every image, by the processor's chat template if it has one."""
     token = getattr(processor, "image_token", None)
     if not isinstance(value, str):
         value = processor.apply_chat_template(_with_images(value, images), tokenize=False)
     elif getattr(processor, "chat_template", None) and not (token and token in value):
-        said = [{"type": "text", "text": value}]
-        shown: list[dict[str, Any]] = [{"role": "user", "content": []}, {"role": "assistant", "content": said}]
-        value = processor.apply_chat_template(_with_images(shown, images), tokenize=False)
+        answer = [{"type": "text", "text": value}]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": []}, {"role": "assistant", "content": answer}]
+        value = processor.apply_chat_template(_with_images(chat, images), tokenize=False)
     return token * images + value if token and token not in value else value
 
 
 def _with_images(messages: Iterable[Mapping[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts, with parts for the images in the first where none has any."""
-    found: list[dict[str, Any]] = []
+    """Messages whose contents are lists of parts; the images are added to the first message if none has any."""
+    converted: list[dict[str, Any]] = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
-        found.append({"role": message["role"], "content": parts})
-    if not any(part.get("type") == "image" for message in found for part in message["content"]):
-        found[0]["content"] = [{"type": "image"}] * images + found[0]["content"]
-    return found
+        converted.append({"role": message["role"], "content": parts})
+    if not any(part.get("type") == "image" for message in converted for part in message["content"]):
+        converted[0]["content"] = [{"type": "image"}] * images + converted[0]["content"]
+    return converted
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part without the fields that a table fills with None for all its rows."""
+    """A part without its None fields: a table has every field in every row."""
     return {name: value for name, value in part.items() if value is not None}

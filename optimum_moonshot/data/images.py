@@ -2,8 +2,8 @@
 
 A source is a folder (one sub-folder of images per class, or images alone), a .parquet file, the name of a data set on
 the Hub, or a `datasets.Dataset` with a column of images. `num_samples` of its images are drawn at random, without
-repetition; each goes through the model's image processor. Labels are mapped to the model's own class numbers by name
-where the names agree, else by position.
+repetition, and converted by the model's image processor. Labels are mapped to the model's class numbers by name if the
+names agree, else by position.
 """
 
 import glob
@@ -20,17 +20,17 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from torch import Tensor, nn
 
-from ..errors import NO_BACKWARD, MoonshotError, check_whole, reason, require
+from ..errors import MoonshotError, Option, Text, check_whole, reason
 from .batches import Batch, digest
-from .text import CORPORA, CalibrationData, describe
+from .corpora import CORPORA, describe
+from .text import CalibrationData, too_few
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
-# In order of preference; a data set with one split needs none of these names.
+# In order of preference; a data set with only one split may use another name.
 CALIBRATION_SPLITS = ("train",)
 EVALUATION_SPLITS = ("validation", "val", "test", "train")
-SHUFFLE_BUFFER = 4  # a streamed data set is shuffled among so many times the images that are drawn, and at least
-SHUFFLE_LEAST = 1000  # so many
+SHUFFLE_BUFFER, SHUFFLE_LEAST = 4, 1000  # rows in the buffer that shuffles a stream: per image drawn, and at least
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 ACCEPTED = (
     "use a folder of images (one sub-folder per class), a .parquet file, the name of a data set on the Hub, a "
@@ -40,17 +40,17 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Rows with an image, and with a label where `label` names a column."""
+    """Rows with an image, and a label if `label` is not None."""
 
     rows: Dataset | IterableDataset
     image: str
     label: str | None
-    classes: list[str] | None  # names of the labels 0, 1, …
+    classes: list[str] | None  # the names of the labels 0, 1, …
     name: str
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """A source of images; None where it holds model inputs instead.
+    """A source of images; None if it contains model inputs.
 
     Args:
         source: a folder, a .parquet file, the name of a data set on the Hub, a `datasets` object, or model inputs.
@@ -65,7 +65,8 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
     rows, row, name = opened
     image = image_column(rows, row)
     if image is None:
-        raise MoonshotError(f"{name} has the columns {', '.join(row)}: rename the one that holds images to image")
+        hint = "rename the one that holds images to image"
+        raise MoonshotError(f"{name} has the columns {', '.join(row)}", hint=hint)
     label = next((column for column in LABEL_COLUMNS if column in row), None)
     classes = getattr((rows.features or {}).get(label), "names", None)
     return ImageSource(rows, image, label, classes, name)
@@ -74,7 +75,7 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
 def open_rows(
     source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS
 ) -> tuple[Dataset | IterableDataset, Mapping[str, Any], str] | None:
-    """A data set, its first row and its name; None where `source` names or is none.
+    """A data set, its first row and its name; None if `source` is not a data set.
 
     Args:
         source: a folder, a .parquet file, the name of a data set on the Hub, or a data set.
@@ -94,10 +95,10 @@ def open_rows(
 
 
 def image_column(rows: Dataset | IterableDataset, row: Mapping[str, Any]) -> str | None:
-    """The column that holds an image in every row; None where none does.
+    """The name of the column of images, by its feature type or its name; None without one.
 
     Args:
-        rows: whose features may say so.
+        rows: of a data set.
         row: the first of them.
     """
     typed = [column for column, feature in (rows.features or {}).items() if isinstance(feature, datasets.Image)]
@@ -105,12 +106,12 @@ def image_column(rows: Dataset | IterableDataset, row: Mapping[str, Any]) -> str
 
 
 def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> Dataset | IterableDataset:
-    """Rows in random order; those of a stream shuffled within a buffer (`shuffle_buffer`).
+    """Rows in random order; a stream is shuffled within a buffer of `shuffle_buffer` rows.
 
     Args:
-        rows: all there are.
+        rows: of a data set.
         seed: of the order.
-        count: how many of them, at most; None is all.
+        count: the largest number of rows; None is all.
     """
     if isinstance(rows, Dataset):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
@@ -120,7 +121,7 @@ def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> D
 
 
 def shuffle_buffer(count: int | None) -> int:
-    """Among how many rows of a stream `count` of them are drawn."""
+    """The rows in the buffer from which `count` rows of a stream are drawn."""
     return max(SHUFFLE_LEAST, SHUFFLE_BUFFER * (count or 0))
 
 
@@ -134,16 +135,16 @@ def load_images(
     seed: int,
     labels: bool,
 ) -> CalibrationData:
-    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and, if wanted, `labels` [B].
+    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and optionally `labels` [B].
 
     Args:
-        source: of `open_images`.
-        model: whose classes and channels decide.
+        source: from `open_images`.
+        model: its configuration determines the classes and channels.
         processor: the model's image processor, or a function from an image to its tensor [C, H, W].
-        num_samples: images to draw, each once.
+        num_samples: images to draw, without repetition.
         batch_size: images of a batch, at most.
         seed: of the draw.
-        labels: whether each image's class is wanted too.
+        labels: whether to add each image's class.
 
     Raises:
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
@@ -151,17 +152,17 @@ def load_images(
     check_whole("num_samples", num_samples, 1)
     rows, notes = source.rows, []
     if isinstance(rows, Dataset):
-        mend = f"give more or set num_samples={len(rows)}"
-        require(num_samples <= len(rows), f"num_samples={num_samples}: {source.name} has {len(rows)} images, {mend}")
+        if num_samples > len(rows):
+            raise too_few(num_samples, f"{source.name} has {len(rows)} images", len(rows))
     else:
         notes.append(f"images drawn from a stream, shuffled {shuffle_buffer(num_samples)} at a time")
     rows = shuffled(rows, seed, num_samples)
     numbers, note = class_numbers(source, model) if labels else (None, None)
-    chosen = ImageSource(rows, source.image, source.label, source.classes, source.name)
-    batches = list(image_batches(chosen, model, processor, numbers, batch_size))
+    drawn = ImageSource(rows, source.image, source.label, source.classes, source.name)
+    batches = list(image_batches(drawn, model, processor, numbers, batch_size))
     taken = sum(len(batch["pixel_values"]) for batch in batches)
-    mend = f"give more or set num_samples={taken}" if taken else "give more"
-    require(taken == num_samples, f"num_samples={num_samples}: {source.name} has {taken} images, {mend}")
+    if taken != num_samples:
+        raise too_few(num_samples, f"{source.name} has {taken} images", taken)
     notes += [note] if note else []
     return CalibrationData(batches, num_samples, None, source.name, digest(batches), tuple(notes))
 
@@ -169,22 +170,21 @@ def load_images(
 def image_batches(
     source: ImageSource, model: nn.Module, processor: Any, numbers: Callable[[Any], int] | None, batch_size: int
 ) -> Iterator[Batch]:
-    """All images of a source in order, in batches of what the processor makes of them.
+    """All images of a source in order, processed, in batches.
 
     Args:
-        source: of `open_images`.
-        model: whose number of channels decides.
+        source: from `open_images`.
+        model: its configuration determines the number of channels.
         processor: the model's image processor, or a function from an image to its tensor [C, H, W].
-        numbers: from a row's label to the model's class; None leaves labels out.
+        numbers: maps a row's label to the model's class; None leaves labels out.
         batch_size: images of a batch, at most.
 
     Raises:
-        MoonshotError: no processor, an image that cannot be processed, or a label that is no class.
+        MoonshotError: no processor, an image that cannot be processed, or a label that is not a class.
     """
-    require(
-        processor is not None,
-        "processor=None: images need the model's image processor; give it, or batches of pixel_values",
-    )
+    if processor is None:
+        message, hint = "images need the model's image processor", "give it, or batches of pixel_values"
+        raise MoonshotError(message, field="processor", value=None, hint=hint)
     mode = MODES.get(getattr(getattr(model, "config", None), "num_channels", 3))
     rows = enumerate(read_rows(undecoded(source.rows, source.image), source.name))
     while chunk := list(islice(rows, batch_size)):
@@ -192,62 +192,63 @@ def image_batches(
         try:
             batch = _process(processor, pictures)
         except Exception as error:
-            where = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
-            raise MoonshotError(f"{where} of {source.name} cannot be processed ({reason(error)})") from error
+            part = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
+            raise MoonshotError(f"{part} of {source.name} cannot be processed ({reason(error)})") from error
         if numbers is not None:
-            assert source.label is not None  # or there were no numbers
+            assert source.label is not None  # `class_numbers` requires it
             batch["labels"] = torch.tensor([numbers(row[source.label]) for _, row in chunk])
         yield batch
 
 
 def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any], int], str | None]:
-    """A function from a row's label to the model's class, and a note where their names do not agree.
+    """A function from a row's label to the model's class, and a note if the class names do not agree.
 
-    Names that are numbers stand for themselves: sorted as text, "10" would come before "2". The function raises
-    `MoonshotError` for a label that is no class.
+    Numeric names are used as numbers: sorted as text, "10" would come before "2". The function raises `MoonshotError`
+    for a label that is not a class.
 
     Args:
-        source: of `open_images`, with labels.
-        model: whose `label2id` and `num_labels` decide.
+        source: from `open_images`, with labels.
+        model: its configuration's `label2id` and `num_labels` define the classes.
 
     Raises:
         MoonshotError: no labels, or more classes than the model has.
     """
-    require(
-        source.label is not None,
-        f"{source.name}: no labels, which λ < 1 and accuracy need; put the images in one sub-folder per class, add a "
-        f"label column, or {NO_BACKWARD}",
-    )
+    if source.label is None:
+        raise MoonshotError(
+            f"{source.name}: no labels, which λ < 1 and accuracy need",
+            hint=Text(
+                "put the images in one sub-folder per class, add a label column, or set {}, without {}",
+                Option("lam", 1),
+                Option("allocation", "fisher"),
+            ),
+        )
     config = getattr(model, "config", None)
     names = source.classes
-    known = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
-    table: list[int] = []  # of the data's class numbers, where it names its classes
+    label2id = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    table: list[int] = []  # the data's class number → the model's; empty if the data have no class names
     note = None
-    if names and all(name in known for name in names):
-        table = [known[name] for name in names]
+    if names and all(name in label2id for name in names):
+        table = [label2id[name] for name in names]
     elif names and all(re.fullmatch(r"\d+", name) for name in names):
         table = [int(name) for name in names]
     elif names:
         table = list(range(len(names)))
-        if not all(name.startswith("LABEL_") for name in known):
-            note = f"the classes {', '.join(names[:3])}, … are not the model's by name: taken by position"
+        if not all(name.startswith("LABEL_") for name in label2id):
+            note = f"the class names {', '.join(names[:3])}, … are not the model's: mapped by position"
     limit = getattr(config, "num_labels", None)
     largest = max(table) if table else 0
-    require(
-        not limit or largest < limit,
-        f"{source.name}: class {largest} is beyond the model's {limit} classes; give data of the model's classes",
-    )
+    if limit and largest >= limit:
+        message = f"{source.name}: class {largest} is beyond the model's {limit} classes"
+        raise MoonshotError(message, hint="give data of the model's classes")
 
     def number(label: Any) -> int:
-        if isinstance(label, str) and label in known:
-            return known[label]
-        whole = isinstance(label, int) and not isinstance(label, bool)
+        if isinstance(label, str) and label in label2id:
+            return label2id[label]
         count = len(table) if table else limit
-        require(
-            whole and label >= 0 and (count is None or label < count),
-            f"{source.name}: label {label!r}, where a class number is needed"
-            + (f" from 0 to {count - 1}" if count else ""),
-        )
+        whole = isinstance(label, int) and not isinstance(label, bool)
+        if not whole or label < 0 or (count is not None and label >= count):
+            hint = "give a class number" + (f" from 0 to {count - 1}" if count else "")
+            raise MoonshotError(f"{source.name}: label {label!r}", hint=hint)
         return table[label] if table else label
 
     return number, note
@@ -255,27 +256,30 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
 
 def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | DatasetDict | IterableDatasetDict:
     path, name = Path(os.path.expanduser(source)), os.fspath(source)
-    require(name not in CORPORA, f'"{name}" is text: {ACCEPTED}')
+    if name in CORPORA:
+        raise MoonshotError(f'"{name}" is text', hint=ACCEPTED)
     try:
         if path.is_dir():
             return load_dataset(str(path.resolve()))
         if path.suffix.lower() == ".parquet" and path.is_file():
-            # Whole, for a fair draw; `load_dataset` would take an unescaped path for a pattern.
+            # Not streamed, for a uniform draw; `load_dataset` would expand glob characters in an unescaped path.
             return load_dataset("parquet", data_files=glob.escape(str(path.resolve())), split="train")
-        require(not path.exists(), f'"{name}" is neither a folder nor a .parquet file: {ACCEPTED}')
-        return load_dataset(name, streaming=True)  # whole, it could be hundreds of gigabytes
+        if path.exists():
+            raise MoonshotError(f'"{name}" is neither a folder nor a .parquet file', hint=ACCEPTED)
+        return load_dataset(name, streaming=True)  # a download could take hundreds of gigabytes
     except MoonshotError:
         raise
     except Exception as error:
-        raise MoonshotError(f'"{name}" cannot be read ({reason(error)}): {ACCEPTED}') from error
+        raise MoonshotError(f'"{name}" cannot be read ({reason(error)})', hint=ACCEPTED) from error
 
 
-def _split(found: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str) -> Any:
-    chosen = next((split for split in splits if split in found), None)
-    if chosen is None and len(found) == 1:
-        chosen = next(iter(found))
-    require(chosen is not None, f"{name} has the splits {', '.join(found)}: give one of them as a datasets.Dataset")
-    return found[chosen]
+def _split(data: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str) -> Any:
+    split = next((split for split in splits if split in data), None)
+    if split is None and len(data) == 1:
+        split = next(iter(data))
+    if split is None:
+        raise MoonshotError(f"{name} has the splits {', '.join(data)}", hint="give one of them as a datasets.Dataset")
+    return data[split]
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
@@ -297,16 +301,16 @@ def read_rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[
 def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
     row = next(read_rows(rows, name), None)
     if row is None:
-        raise MoonshotError(f"{name} has no rows: {ACCEPTED}")
+        raise MoonshotError(f"{name} has no rows", hint=ACCEPTED)
     return row
 
 
 def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
-    """The rows with their images as files or bytes, where they are at hand: an error then names the image.
+    """The rows with undecoded images if they are not streamed: a decoding error can then name the image.
 
     Args:
         rows: of a data set.
-        column: the one of the images.
+        column: of the images.
     """
     if isinstance(rows, Dataset) and isinstance(rows.features.get(column), datasets.Image):
         return rows.cast_column(column, datasets.Image(decode=False))
@@ -317,14 +321,15 @@ def picture(value: Any, mode: str | None, what: str) -> Any:
     """A PIL image in the model's colours.
 
     Args:
-        value: what a column may hold: an image, its bytes, its path, or a dictionary of the last two.
-        mode: PIL's name of the colours, such as "RGB"; None leaves them.
-        what: names it in errors.
+        value: an image, its bytes, its path, or a dictionary of the last two.
+        mode: PIL's name of the colours, such as "RGB"; None does not convert them.
+        what: its name in errors.
 
     Raises:
         MoonshotError: it is missing or damaged.
     """
-    require(value is not None, f"{what} is missing: leave its row out")
+    if value is None:
+        raise MoonshotError(f"{what} is missing", hint="leave its row out")
     if isinstance(value, bytes):
         value = {"bytes": value, "path": None}
     elif isinstance(value, str):
@@ -334,14 +339,14 @@ def picture(value: Any, mode: str | None, what: str) -> Any:
         if isinstance(value, Mapping):
             value = datasets.Image().decode_example(dict(value))
         return value.convert(mode) if mode else value
-    except Exception as error:  # whatever a library for images raises
+    except Exception as error:  # PIL's plugins raise anything
         file = f" ({os.path.basename(path)})" if path else ""
-        raise MoonshotError(f"{what}{file} cannot be processed ({reason(error)}): leave it out") from error
+        raise MoonshotError(f"{what}{file} cannot be processed ({reason(error)})", hint="leave it out") from error
 
 
 def _process(processor: Any, pictures: list[Any]) -> Batch:
-    """What a transformers image processor makes of images, or a function from an image to a tensor [C, H, W]."""
+    """Images converted by a transformers image processor, or by a function from an image to a tensor [C, H, W]."""
     if hasattr(processor, "model_input_names"):
-        found = processor(images=pictures, return_tensors="pt")
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        inputs = processor(images=pictures, return_tensors="pt")
+        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return {"pixel_values": torch.stack([processor(picture) for picture in pictures])}

@@ -1,9 +1,8 @@
-"""Calibration data that the dense model writes itself: where it begins, and how it chooses its words.
+"""Calibration on samples that the dense model generates: the prompts and the sampling settings.
 
-For models whose training data nobody has. A sample is what the model writes, token by token, from its BOS token or from
-a prompt; where it ends a text early, the sample goes on with the next beginning. "Reasoning Models Can be Accurately
-Pruned Via Chain-of-Thought Reconstruction" (arXiv 2509.12464) calibrates reasoning models so, on their own chains of
-thought.
+For models whose training data are not available. A sample is generated token by token from the BOS token or a prompt;
+if the model ends a text early, the sample continues with the next prompt. "Reasoning Models Can be Accurately Pruned
+Via Chain-of-Thought Reconstruction" (arXiv 2509.12464) calibrates reasoning models on their own chains of thought.
 """
 
 import os
@@ -11,30 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MoonshotError, check_number, check_path, check_whole, require, shown
-from .text import file_rows, short_name, tokenize
+from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, shown
+from .corpora import short_name
+from .sources import file_rows
+from .text import tokenize
 
 SELF = "self"
-COLUMNS = ("messages", "prompt", "question", "problem", "instruction")  # of prompts, before those of texts
+COLUMNS = ("messages", "prompt", "question", "problem", "instruction", "text")  # of prompts, in order of preference
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCalibration:
-    """Samples that the dense model writes; ``calibration="self"`` is one with the defaults.
+    """Samples that the dense model generates; ``calibration="self"`` uses the defaults.
 
     Args:
-        prompts: what the model answers: strings, conversations (lists of messages with role and content), or the path
-            of a .txt file with a prompt on every line, or of a JSON (lines) or Parquet file with a column of them. They
-            are used again and again, in an order that follows from the seed. None begins with the model's BOS token.
-        chat: put prompts through the tokenizer's chat template; None where it has one.
-        thinking: what the template is told as `enable_thinking`; None leaves it to the template.
-        temperature: of the sampling; 1 is the model's own distribution.
-        top_p: sample from the most likely tokens with this share of the probability; 1 from all.
-        batch_size: samples that are written at a time. They differ with it: it is a part of what is drawn.
+        prompts: strings, conversations (lists of messages with role and content), or the path of a .txt file with a
+            prompt on every line, or of a JSON (lines) or Parquet file with a column of them. They are used repeatedly,
+            in an order that follows from the seed. None generates from the model's BOS token.
+        chat: format prompts by the tokenizer's chat template; None does so if it has one.
+        thinking: the template's `enable_thinking`; None leaves it to the template.
+        temperature: of the sampling; 1 is the model's distribution.
+        top_p: sample from the most likely tokens with this total probability; 1 from all.
+        batch_size: samples generated at a time. The samples depend on it.
 
     Raises:
-        MoonshotError: a value of the wrong type or out of range; it names the field.
+        MoonshotError: a value of the wrong type or out of range.
     """
 
     prompts: str | os.PathLike[str] | Sequence[Prompt] | None = None
@@ -46,40 +47,41 @@ class SelfCalibration:
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature)
-        require(self.temperature > 0, f"temperature={self.temperature}: it lies above 0; 1 is the model's own")
+        require(self.temperature > 0, "it must be above 0", field="temperature", value=self.temperature)
         check_number("top_p", self.top_p)
-        require(0 < self.top_p <= 1, f"top_p={self.top_p}: it lies above 0, and is at most 1")
+        require(0 < self.top_p <= 1, "it must be above 0 and at most 1", field="top_p", value=self.top_p)
         check_whole("batch_size", self.batch_size, least=1)
         for name in ("chat", "thinking"):
             value = getattr(self, name)
-            require(value is None or isinstance(value, bool), f"{name}={shown(value)}: use True, False or None")
+            require(value is None or isinstance(value, bool), "use True, False or None", field=name, value=value)
         if isinstance(self.prompts, str | os.PathLike):
             check_path("prompts", self.prompts)
-            missing = f"prompts={shown(os.fspath(self.prompts))}: no such file; give its path, or prompts in a list"
-            require(os.path.isfile(os.path.expanduser(self.prompts)), missing)
+            path, hint = os.fspath(self.prompts), "give its path, or prompts in a list"
+            require(os.path.isfile(os.path.expanduser(path)), "no such file", field="prompts", value=path, hint=hint)
         elif self.prompts is not None:
             listed = isinstance(self.prompts, Sequence) and len(self.prompts) > 0
-            require(listed, f"prompts={shown(self.prompts)}: give a list of strings or of conversations, or a path")
+            accepted = "give a list of strings or of conversations, or a path"
+            require(listed, accepted, field="prompts", value=self.prompts)
             object.__setattr__(self, "prompts", tuple(map(_checked, self.prompts)))
 
     @classmethod
     def of(cls, calibration: Any) -> "SelfCalibration | None":
-        """What a caller's calibration data ask for; None where they are other data."""
+        """The settings if a caller's calibration data are generated; None for other data."""
         if isinstance(calibration, cls):
             return calibration
         return cls() if isinstance(calibration, str) and calibration == SELF else None
 
     def describe(self) -> str:
-        """For reports, which may be published: a file is known by its name."""
-        chosen = f"temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
+        """The description in reports. These may be published, so a file appears by its name, without its path."""
+        sampling = f"temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
         if isinstance(self.prompts, str | os.PathLike):
             start = f"prompts of {short_name(os.fspath(self.prompts))}"
         else:
             start = "its BOS token" if self.prompts is None else f"{len(self.prompts)} prompts"
-        return f"{SELF} ({chosen}, from {start})"
+        return f"{SELF} ({sampling}, from {start})"
 
     def beginnings(self, tokenizer: Any, bos: int | None, length: int) -> list[list[int]]:
-        """The tokens that texts begin with.
+        """The tokens of the prompts.
 
         Args:
             tokenizer: the model's; may be None without prompts.
@@ -88,59 +90,67 @@ class SelfCalibration:
 
         Raises:
             MoonshotError: no BOS token and no prompts, no tokenizer or chat template for prompts, or prompts that
-                cannot be read or leave no room.
+                cannot be read or are too long.
         """
         if self.prompts is None:
-            needs = "the model has no BOS token to begin with: give prompts, SelfCalibration(prompts=[...])"
             if bos is None:
-                raise MoonshotError(f"calibration='self': {needs}")
+                hint = "give prompts, SelfCalibration(prompts=[...])"
+                raise MoonshotError("the model has no BOS token", field="calibration", value=SELF, hint=hint)
             return [[bos]]
-        require(tokenizer is not None, "tokenizer=None: prompts need one, give the model's tokenizer")
+        give = "give the model's tokenizer"
+        require(tokenizer is not None, "prompts need one", field="tokenizer", value=None, hint=give)
         template = getattr(tokenizer, "chat_template", None) is not None
-        require(template or not self.chat, "chat=True: the tokenizer has no chat template; leave it out")
-        found = []
+        missing = "the tokenizer has no chat template"
+        require(template or not self.chat, missing, field="chat", value=self.chat, hint="leave it out")
+        beginnings = []
         for number, prompt in enumerate(self._read()):
             tokens = self._tokens(tokenizer, prompt, template and self.chat is not False, number)
-            require(len(tokens) > 0, f"prompts: number {number} has no tokens, leave it out")
-            mend = f"sequence_length={length} leaves no room for an answer: give shorter prompts, or longer samples"
-            require(len(tokens) < length, f"prompts: number {number} has {len(tokens)} tokens, {mend}")
-            found.append(tokens)
-        return found
+            require(len(tokens) > 0, f"number {number} has no tokens", field="prompts", hint="leave it out")
+            if len(tokens) >= length:
+                none_left = f"number {number} has {len(tokens)} tokens, {{}} leaves none for an answer"
+                message = Text(none_left, Option("sequence_length", length))
+                raise MoonshotError(message, field="prompts", hint="give shorter prompts, or longer samples")
+            beginnings.append(tokens)
+        return beginnings
 
     def _read(self) -> Sequence[Prompt]:
         if not isinstance(self.prompts, str | os.PathLike):
             return self.prompts or ()
-        what, found = f"prompts={os.fspath(self.prompts)!r}", []
-        for row in file_rows(self.prompts):
-            column = next((name for name in (*COLUMNS, "text") if name in row), "")
-            asked = f"rename the one that holds prompts to {COLUMNS[1]}"
-            require(bool(column), f"{what}: the data has the columns {', '.join(row)}: {asked}")
+        path, prompts = os.fspath(self.prompts), []
+        for row in file_rows(path):
+            column = next((name for name in COLUMNS if name in row), None)
+            if column is None:
+                message, hint = f"the data has the columns {', '.join(row)}", "rename the one with prompts to prompt"
+                raise MoonshotError(message, field="prompts", value=path, hint=hint)
             if row[column]:
-                found.append(_checked(row[column]))
-        require(len(found) > 0, f"{what} holds no prompts: give some, or leave it out")
-        return found
+                prompts.append(_checked(row[column]))
+        some = len(prompts) > 0
+        require(some, "it has no prompts", field="prompts", value=path, hint="give some, or leave it out")
+        return prompts
 
     def _tokens(self, tokenizer: Any, prompt: Prompt, chat: bool, number: int) -> list[int]:
         if not chat:
             if not isinstance(prompt, str):
-                mend = "is a conversation, which needs a chat template; give strings"
-                raise MoonshotError(f"prompts: number {number} {mend}")
+                message = f"number {number} is a conversation, which needs a chat template"
+                raise MoonshotError(message, field="prompts", hint="give strings")
             return list(tokenize(tokenizer, prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(dict, prompt)]
         options = {} if self.thinking is None else {"enable_thinking": self.thinking}
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
-        except Exception as error:  # whatever a template raises
-            raise MoonshotError(f"prompts: number {number} does not fit the chat template ({error})") from error
+        except Exception as error:  # a template may raise anything
+            message = f"number {number} does not fit the chat template ({error})"
+            raise MoonshotError(message, field="prompts") from error
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _checked(prompt: Any) -> Prompt:
-    """A prompt as it was given, if it is one."""
+    """A string, or a list of messages; raise for anything else."""
     if isinstance(prompt, str):
         return prompt
-    talk = isinstance(prompt, Sequence) and all(
+    conversation = isinstance(prompt, Sequence) and all(
         isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt
     )
-    require(talk and len(prompt) > 0, f"prompts: {shown(prompt)} is neither a string nor a list of messages")
+    if not conversation or not prompt:
+        raise MoonshotError(f"{shown(prompt)} is neither a string nor a list of messages", field="prompts")
     return [*map(dict, prompt)]

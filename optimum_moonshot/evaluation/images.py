@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
+from ..data.corpora import describe, short_name
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
-from ..data.text import describe, input_batches, short_name
+from ..data.sources import input_batches
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.losses import checked_labels
@@ -18,9 +19,9 @@ from ..reports.measurement import Measurement
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A top-1 accuracy, and what it was measured on."""
+    """A top-1 accuracy and its data."""
 
-    value: float  # share of the images whose class has the largest logit, 0 to 1
+    value: float  # fraction of the images whose class has the largest logit, 0 to 1
     dataset: str
     images: int
 
@@ -38,21 +39,21 @@ def accuracy(
     forward: Forward | None = None,
     progress: bool = False,
 ) -> Accuracy:
-    """How often an image classifier's first choice is right.
+    """Top-1 accuracy of an image classifier.
 
     Args:
-        model: with logits [B, classes]; left as it was.
+        model: with logits [B, classes]; not changed.
         dataset: a folder with a sub-folder of images per class, a .parquet file, the name of a data set on the Hub or a
             `datasets.Dataset` with images and labels (of several splits validation, else test), or an iterable of model
             inputs with labels.
         processor: the model's image processor; may be None for model inputs.
-        batch_size: images that pass through the model at a time; model inputs come as they are.
-        max_images: the first so many images at most; None is all.
-        forward: (model, inputs) → output, in place of a plain call.
-        progress: show a bar of the images.
+        batch_size: images per forward pass; batches of model inputs keep their size.
+        max_images: the number of images to evaluate, at most; None is all.
+        forward: (model, inputs) → output; replaces the plain call.
+        progress: show a progress bar of the images.
 
     Raises:
-        MoonshotError: data that cannot be read or has no labels, or a model that gives no class logits, or NaN.
+        MoonshotError: data that cannot be read or has no labels, or a model without class logits, or with NaN.
     """
     check_whole("batch_size", batch_size, 1)
     if max_images is not None:
@@ -73,17 +74,18 @@ def accuracy(
             bar.update(len(hits))
             if seen == max_images:
                 break
-    require(seen > 0, f"{describe(dataset)} has no images: give data that has some")
+    require(seen > 0, f"{describe(dataset)} has no images")
     return Accuracy(right / seen, describe(dataset), seen)
 
 
 def _hits(model: nn.Module, batch: Batch) -> Tensor:
     """Bool [B], True where the label has the largest logit."""
-    require("labels" in batch, "the data has no labels: give some to measure accuracy")
+    require("labels" in batch, "the data has no labels", hint="accuracy needs them")
     output = run_model(model, batch)
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     name = type(model).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        raise MoonshotError(f"{name} gives no logits [images, classes]: load it with its classifier")
-    require(not bool(logits.isnan().any()), f"{name} gives NaN logits: check its weights and its dtype")
+        raise MoonshotError(f"{name} returns no logits [images, classes]", hint="load it with its classifier")
+    finite = not bool(logits.isnan().any())
+    require(finite, f"{name} returns NaN logits", hint="check its weights and its dtype")
     return logits.argmax(-1) == checked_labels(batch["labels"].to(logits.device), logits)

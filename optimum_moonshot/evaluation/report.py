@@ -1,4 +1,4 @@
-"""All that was measured of one model: what `optimum-cli moonshot eval` writes, and compares later models with."""
+"""The evaluation results of a model, written by `optimum-cli moonshot eval` and compared with those of later models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..data.text import short_name
-from ..errors import require
+from ..data.corpora import short_name
+from ..errors import MoonshotError, require
 from ..files import replace_file, writing
 from ..reports.conform import check_fields
 from ..reports.environment import versions
@@ -19,10 +19,12 @@ from .images import Accuracy
 from .text import Perplexity
 from .zeroshot import ZeroShot
 
+Result = TypeVar("Result", Perplexity, Accuracy)
+
 
 @dataclasses.dataclass
 class EvalReport:
-    """Perplexities and top-1 accuracies by data set, zero-shot accuracies, and the versions they were measured with."""
+    """Perplexities and top-1 accuracies by data set, zero-shot accuracies, and the versions of the libraries."""
 
     model: str
     perplexity: dict[str, Perplexity] = dataclasses.field(default_factory=dict)
@@ -31,7 +33,7 @@ class EvalReport:
     versions: dict[str, str] = dataclasses.field(default_factory=versions)
 
     def add(self, result: Perplexity | Accuracy | ZeroShot) -> None:
-        """Take a result in."""
+        """Add a result."""
         if isinstance(result, ZeroShot):
             self.zero_shot, self.versions = result, {**self.versions, **result.versions}
         elif isinstance(result, Accuracy):
@@ -40,20 +42,20 @@ class EvalReport:
             self.perplexity[result.dataset] = result
 
     def measurements(self) -> dict[str, Measurement]:
-        """All figures, by the short name of the data set, or by the task."""
+        """All results, by the short name of the data set, or by the task."""
         results: list[Measured] = [*self.perplexity.values(), *self.accuracy.values()]
         results += [self.zero_shot] if self.zero_shot else []
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
     def of(self, dataset: str) -> Perplexity | Accuracy | None:
-        """What was measured on a data set, wherever its file lay."""
+        """The result on a data set, whatever the path of its file."""
         return {short_name(name): result for name, result in self._by_dataset().items()}.get(short_name(dataset))
 
     def _by_dataset(self) -> dict[str, Perplexity | Accuracy]:
         return {**self.perplexity, **self.accuracy}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types: values by data set, and what each was measured on; a perplexity without end is None."""
+        """JSON types: values by data set, and the settings of each; an infinite perplexity is None."""
         results = self._by_dataset()
         return {
             "model": self.model,
@@ -66,48 +68,47 @@ class EvalReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EvalReport:
-        """From what `to_dict` gave, or `ZeroShot.to_dict`."""
+        """The inverse of `to_dict`; also accepts the result of `ZeroShot.to_dict`."""
         if "num_fewshot" in values:
             values = {"zero_shot": values}
-        on = values.get("measured_on", {})
+        settings = values.get("measured_on", {})
         perplexities = {d: math.inf if v is None else v for d, v in values.get("perplexity", {}).items()}
-        found = values.get("zero_shot")
+        zero_shot = values.get("zero_shot")
         return cls(
             model=values.get("model", ""),
-            perplexity={d: _read(Perplexity, value, d, on) for d, value in perplexities.items()},
-            accuracy={d: _read(Accuracy, value, d, on) for d, value in values.get("accuracy", {}).items()},
-            zero_shot=ZeroShot.from_dict(found) if found else None,
+            perplexity={d: _read(Perplexity, value, d, settings) for d, value in perplexities.items()},
+            accuracy={d: _read(Accuracy, value, d, settings) for d, value in values.get("accuracy", {}).items()},
+            zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,
             versions=values.get("versions", {}),
         )
 
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
-        """Write JSON.
+        """Write a JSON file.
 
         Args:
             path: of the file.
-            more: further entries, as JSON types.
+            more: additional entries, as JSON types.
         """
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EvalReport:
-        """Read what `save` wrote, or a file with `ZeroShot.to_dict` in it.
+        """Read a file written by `save`, or one with the result of `ZeroShot.to_dict`.
 
         Raises:
             MoonshotError: no such file, or one without results.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            report = cls.from_dict(values)
+            report = cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            require(False, f"{path} holds no results of an evaluation ({error})")
-        require(bool(report.measurements()), f"{path} holds no results of an evaluation")
+            raise MoonshotError(f"{path} contains no results of an evaluation ({error})") from None
+        require(bool(report.measurements()), f"{path} contains no results of an evaluation")
         return report
 
 
-def _read(kind: type, value: Any, dataset: str, settings: dict[str, Any]) -> Any:
-    """A result, its fields checked."""
+def _read(kind: type[Result], value: Any, dataset: str, settings: dict[str, Any]) -> Result:
+    """A result whose fields are checked."""
     fields = {"value": value, "dataset": dataset, **settings[dataset]}
     check_fields(kind, fields, dataset)
     return kind(**fields)

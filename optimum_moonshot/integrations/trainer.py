@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from ..config import MoonshotConfig
-from ..data.text import open_source
+from ..data.sources import open_source
 from ..devices import own_random_numbers
 from ..errors import MoonshotError, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows

@@ -73,9 +73,7 @@ def load_self(
         known = fingerprint(settings, layers=selection.structure.layers_onloaded())
         ids = _kept(kept, known, write, notes)
     batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
-    return CalibrationData(
-        batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes), given=False
-    )
+    return CalibrationData(batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes))
 
 
 def writes(model: nn.Module) -> bool:

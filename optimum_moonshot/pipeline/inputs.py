@@ -288,7 +288,7 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
         return load_images(source, model, subject.processor, labels=labels, **options)
     options["sequence_length"] = config.sequence_length
     data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
-    _check_ids(model, data, "input_ids" if data.given else "tokenizer")
+    _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
     if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
         labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
         data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))

@@ -17,7 +17,7 @@ from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint
-from ..rotation.rotated import Rotated
+from ..rotation.model_rotation import ModelRotation
 from .inputs import Prepared
 from .selection import Selection
 
@@ -37,7 +37,7 @@ class Variant:
         self.notes = [*selection.notes, *notes, *store.notes]
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
-        self.rotated: Rotated | None = None  # the basis that the results are of
+        self.rotated: ModelRotation | None = None  # the basis that the results are of
         self.allocating = 0.0  # seconds that the curves of an allocation took
 
     @classmethod

@@ -26,7 +26,7 @@ from ..pipeline.inputs import Subject
 from ..pipeline.selection import Selection
 from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
-from ..rotation.exchange import search_products
+from ..rotation.permutation_search import search_products
 from .memory import Visit
 from .offloaded import bring_seconds, streamed_try, times_read
 from .run_spec import RunSpec, pattern_of

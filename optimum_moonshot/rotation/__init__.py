@@ -1,1 +1,1 @@
-"""Orthogonal changes of basis that leave a model's function as it is: found by probing, learned, merged."""
+"""Orthogonal changes of basis that preserve a model's function: probed, learned, merged into the weights."""

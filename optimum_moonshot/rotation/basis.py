@@ -1,10 +1,11 @@
-"""Other bases written into a model's weights, and the weights as they were put back.
+"""Writes another basis into a model's weights, and restores the dense weights.
 
-Norms' gains go into the matrices behind them, then every axis that holds coordinates of a space is multiplied by its
-rotation. Both are computed from the weights as they were, in float64 (float32 for 16 bits), and rounded once.
+Norms' gains are folded into the matrices that follow them, then every axis with coordinates of a space is multiplied by
+the rotation of that space. Both are computed from the dense weights in float64 (float32 for 16-bit weights and on MPS),
+and rounded once.
 
-Of blocks that are in the model all the time, a copy in host memory says what they were. Those that come for a visit
-alone come as they were, and what they become is put beside that (model/offload.py), a block at a time.
+The dense weights of resident blocks are copied to host memory. Offloaded blocks keep theirs at their source, and the
+changes are stored separately (model/offload.py), block by block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,80 +20,80 @@ from ..model.layers import Block
 from ..model.offload import Changes, Offloaded
 from ..model.onloading import RESIDENT, Weights, by_module
 from .spaces import Place, Space
-from .trace import Axis, places_of_parameters
+from .trace import Axis, parameter_slots
 
 
 @dataclass(eq=False)
 class _Change:
-    """What happens to one parameter of one module."""
+    """The change of one parameter of one module."""
 
     at: Axis
     gains: list[tuple[int, Tensor]] = field(default_factory=list)  # axis, γ
     shrink: Tensor | None = None  # γ that a norm's shift is divided by
-    value: float | None = None  # all that is left of a gain that was folded
+    value: float | None = None  # replaces a folded gain
     places: list[tuple[Space, Place]] = field(default_factory=list)
 
     def same(self, other: "_Change") -> bool:
-        """Whether it does to the parameter what another does."""
-        mine, others = (
+        """Whether both change the parameter in the same way."""
+        here, there = (
             [(space, place.at.axis, None if place.index is None else place.index.tolist()) for space, place in places]
             for places in (self.places, other.places)
         )
-        return mine == others and not self.gains and not other.gains
+        return here == there and not self.gains and not other.gains
 
 
 class Basis:
-    """A model's weights, in whatever basis they are.
+    """The basis of a model's weights.
 
     Args:
-        model: dense; its blocks' weights are brought where they are elsewhere.
+        model: dense; offloaded blocks are onloaded one at a time.
         blocks: of the model.
-        spaces: of the model that may change their basis.
+        spaces: of the model whose basis may change.
 
     Raises:
-        MoonshotError: a parameter that two places share, in two roles, and that cannot be untied.
+        MoonshotError: a parameter that two modules share and need in different bases, and that cannot be untied.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], spaces: Sequence[Space]):
         self.model, self.blocks, self.spaces = model, blocks, list(spaces)
         self.changes = _changes(self.spaces, model)
-        self.untied: list[tuple[nn.Module, str, nn.Parameter]] = []  # with what they shared
+        self.untied: list[tuple[nn.Module, str, nn.Parameter]] = []  # with the shared parameter
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
-        self.dense: dict[int, Tensor] = {}  # parameter → as it was, in host memory
-        self.elsewhere: dict[Offloaded, Changes] = {}  # weights of a block → as they were
+        self.dense: dict[int, Tensor] = {}  # id of a parameter → its dense value, in host memory
+        self.offloaded: dict[Offloaded, Changes] = {}  # weights of a block → their dense state
         self._check_ties()
 
     @property
     def untied_bytes(self) -> int:
-        """What the parameters of their own take that shared one before."""
-        return sum(parameter.nbytes for _, _, parameter in self._doubled())
+        """The additional memory of the parameters that are untied."""
+        return sum(parameter.nbytes for _, _, parameter in self._to_untie())
 
-    def _doubled(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Where a parameter has another role than where it gives embeddings, or where it is met first."""
-        inputs = _end(self.model, "get_input_embeddings")
+    def _to_untie(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """The uses of shared parameters that change differently from the input embeddings, else from the first use."""
+        inputs = _embeddings(self.model, "get_input_embeddings")
         first: dict[int, _Change] = {}
         for change in sorted(self.changes, key=lambda change: change.at.holder is not inputs):
             first.setdefault(id(change.at.parameter), change)
-        known = [(change, first[id(change.at.parameter)]) for change in self.changes]
+        pairs = [(change, first[id(change.at.parameter)]) for change in self.changes]
         return [
             (change.at.holder, change.at.name, change.at.parameter)
-            for change, other in known
+            for change, other in pairs
             if change is not other and not change.same(other)
         ]
 
     def _check_ties(self) -> None:
         model = self.model
-        ends = [_end(model, name) for name in ("get_input_embeddings", "get_output_embeddings")]
-        for holder, name, parameter in self._doubled():
-            tied = holder is ends[1] and getattr(ends[0], name, None) is parameter and bool(_tying(model))
+        inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
+        for holder, name, parameter in self._to_untie():
+            tied = holder is outputs and getattr(inputs, name, None) is parameter and bool(_tying(model))
             kind = type(holder).__name__
             require(tied, f"{name} of a {kind} is shared by modules that would need it in different bases")
 
     def keep(self) -> None:
-        """Untie what has two roles, and copy to host memory what is about to change."""
-        for holder, name, parameter in self._doubled():
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(holder, name, own)
+        """Untie parameters that need two bases, and copy the parameters that will change to host memory."""
+        for holder, name, parameter in self._to_untie():
+            untied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(holder, name, untied)
             self.untied.append((holder, name, parameter))
         if self.untied:
             self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model)]
@@ -100,43 +101,42 @@ class Basis:
                 config.tie_word_embeddings = False
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
-                self.elsewhere[block] = block.changes()
+                self.offloaded[block] = block.changes()
                 continue
             for parameter in (change.at.parameter for change in changes):
                 if id(parameter) not in self.dense:
                     self.dense[id(parameter)] = parameter.detach().to("cpu", copy=True)
 
     def _by_block(self) -> list[tuple[Weights, list[_Change]]]:
-        """The changes by where the weights of their block come from, those of all that are in the model last."""
-        inside, found = by_module(self.blocks), dict[Weights, list[_Change]]()
+        """The changes by the weights of their block, resident weights last."""
+        weights, by_block = by_module(self.blocks), dict[Weights, list[_Change]]()
         for change in self.changes:
-            found.setdefault(inside.get(change.at.holder, RESIDENT), []).append(change)
-        return sorted(found.items(), key=lambda each: each[0] is RESIDENT)
+            by_block.setdefault(weights.get(change.at.holder, RESIDENT), []).append(change)
+        return sorted(by_block.items(), key=lambda each: each[0] is RESIDENT)
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
-        """Write the weights in a basis, from what they were.
+        """Write the weights in a basis, computed from the dense weights.
 
         Args:
-            rotations: orthogonal matrices [count, width, width] of some spaces, orders int64 [count, width] of those
-                that may only be permuted, factors [count, width] of those that may be scaled; the others keep their
-                basis. A space whose norms' gains are folded stays the function that it was at any rotation, the
-                identity too.
+            rotations: orthogonal matrices [count, width, width] of some spaces, permutations int64 [count, width] of
+                those that may only be permuted, factors [count, width] of those that may be scaled; the others keep
+                their basis. Norms' gains are folded whatever the rotations, so that {} writes the folded basis.
         """
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
-                block.restore(self.elsewhere[block])
+                block.restore(self.offloaded[block])
             with block.onloaded():
                 by_parameter = {id(change.at.parameter): change for change in reversed(changes)}
-                for change in by_parameter.values():  # once, where several places hold it
+                for change in by_parameter.values():  # once, if several modules share it
                     parameter = change.at.parameter
                     dense = self.dense.get(id(parameter), parameter).to(parameter.device)
                     parameter.copy_(_changed(change, dense, rotations))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back as it was, bit by bit."""
-        for block, changes in self.elsewhere.items():
+        """Restore the dense model, bit by bit."""
+        for block, changes in self.offloaded.items():
             block.restore(changes)
         for parameter in (change.at.parameter for change in self.changes):
             if id(parameter) in self.dense:
@@ -149,21 +149,22 @@ class Basis:
         self.forget()
 
     def forget(self) -> None:
-        """No longer keep the weights as they were."""
+        """Free the copies of the dense weights."""
         self.dense.clear()
-        self.elsewhere.clear()
+        self.offloaded.clear()
 
 
 def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
-    """What happens to every parameter, once for each module that holds it; also to one that keeps its basis there."""
-    found: dict[tuple[nn.Module, str], _Change] = {}
+    """The change of every parameter, once per module that has it, including modules where it keeps its basis."""
+    changes: dict[tuple[nn.Module, str], _Change] = {}
 
     def change(at: Axis) -> _Change:
-        return found.setdefault((at.holder, at.name), _Change(at))
+        return changes.setdefault((at.holder, at.name), _Change(at))
 
     for space in spaces:
         for folding in space.foldings:
             norm, gain = folding.norm, folding.norm.gain
+            assert norm.weight is not None and gain is not None  # a norm without a gain has no folding
             change(Axis(norm.module, norm.weight, 0)).value = norm.neutral
             if norm.bias is not None:
                 change(Axis(norm.module, norm.bias, 0)).shrink = gain
@@ -171,15 +172,15 @@ def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
                 change(at).gains.append((at.axis, gain))
         for place in space.places:
             change(place.at).places.append((space, place))
-    changed = {id(each.at.parameter) for each in found.values()}
-    for module, name, parameter in places_of_parameters(model):
+    changed = {id(each.at.parameter) for each in changes.values()}
+    for module, name, parameter in parameter_slots(model):
         if id(parameter) in changed:
             change(Axis(module, name, 0))
-    return list(found.values())
+    return list(changes.values())
 
 
-def _end(model: nn.Module, getter: str) -> Any:
-    """A model's input or output embeddings; None where it names none."""
+def _embeddings(model: nn.Module, getter: str) -> Any:
+    """A model's input or output embeddings; None if it does not define them."""
     try:
         return getattr(model, getter)()
     except (AttributeError, NotImplementedError):
@@ -187,14 +188,15 @@ def _end(model: nn.Module, getter: str) -> Any:
 
 
 def _tying(model: nn.Module) -> list[Any]:
-    """The configurations that say that the head has the embedding's weights."""
-    config = getattr(model, "config", None)
-    found = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    return [each for each in {id(each): each for each in found}.values() if getattr(each, "tie_word_embeddings", False)]
+    """The configurations that tie the head to the embeddings."""
+    config: Any = getattr(model, "config", None)
+    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    unique = {id(each): each for each in configs}.values()
+    return [each for each in unique if getattr(each, "tie_word_embeddings", False)]
 
 
 def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
-    """A parameter in another basis, in the dtype it was computed in."""
+    """A parameter in another basis, in the dtype of the computation."""
     if change.value is not None:
         return torch.full_like(dense, change.value)
     work = torch.float32 if dense.dtype.itemsize <= 2 or dense.device.type == "mps" else torch.float64
@@ -207,23 +209,23 @@ def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) 
         value = value * gain.to(value).view(shape)
     for space, place in change.places:
         if space in rotations:
-            change = rotations[space]
-            value = moved(value, place.at.axis, place.index, 1 / change if space.scaled and not place.gives else change)
+            rotation = 1 / rotations[space] if space.scaled and not place.writes else rotations[space]
+            value = transform_axis(value, place.at.axis, place.index, rotation)
     return value
 
 
-def moved(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
-    """A weight with the coordinates of one axis in another basis, in another order, or in other units.
+def transform_axis(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
+    """A weight with the coordinates of one axis rotated, permuted or scaled.
 
     Args:
         value: of any shape.
-        axis: which holds the coordinates.
-        index: where on it, int64 [count, copies, width]; None where they are the axis, in its order.
-        change: a rotation [count, width, width]; int64 [count, width], the coordinate that each place gets; or factors
-            [count, width].
+        axis: of the coordinates.
+        index: their positions on it, int64 [count, copies, width]; None if they are the whole axis, in its order.
+        change: a rotation [count, width, width]; a permutation int64 [count, width], the source of each position; or
+            factors [count, width].
     """
     if change.ndim == 3:
-        return rotated(value, axis, index, change.to(value))
+        return rotate_axis(value, axis, index, change.to(value))
     if change.is_floating_point():
         return _scaled(value, axis, index, change.to(value))
     change = change.to(value.device)
@@ -245,17 +247,17 @@ def _scaled(value: Tensor, axis: int, index: Tensor | None, factors: Tensor) -> 
     return value * whole.view(shape)
 
 
-def rotated(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) -> Tensor:
+def rotate_axis(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) -> Tensor:
     """A weight with the coordinates of one axis in another basis.
 
     Args:
         value: of any shape.
-        axis: which holds the coordinates.
-        index: where on it, int64 [count, copies, width]; None where they are the axis, in its order.
+        axis: of the coordinates.
+        index: their positions on it, int64 [count, copies, width]; None if they are the whole axis, in its order.
         rotation: orthogonal, [count, width, width], in the value's dtype and on its device.
 
     Returns:
-        ``value · R`` along the axis: what reads the space and, as ``Rᵀ`` from the left, what gives it.
+        ``value · R`` along the axis: for an axis that writes the space this is ``Rᵀ`` from the left.
     """
     if index is None and value.ndim == 2:
         return value @ rotation[0] if axis in (1, -1) else rotation[0].mT @ value
@@ -263,8 +265,8 @@ def rotated(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) ->
     if index is None:
         return (last @ rotation[0]).movedim(-1, axis)
     index = index.to(value.device)
-    turned = torch.einsum("...cri,cij->...crj", last[..., index], rotation)
+    parts = torch.einsum("...cri,cij->...crj", last[..., index], rotation).flatten(-3)
     flat = index.flatten()
     if flat.numel() == last.shape[-1]:
-        return turned.flatten(-3)[..., flat.argsort()].movedim(-1, axis)
-    return last.index_copy(-1, flat, turned.flatten(-3)).movedim(-1, axis)
+        return parts[..., flat.argsort()].movedim(-1, axis)
+    return last.index_copy(-1, flat, parts).movedim(-1, axis)

@@ -1,10 +1,10 @@
-"""Rotations learned by the objective: Adam on skew-symmetric matrices, mapped to orthogonal ones by Cayley's transform.
+"""Learns rotations: Adam on skew-symmetric matrices, mapped to orthogonal ones by the Cayley transform.
 
     R = (I - S)⁻¹ (I + S),   S = (A - Aᵀ) / 2
 
-is orthogonal for every A, and the identity at A = 0. It costs one linear solve, forwards and backwards, where the
-matrix exponential takes a dozen products of twice the width. Where R has to fix the vector of ones, it is that of the
-vectors orthogonal to it, in a basis that one reflection makes.
+is orthogonal for every A, and the identity at A = 0. It costs one linear solve in each direction, while the matrix
+exponential takes a dozen products of twice the width. If R must fix the vector of ones, a Householder reflection maps
+that vector to the first unit vector, and the Cayley transform acts on the other coordinates.
 """
 
 import math
@@ -21,28 +21,28 @@ from torch import Tensor
 from .objective import Objective
 from .spaces import Space
 
-# It stops once this many steps have brought less than this share of the objective.
+# Learning stops if this many steps reduce the objective by less than this fraction.
 PATIENCE, GAIN = 10, 1e-3
 BETAS, EPSILON = (0.9, 0.999), 1e-12
-_ORDER, _FACTORS = "order ", "factors "
+_PERMUTATION, _FACTORS = "permutation ", "factors "
 
 
 @dataclass
 class Learned:
-    """The state of learning, and its result: enough to go on from.
+    """The state of learning and its result, sufficient to resume.
 
-    `tensors` holds, for each width of spaces, A as it is and at the best step, and Adam's two moments. Orders and
-    factors come once the learning is done; see ordering.py and scaling.py.
+    `tensors` contains, for each width of spaces, the current and the best A, and Adam's two moments. Permutations and
+    factors are added afterwards, see channel_permutation.py and scaling.py.
     """
 
     tensors: dict[str, Tensor]
     history: list[float] = field(default_factory=list)  # the objective before every step
     seconds: float = 0.0
-    done: bool = False
-    orders: dict[str, Tensor] = field(default_factory=dict)  # space → int64 [count, width]
-    gains: dict[str, float] = field(default_factory=dict)  # space → what its order takes off the objective
+    done: bool = False  # the rotations are learned
+    permutations: dict[str, Tensor] = field(default_factory=dict)  # space → int64 [count, width]
+    permutation_gains: dict[str, float] = field(default_factory=dict)  # space → reduction of the objective
     factors: dict[str, Tensor] = field(default_factory=dict)  # space → [count, width]
-    finished: bool = False  # with orders and factors
+    finished: bool = False  # with permutations and factors
 
     @property
     def before(self) -> float:
@@ -50,36 +50,36 @@ class Learned:
 
     @property
     def learned(self) -> float:
-        """At the best step: never more than before."""
+        """The objective at the best step, never more than before."""
         return min(self.history)
 
     @property
     def after(self) -> float:
-        """At the best step, with the orders."""
-        return max(0.0, self.learned - sum(self.gains.values()))
+        """The objective at the best step, with the permutations."""
+        return max(0.0, self.learned - sum(self.permutation_gains.values()))
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that `load` needs: tensors in host memory, and JSON types."""
+        """The arguments of `load`: tensors in host memory, and JSON types."""
         tensors = dict(self.tensors)
-        for prefix, found in ((_ORDER, self.orders), (_FACTORS, self.factors)):
-            tensors |= {prefix + name: tensor for name, tensor in found.items()}
-        names = ("history", "seconds", "done", "gains", "finished")
+        for prefix, by_space in ((_PERMUTATION, self.permutations), (_FACTORS, self.factors)):
+            tensors |= {prefix + name: tensor for name, tensor in by_space.items()}
+        names = ("history", "seconds", "done", "permutation_gains", "finished")
         values = {name: getattr(self, name) for name in names}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, values
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "Learned":
-        """From what `saved` gave.
+        """The inverse of `saved`.
 
         Args:
             tensors: by name, of any shape.
-            values: the rest.
+            values: the other fields.
         """
-        parts: dict[str, dict[str, Tensor]] = {_ORDER: {}, _FACTORS: {}, "": {}}
+        parts: dict[str, dict[str, Tensor]] = {_PERMUTATION: {}, _FACTORS: {}, "": {}}
         for name, tensor in tensors.items():
             prefix = next(prefix for prefix in parts if name.startswith(prefix))
             parts[prefix][name.removeprefix(prefix)] = tensor
-        return cls(parts[""], orders=parts[_ORDER], factors=parts[_FACTORS], **values)
+        return cls(parts[""], permutations=parts[_PERMUTATION], factors=parts[_FACTORS], **values)
 
 
 def learn(
@@ -92,23 +92,22 @@ def learn(
     step_done: Callable[[Learned], None] = lambda state: None,
     attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
-    """Minimise the objective over rotations, from the identity.
+    """Minimise the objective over rotations, starting at the identity.
 
-    The rate falls along a cosine; it ends after so many steps, or once it gains nothing.
+    The learning rate follows a cosine; learning ends after the last step, or if the objective no longer decreases.
 
     Args:
-        objective: of a model, its norms' gains folded.
-        spaces: to rotate; those that the objective does not depend on keep their basis, and orders and factors come
-            later.
-        steps: at most.
+        objective: of a model whose norms' gains are folded.
+        spaces: of the model; spaces to permute or scale are skipped, and spaces outside the objective keep their basis.
+        steps: their largest number.
         rate: Adam's learning rate of A, in radians.
-        device: where the rotations are.
-        state: of an earlier call with the same arguments, to go on from.
-        step_done: called after every step with the state.
-        attempt: makes a step; a step that fails leaves the state as it was, so that it may be made again.
+        device: of the rotations.
+        state: of an earlier call with the same arguments, to resume from.
+        step_done: called with the state after every step.
+        attempt: calls a step, and may repeat it: a step that fails does not change the state.
 
     Returns:
-        The state at the end.
+        The final state.
     """
     families = _families(spaces)
     state = state or Learned(_start(families, device))
@@ -123,28 +122,29 @@ def learn(
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The orthogonal matrices of the best step, [count, width, width] in float64 on the host, orders and factors.
+    """The rotations of the best step, [count, width, width] in float64 on the host, with permutations and factors.
 
     Args:
-        spaces: as `learn` had them.
-        state: that it returned.
+        spaces: as passed to `learn`.
+        state: the result of `learn`.
     """
-    found: dict[Space, Tensor] = {}
+    learned: dict[Space, Tensor] = {}
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
-        found |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
-    others = state.orders | state.factors
-    return found | {space: others[space.name] for space in spaces if space.name in others}
+        learned |= dict(zip(family, _orthogonal(skew, family).split([space.count for space in family]), strict=True))
+    others = state.permutations | state.factors
+    return learned | {space: others[space.name] for space in spaces if space.name in others}
 
 
 def _step(objective: Objective, families: Mapping[str, list[Space]], state: Learned, steps: int, rate: float) -> None:
-    """The objective at A, then one step of Adam on A; without the step where it is the last look.
+    """The objective at A, then one step of Adam on A, unless this is the last evaluation.
 
-    The state changes at the end alone, when all that may run out of memory is done.
+    The state changes only at the end, after all that may run out of memory, for a failed step to be repeated.
     """
     number = len(state.history)
     parameters = {name: state.tensors[f"{name}.at"].requires_grad_(number < steps) for name in families}
-    whole, leaves = {}, {}
+    whole: dict[str, Tensor] = {}
+    leaves: dict[Space, Tensor] = {}
     for name, family in families.items():
         whole[name] = _orthogonal(parameters[name], family)
         parts = whole[name].detach().split([space.count for space in family])
@@ -167,7 +167,7 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
 
 @torch.no_grad()
 def _adam(tensors: Mapping[str, Tensor], name: str, gradient: Tensor, rate: float, number: int) -> dict[str, Tensor]:
-    """One step of Adam (Kingma and Ba, arXiv 1412.6980) on A: what it makes of A and the two moments."""
+    """One step of Adam (Kingma and Ba, arXiv 1412.6980) on A: the new A and moments."""
     first = tensors[f"{name}.first"].lerp(gradient, 1 - BETAS[0])
     second = tensors[f"{name}.second"].lerp(gradient.square(), 1 - BETAS[1])
     size = (second / (1 - BETAS[1] ** number)).sqrt_().add_(EPSILON)
@@ -182,11 +182,11 @@ def _gains_nothing(history: list[float]) -> bool:
 
 
 def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
-    """Spaces of one width together, so that their rotations are one batch."""
-    found: dict[str, list[Space]] = {}
+    """The spaces by width, because the rotations of one width are one batch."""
+    families: dict[str, list[Space]] = {}
     for space in (space for space in spaces if not space.permuted and not space.scaled):
-        found.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
-    return found
+        families.setdefault(f"{space.width}{'-ones' if space.fixes_ones else ''}", []).append(space)
+    return families
 
 
 def _start(families: Mapping[str, list[Space]], device: torch.device) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
     corner = torch.zeros(width, width, dtype=skew.dtype, device=skew.device)
     corner[0, 0] = 1
     mirror = torch.full((width,), -(width**-0.5), dtype=skew.dtype, device=skew.device)
-    mirror[0] += 1  # reflects the first unit vector to that of ones
+    mirror[0] += 1  # reflects the first unit vector to the normalised vector of ones
     reflection = torch.eye(width, dtype=skew.dtype, device=skew.device)
     reflection = reflection - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
     return reflection @ (outer + corner) @ reflection
@@ -218,10 +218,10 @@ def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
 
 @contextmanager
 def _fast_products() -> Iterator[None]:
-    """Meanwhile a GPU may round the factors of float32 products to TF32: learning does not need more."""
-    chosen = torch.get_float32_matmul_precision()
+    """A context in which GPUs use TF32 for float32 products, which is precise enough for learning."""
+    before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        torch.set_float32_matmul_precision(before)

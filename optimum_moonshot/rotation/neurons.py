@@ -1,8 +1,8 @@
-"""The neurons of a layer: columns that may change their order or their scale, with the rows that make them.
+"""The neurons of a layer: columns that may be permuted or scaled, with the rows that compute them.
 
-What makes a neuron's column is one row of each matrix before (model/structured_groups.py finds which), by an activation that is
-the same for all. So another order of the neurons leaves the function alone; it decides which of them an n:m pattern lets
-compete. Where a parameter of its own acts on each neuron, as a gain would, they keep their order.
+A neuron's column is computed from one row of each preceding matrix (found by model/structured_groups.py) by the same
+activation for all neurons. A channel permutation of the neurons therefore preserves the function; it determines which
+weights an n:m pattern compares. Neurons are not permuted if another parameter, such as a gain, acts on each of them.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,84 +12,84 @@ import torch
 from torch import Tensor
 
 from ..model.structured_groups import Units
-from .spaces import Place, Space, held
+from .spaces import Place, Space, occupied_axes
 from .trace import Node, Trace, tolerance_of
 
 
 def find_neurons(
-    trace: Trace, units: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, groups: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
-    """The spaces of neurons, whose coordinates may change their order.
+    """The spaces of neurons, whose coordinates may be permuted.
 
     Args:
         trace: of the model's run.
-        units: layer → the units of its columns.
-        layers: the names of those to look at.
-        spaces: that were found; what they hold is no neurons.
+        groups: layer → the structured groups of its columns.
+        layers: the names of the layers to consider.
+        spaces: whose axes are not neurons.
 
     Returns:
         A space for every layer whose columns are neurons.
     """
-    taken = held(spaces)
-    found = []
-    for name, unit in units.items():
+    taken = occupied_axes(spaces)
+    neurons = []
+    for name, group in groups.items():
         node = trace.nodes[trace.place[name]] if name in trace.place and name in layers else None
         if node is None or any((axis.holder, axis.name, axis.axis) in taken for axis in node.reads):
             continue
-        makers = _makers(trace, node, unit)
+        makers = _makers(trace, node, group)
         if makers and _makers_alone(trace, node, makers):
             places = [Place(axis) for axis in node.reads]
-            places += [Place(axis, _rows(unit, maker.name), gives=True) for maker in makers for axis in maker.gives]
-            found.append(Space(f"{name} neurons", unit.count, 1, False, tuple(places), permuted=True))
-    return found
+            places += [Place(axis, _rows(group, maker.name), writes=True) for maker in makers for axis in maker.writes]
+            neurons.append(Space(f"{name} neurons", group.count, 1, False, tuple(places), permuted=True))
+    return neurons
 
 
 def find_scales(
-    trace: Trace, units: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, groups: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
-    """The spaces whose coordinates may be scaled: those of heads, and of neurons that grow with a row of theirs.
+    """The spaces whose coordinates may be scaled: those of heads, and of neurons that are homogeneous in a row.
 
-    A gated MLP's columns are linear in the rows of up, and a factor on a row of a matrix before a ReLU comes out of it.
+    A gated MLP's columns are linear in the rows of up, and ReLU is positively homogeneous.
 
     Args:
         trace: of the model's run.
-        units: layer → the units of its columns.
-        layers: the names of those to look at.
-        spaces: that were found: heads, and neurons that may be permuted.
+        groups: layer → the structured groups of its columns.
+        layers: the names of the layers to consider.
+        spaces: of heads, and of neurons that may be permuted.
 
     Returns:
         A space for every layer whose columns may be scaled.
     """
     heads = [space for space in spaces if space.name in {f"{name} heads" for name in layers}]
-    found = [replace(space, name=f"{space.name}, scaled", scaled=True, follows=space) for space in heads]
-    ordered = {space.name: space for space in spaces if space.permuted}
-    taken = held(spaces)
-    for name, unit in units.items():
+    scales = [replace(space, name=f"{space.name}, scaled", scaled=True, follows=space) for space in heads]
+    permuted = {space.name: space for space in spaces if space.permuted}
+    taken = occupied_axes(spaces)
+    for name, group in groups.items():
         node = trace.nodes[trace.place[name]] if name in trace.place and name in layers else None
-        follows = ordered.get(f"{name} neurons")
+        follows = permuted.get(f"{name} neurons")
         if node is None or (follows is None and any((at.holder, at.name, at.axis) in taken for at in node.reads)):
             continue
-        makers = _makers(trace, node, unit)
-        rows = next((rows for maker in makers if (rows := _growing(trace, node, unit, maker)) is not None), None)
+        makers = _makers(trace, node, group)
+        rows = next((rows for maker in makers if (rows := _homogeneous(trace, node, group, maker)) is not None), None)
         if rows is not None:
             maker, index = rows
-            places = [Place(axis) for axis in node.reads] + [Place(axis, index, gives=True) for axis in maker.gives]
-            scale = Space(f"{name} neurons, scaled", unit.count, 1, False, tuple(places), scaled=True, follows=follows)
-            found.append(scale)
-    return found
+            places = [Place(axis) for axis in node.reads] + [Place(axis, index, writes=True) for axis in maker.writes]
+            scale = Space(f"{name} neurons, scaled", group.count, 1, False, tuple(places), scaled=True, follows=follows)
+            scales.append(scale)
+    return scales
 
 
-def _makers(trace: Trace, node: Node, unit: Units) -> list[Node]:
-    """What makes a layer's neurons; nothing where its columns are none, or where that is not known."""
-    makers = [trace.nodes[trace.place[maker]] for maker in unit.rows if maker in trace.place]
-    known = len(makers) == len(unit.rows) and all(len(maker.leaves) == 1 for maker in makers)
-    return makers if known and unit.size == 1 and len(node.inputs) == 1 else []
+def _makers(trace: Trace, node: Node, group: Units) -> list[Node]:
+    """The nodes that compute a layer's neurons; empty if its columns are not neurons, or these nodes are unknown."""
+    makers = [trace.nodes[trace.place[maker]] for maker in group.rows if maker in trace.place]
+    complete = len(makers) == len(group.rows) and all(len(maker.leaves) == 1 for maker in makers)
+    return makers if complete and group.size == 1 and len(node.inputs) == 1 else []
 
 
-def _growing(trace: Trace, node: Node, unit: Units, maker: Node) -> tuple[Node, Tensor] | None:
-    """Rows of a maker, int64 [1, 1, neurons], that a positive factor passes through to the columns unchanged.
+def _homogeneous(trace: Trace, node: Node, group: Units, maker: Node) -> tuple[Node, Tensor] | None:
+    """The rows of a maker, int64 [1, 1, neurons], in which the columns are positively homogeneous of degree 1.
 
-    By Euler's theorem that is where a column is the sum of its derivatives at the row times the row itself.
+    By Euler's theorem a column is then the inner product of the row and the column's gradient with respect to it.
     """
     (inputs,), (leaf,) = node.inputs, maker.leaves
     generator = torch.Generator().manual_seed(4)
@@ -99,14 +99,14 @@ def _growing(trace: Trace, node: Node, unit: Units, maker: Node) -> tuple[Node, 
         return None
     grown = (gradient.double() * leaf.detach().double()).flatten(0, -2).sum(0).cpu()
     whole = (cotangent.double() * inputs.detach().double()).flatten(0, -2).sum(0).cpu()
-    for rows in _rows(unit, maker.name)[0]:
+    for rows in _rows(group, maker.name)[0]:
         if float((grown[rows] - whole).norm()) <= tolerance_of(inputs.dtype) * float(whole.norm()):
             return maker, rows[None, None]
     return None
 
 
 def _makers_alone(trace: Trace, node: Node, makers: list[Node]) -> bool:
-    """Whether what a node reads depends on the given nodes, and on no other parameter in another way."""
+    """Whether the inputs of a node depend only on the given nodes."""
     (inputs,) = node.inputs
     if not inputs.requires_grad:
         return False
@@ -114,13 +114,13 @@ def _makers_alone(trace: Trace, node: Node, makers: list[Node]) -> bool:
     cotangent = torch.randn(inputs.shape, generator=generator).to(inputs.device, inputs.dtype)
     flat = [(other, leaf) for other in trace.nodes for leaf in other.leaves]
     gradients = trace.gradients([inputs], [cotangent], [leaf for _, leaf in flat])
-    reached = {other.name for (other, _), found in zip(flat, gradients, strict=True) if found is not None}
+    reached = {other.name for (other, _), gradient in zip(flat, gradients, strict=True) if gradient is not None}
     return reached == {maker.name for maker in makers}
 
 
-def _rows(unit: Units, maker: str) -> Tensor:
-    """The rows of a layer that make each neuron, int64 [1, copies, neurons]."""
-    served = unit.rows[maker]
+def _rows(group: Units, maker: str) -> Tensor:
+    """The rows of a layer that compute each neuron, int64 [1, copies, neurons]."""
+    served = group.rows[maker]
     rows = (served >= 0).nonzero()[:, 0]
     rows = rows[served[rows].argsort(stable=True)]
-    return rows.view(1, unit.count, -1).mT.contiguous()
+    return rows.view(1, group.count, -1).mT.contiguous()

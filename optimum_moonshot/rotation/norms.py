@@ -1,8 +1,8 @@
-"""What a norm does, found by calling it: its gain, its shift, and which changes of basis it does not see.
+"""Identifies norms by calling them: their gain, their shift, and the rotations they commute with.
 
-A norm maps x to ``γ ⊙ n(x) + β``. An RMS norm's n commutes with every orthogonal matrix, that of a layer norm, which
-subtracts the mean, with those that fix the vector of ones. What parameter makes γ, and whether it is γ or γ - 1, is
-tried on a copy, not read from a name.
+A norm maps x to ``γ ⊙ n(x) + β``. An RMS norm's n commutes with every orthogonal matrix; a layer norm's, which
+subtracts the mean, with those that fix the vector of ones. Which parameter defines γ, and whether it is γ or γ - 1, is
+tested on a copy, not derived from names.
 """
 
 import dataclasses
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from ..model.offload import bare_copy
 
-# Two results of a norm agree within this share: some compute in float32 whatever they are given.
+# Relative tolerance between two results of a norm: some compute in float32 for any input dtype.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Norm:
-    """``x → gain ⊙ n(x) + shift`` of a module, and the parameters that make them."""
+    """``x → gain ⊙ n(x) + shift`` of a module, and the parameters that define gain and shift."""
 
     module: nn.Module
-    weight: str | None  # the parameter of which the gain is offset + slope · weight
-    bias: str | None  # the parameter that is the shift
+    weight: str | None  # name of the parameter for which the gain is offset + slope · weight
+    bias: str | None  # name of the parameter that is the shift
     offset: float
     slope: float
-    gain: Tensor | None  # γ [width] in float64, as it was found; None where it is 1 everywhere
+    gain: Tensor | None  # γ [width] in float64; None if it is 1 everywhere
     shift: Tensor | None  # β [width] in float64; None without one
     fixes_ones: bool = False  # n commutes only with orthogonal matrices that fix the vector of ones
 
@@ -37,31 +37,31 @@ class Norm:
 
 
 def may_be_norm(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    """Whether a call looks like a norm's: one width in and out, and no parameter but vectors of that width.
+    """Whether a call may be a norm's: equal shapes of input and output, and at most two parameters of that width.
 
     Args:
-        module: which was called.
+        module: the module called.
         inputs: [..., width].
-        output: what it gave.
+        output: of the call.
     """
-    own = list(module.parameters(recurse=False))
-    if next(module.children(), None) is not None or len(own) > 2 or inputs.shape != output.shape:
+    parameters = list(module.parameters(recurse=False))
+    if next(module.children(), None) is not None or len(parameters) > 2 or inputs.shape != output.shape:
         return False
-    return all(parameter.shape == inputs.shape[-1:] for parameter in own)
+    return all(parameter.shape == inputs.shape[-1:] for parameter in parameters)
 
 
 @torch.no_grad()
 def find_norm(module: nn.Module, width: int) -> Norm | None:
-    """The norm that a module is; None where it is something else.
+    """The norm that a module computes; None if it is another function.
 
     Args:
         module: without children, whose parameters are vectors [width].
-        width: of what it reads and gives.
+        width: of its inputs and outputs.
     """
     try:
         return _find(module, width)
     except (TypeError, ValueError, RuntimeError, IndexError):
-        return None  # it needs more than one tensor of this width
+        return None  # it does not accept a single tensor of this width
 
 
 def _find(module: nn.Module, width: int) -> Norm | None:
@@ -79,7 +79,7 @@ def _find(module: nn.Module, width: int) -> Norm | None:
             parameter.copy_(values[name])
         return twin(inputs[None])[0].double()
 
-    # Rows of ±1 with mean 0 are their own norms; large, so that the norm's ε does not count.
+    # Rows of ±1 with mean 0 are already normalised; scaled up, so that the norm's ε is negligible.
     signs = torch.ones(2, width, dtype=torch.float64)
     signs[:, torch.randperm(width, generator=generator)[: width // 2]] = -1
     large = 2.0**20 * torch.tensor([[1.0], [-1.0]], dtype=torch.float64) * signs
@@ -102,11 +102,11 @@ def _find(module: nn.Module, width: int) -> Norm | None:
         else:
             return None
     if weight is None and not _close(empty, signs, 1.0):
-        return None  # it is no norm, or a constant
+        return None  # another function, or a constant
     gain = None if weight is None else _whole(offset) + slope * actual[weight]
     gain = None if gain is None or bool((gain == 1).all()) else gain
-    found = Norm(module, weight, bias, _whole(offset), slope, gain, None if bias is None else actual[bias])
-    values = dict(zeros) | ({} if weight is None else {weight: torch.full_like(actual[weight], found.neutral)})
+    candidate = Norm(module, weight, bias, _whole(offset), slope, gain, None if bias is None else actual[bias])
+    values = dict(zeros) | ({} if weight is None else {weight: torch.full_like(actual[weight], candidate.neutral)})
 
     def bare(inputs: Tensor) -> Tensor:
         return call(inputs, values)
@@ -115,26 +115,26 @@ def _find(module: nn.Module, width: int) -> Norm | None:
     plain, norm = bare(x), float(bare(x).norm())
     if not _close(bare(5 * x), plain, norm):
         return None
-    expected = plain if found.gain is None else plain * found.gain
-    if not _close(call(x, actual), expected if found.shift is None else expected + found.shift, norm):
+    expected = plain if candidate.gain is None else plain * candidate.gain
+    if not _close(call(x, actual), expected if candidate.shift is None else expected + candidate.shift, norm):
         return None
     for fixes_ones in (False, True):
         mirror = random(width)
         mirror -= mirror.mean() if fixes_ones else 0
         if _close(bare(_reflected(x, mirror)), _reflected(plain, mirror), norm):
-            return dataclasses.replace(found, fixes_ones=fixes_ones)
+            return dataclasses.replace(candidate, fixes_ones=fixes_ones)
     return None
 
 
 def _reflected(rows: Tensor, mirror: Tensor) -> Tensor:
-    """Rows [n, width] in a basis that is reflected along `mirror` [width]."""
+    """Rows [n, width], reflected along `mirror` [width]."""
     return rows - 2 * (rows @ mirror)[:, None] * mirror / mirror.square().sum()
 
 
-def _close(found: Tensor, expected: Tensor, size: float) -> bool:
-    return bool((found - expected).norm() <= TOLERANCE * max(size, float(expected.norm())))
+def _close(actual: Tensor, expected: Tensor, size: float) -> bool:
+    return bool((actual - expected).norm() <= TOLERANCE * max(size, float(expected.norm())))
 
 
 def _whole(value: float) -> float:
-    """A factor as the module's author wrote it: 0 or 1, where it is that but for rounding."""
+    """A factor without the rounding error of its measurement, such as 0 or 1 in the module's code."""
     return float(round(value)) if abs(value - round(value)) < TOLERANCE else value

@@ -1,34 +1,33 @@
-"""What pruning would remove in a basis: the objective that a rotation is learned by, streamed over decoder layers.
+"""The objective that rotations minimise: the scores that pruning removes in a basis, streamed over decoder layers.
 
 For a matrix W in a rotated basis, with ``H = G + damping · mean diag G · I`` of its inputs,
 
     S_kj = w_kj² / [H⁻¹]_jj,    w → Lᵀ w R,    H⁻¹ → Rᵀ H⁻¹ R
 
-is what removing a weight costs, as SparseGPT scores it (arXiv 2301.00774). The objective is the sum of the S that a
-pattern removes: the smallest share of a matrix, or the smallest of every m; relative to the sum of all S of the matrix
-as it was, and a mean over the matrices by their weights.
+is SparseGPT's score (arXiv 2301.00774), the loss of removing a weight. The objective is the sum of the S that a pattern
+removes, the smallest of a matrix or of every m, relative to the sum of all S of the dense matrix, as a weighted mean
+over the matrices.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import NM, Pattern, kth_smallest
-from .basis import rotated
+from .basis import rotate_axis
 from .spaces import Space
 
-# The threshold of a share is taken from so many scores, evenly chosen, of a matrix that has more. The objective is
-# stationary in the threshold, so that its error counts in the second order alone.
+# In larger matrices the threshold of an unstructured pattern is estimated from this many scores: the objective is
+# stationary in the threshold, so that its error has a second-order effect.
 SAMPLED_SCORES = 2**17
 
 
-class Coordinates(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Coordinates:
     """The coordinates of a space on an axis of a matrix [d_out, d_in]."""
 
     space: Space
@@ -37,13 +36,13 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A matrix that is going to be pruned."""
+    """A matrix to be pruned."""
 
     layer: PrunableLayer
-    patterns: tuple[Pattern, ...]  # by which; several weigh alike
-    gives: tuple[Coordinates, ...]  # on its rows
-    rows: Tensor | None = None  # int64: those that stand for all; None is all
-    columns: Tensor | None = None  # the same of its columns
+    patterns: tuple[Pattern, ...]  # with equal weights
+    writes: tuple[Coordinates, ...]  # on its rows
+    rows: Tensor | None = None  # int64: the sampled rows; None is all
+    columns: Tensor | None = None  # int64: the sampled columns; None is all
 
 
 @dataclass(eq=False)
@@ -51,17 +50,17 @@ class Group:
     """Matrices that read the same inputs."""
 
     matrices: list[Matrix]
-    reads: Coordinates | None  # on the columns of all
+    reads: Coordinates | None  # on the columns of all matrices
     inverse: Tensor  # of H: [d_in, d_in], its blocks [count, copies, width, width], or the diagonal [d_in]
-    weights: list[float]  # of each matrix in the objective, divided by the sum of all its scores as it was
+    weights: list[float]  # of each matrix in the objective, divided by the sum of its dense scores
 
 
 @dataclass(eq=False)
 class Objective:
-    """The groups of a model, by block; a block's weights are present while they are looked at."""
+    """The groups of a model, by block; a block is onloaded while its groups are evaluated."""
 
     blocks: list[tuple[Block | None, list[Group]]] = field(default_factory=list)
-    moments: dict[str, Tensor] = field(default_factory=dict)  # of the spaces that may be scaled; see scaling.py
+    moments: dict[str, Tensor] = field(default_factory=dict)  # space to scale → its output moments (scaling.py)
 
     @property
     def matrices(self) -> Iterator[Matrix]:
@@ -71,26 +70,26 @@ class Objective:
 
     @property
     def spaces(self) -> list[Space]:
-        """Those that some matrix has coordinates of, in a fixed order."""
-        found: dict[Space, None] = {}
+        """The spaces with coordinates on some matrix, in a fixed order."""
+        spaces: dict[Space, None] = {}
         for _, groups in self.blocks:
             for group in groups:
-                found |= dict.fromkeys([group.reads.space] if group.reads else [])
-                found |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.gives)
-        return list(found)
+                spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
+                spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
+        return list(spaces)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Put all that is kept of the matrices' inputs elsewhere.
+        """Move the cached inverses, such as to host memory.
 
         Args:
-            move: gives a tensor's copy, of any shape.
+            move: returns the moved tensor, of any shape.
         """
         for _, groups in self.blocks:
             for group in groups:
                 group.inverse = move(group.inverse)
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
-        """The objective, and its gradient added to that of the rotations that ask for one.
+        """The objective; its gradient is accumulated in the rotations that require one.
 
         Args:
             rotations: [count, width, width] in float32 of every space, leaves of the graph.
@@ -106,10 +105,10 @@ class Objective:
 
 
 def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
-    """Of one group; it goes backwards matrix by matrix, so that the graph of one alone is alive."""
+    """The objective of one group, with a backward pass per matrix, so that only one matrix's graph is in memory."""
     device = group.matrices[0].layer.parameter.device
     reads = None if group.reads is None else rotations[group.reads.space].to(device)
-    found = torch.zeros((), device=device)
+    total = torch.zeros((), device=device)
     with torch.set_grad_enabled(any(rotation.requires_grad for rotation in rotations.values())):
         diagonal = rotated_diagonal(group.inverse.to(device), reads)
         shared = diagonal.detach().requires_grad_(diagonal.requires_grad)
@@ -117,18 +116,18 @@ def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
             part = weight * removed(scores(group, matrix, shared, rotations), matrix.patterns)
             if part.requires_grad:
                 torch.autograd.backward(part)
-            found += part.detach()
+            total += part.detach()
         if shared.grad is not None:
             torch.autograd.backward(diagonal, shared.grad)
-    return float(found)
+    return float(total)
 
 
 def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
-    """S of a matrix, [rows, columns] of those that stand for all.
+    """S of a matrix, [rows, columns] of the sampled ones.
 
     Args:
         group: of the matrix.
-        matrix: at its dense weight.
+        matrix: with its dense weight.
         diagonal: of H⁻¹ in the rotated basis, [d_in].
         rotations: of every space.
     """
@@ -138,9 +137,9 @@ def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Sp
         columns = matrix.columns.to(weight.device)
         weight, diagonal = weight[:, columns], diagonal[columns]
     if group.reads is not None:
-        weight = rotated(weight, 1, group.reads.index, rotations[group.reads.space].to(weight))
-    for coordinates in matrix.gives:
-        weight = rotated(weight, 0, coordinates.index, rotations[coordinates.space].to(weight))
+        weight = rotate_axis(weight, 1, group.reads.index, rotations[group.reads.space].to(weight))
+    for coordinates in matrix.writes:
+        weight = rotate_axis(weight, 0, coordinates.index, rotations[coordinates.space].to(weight))
     return weight.square() / diagonal
 
 
@@ -149,17 +148,17 @@ def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
 
     Args:
         inverse: as `Group.inverse`.
-        rotation: [count, width, width]; None where the inverse is given by its diagonal.
+        rotation: [count, width, width]; None if the inverse is the diagonal.
     """
     if rotation is None:
         return inverse
     blocks = inverse[None, None] if inverse.ndim == 2 else inverse
-    turned = rotation[:, None]
-    return (turned * (blocks @ turned)).sum(-2).flatten()
+    rotation = rotation[:, None]
+    return (rotation * (blocks @ rotation)).sum(-2).flatten()
 
 
 def removed(values: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """The sum of the scores that a pattern removes, a mean over patterns; differentiable.
+    """The sum of the scores that a pattern removes, averaged over patterns; differentiable.
 
     Args:
         values: S, [rows, columns].
@@ -174,15 +173,16 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
     count = round(pattern.sparsity * values.numel())
     if count == 0:
         return values.new_zeros(())
-    # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, reached where t is the largest of them.
-    some = _evenly(values.detach())
-    place = min(len(some), max(1, round(count * len(some) / values.numel())))
-    threshold = kth_smallest(some[None], place)[0, 0]
+    # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, attained if t is the largest of them: no sort,
+    # and a gradient through `clamp` alone.
+    sample = _evenly(values.detach())
+    rank = min(len(sample), max(1, round(count * len(sample) / values.numel())))
+    threshold = kth_smallest(sample[None], rank)[0, 0]
     return values.clamp(max=threshold).sum() - (values.numel() - count) * threshold
 
 
 def _evenly(values: Tensor) -> Tensor:
-    """At least `SAMPLED_SCORES` of the values [rows, columns], all where they are fewer, of every column alike."""
+    """At least `SAMPLED_SCORES` of the values [rows, columns], or all, evenly from every column."""
     stride = max(1, values.numel() // SAMPLED_SCORES)
     while math.gcd(stride, values.shape[1]) > 1:
         stride -= 1
@@ -190,7 +190,7 @@ def _evenly(values: Tensor) -> Tensor:
 
 
 def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
-    """The sum of so many smallest of every row; by comparisons alone where a row is short."""
+    """The sum of the `count` smallest of every row, by minima for short rows, which is faster than topk."""
     size = groups.shape[1]
     if count == 0:
         return groups.new_zeros(())
@@ -206,11 +206,11 @@ def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
 
 
 def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None:
-    """Weigh every matrix, relative to the sum of its scores as it is.
+    """Set the weight of every matrix, divided by the sum of its dense scores.
 
     Args:
         objective: whose weights are set.
-        fisher: layer → its absolute Fisher loss at W = 0; None weighs all alike.
+        fisher: layer → its absolute Fisher loss at W = 0; None for equal weights.
     """
     names = [matrix.layer.name for matrix in objective.matrices]
     raw = {name: 1.0 if fisher is None else fisher[name] for name in names}
@@ -234,13 +234,13 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
 
 
 def sampled(count: int, most: int | None, together: int, generator: torch.Generator) -> Tensor | None:
-    """Some of `count` rows or columns, at most `most` and a whole number of `together`; None for all.
+    """A random sample of `count` rows or columns; None for all.
 
     Args:
-        count: how many there are.
-        most: to choose.
-        together: consecutive ones that stay together.
-        generator: of the choice.
+        count: of the matrix.
+        most: the largest size of the sample.
+        together: consecutive ones that are sampled together; the size is a multiple of it.
+        generator: of the sample.
     """
     if most is None or count <= most or count % together:
         return None
@@ -249,6 +249,6 @@ def sampled(count: int, most: int | None, together: int, generator: torch.Genera
 
 
 def widest(patterns: Sequence[Pattern]) -> int:
-    """How many consecutive inputs belong together in some of the patterns: their least common multiple."""
+    """The least common multiple of the group sizes m of the patterns."""
     sizes = [pattern.m for pattern in patterns if isinstance(pattern, NM)]
-    return next(n for n in itertools.count(1) if all(n % size == 0 for size in sizes))
+    return math.lcm(*sizes)

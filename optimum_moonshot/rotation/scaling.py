@@ -1,10 +1,10 @@
-"""Units for rows that are compared with each other: each in that of the model's loss.
+"""Scales rows that are compared with each other to units of the model's loss.
 
-A solver that compares the weights of several rows takes their scores as they are, and so a unit of every output for
-equally dear. What one costs the model is ``D_k = Σ δ_k²`` of its gradients (as in K-FAC, Martens and Grosse, arXiv
-1503.05671). Where a factor on a row comes out again at a column behind it, up with down, v with o, the row is
-multiplied by ``√D_k`` and the column divided: their products stay, and scores of the row are then in units of the loss.
-The columns' scores ``w² / [H⁻¹]`` do not change.
+A solver that compares the weights of several rows weights all outputs equally. The effect of output k on the loss is
+``D_k = Σ δ_k²`` of its gradients (as in K-FAC, Martens and Grosse, arXiv 1503.05671). If a factor on a row can be
+compensated in a later column (up with down, v with o), the row is multiplied by ``√D_k`` and the column divided by it:
+their product does not change, and the scores of the row are in units of the loss. The columns' scores ``w² / [H⁻¹]``
+do not change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from ..model.layers import PrunableLayer
 from .learning import Learned, rotations
 from .spaces import Space
 
-# No factor is larger, or smaller than one over it: 16 bits have to hold what it multiplies.
+# Factors are between its inverse and this, so that the scaled weights fit 16 bits.
 LARGEST = 16.0
 
 
 class OutputMoments(GradientStatistic):
-    """Second moments of the gradients at what a layer gives to spaces that may be scaled, summed over all tokens.
+    """Second moments of the gradients at a layer's outputs in the spaces that may be scaled, summed over all tokens.
 
-    Their products for spaces that are rotated, [count, width, width], their squares for others, [count, width].
+    Matrices [count, width, width] for spaces that are rotated, diagonals [count, width] for others.
 
     Args:
         layer: the layer.
-        samples: N, calibration samples in all.
+        samples: N, the number of calibration samples.
         storage: of other statistics.
     """
 
@@ -37,20 +37,20 @@ class OutputMoments(GradientStatistic):
 
     @classmethod
     def of(cls, spaces: Sequence[Space]) -> type["OutputMoments"]:
-        """The statistic of the spaces of one model, of which those that may be scaled count."""
+        """The statistic of those of a model's spaces that may be scaled."""
         return type("OutputMoments", (cls,), {"spaces": [space for space in spaces if space.scaled]})
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         super().__init__(layer, samples, storage)
-        self.given = list(_given(layer, self.spaces))
+        self.outputs = list(_outputs(layer, self.spaces))
         self.totals: dict[str, Tensor] = {}
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
-        for space, rows in self.given:
+        for space, rows in self.outputs:
             part = delta.flatten(0, -2)[:, rows.to(delta.device)]
-            turned = space.follows is not None and not space.follows.permuted
-            found = torch.einsum("tci,tcj->cij", part, part) if turned else part.square().sum(0)
-            self.totals[space.name] = self.totals.get(space.name, 0) + found.double().cpu()
+            rotated = space.follows is not None and not space.follows.permuted
+            moment = torch.einsum("tci,tcj->cij", part, part) if rotated else part.square().sum(0)
+            self.totals[space.name] = self.totals.get(space.name, 0) + moment.double().cpu()
 
     def partial(self) -> Small:
         return Small(self.totals)
@@ -63,27 +63,27 @@ class OutputMoments(GradientStatistic):
         return self.totals
 
 
-def _given(layer: PrunableLayer, spaces: Sequence[Space]) -> Iterator[tuple[Space, Tensor]]:
-    """The spaces whose coordinates are rows of a layer's weight, and which rows, int64 [count, width]."""
+def _outputs(layer: PrunableLayer, spaces: Sequence[Space]) -> Iterator[tuple[Space, Tensor]]:
+    """The spaces whose coordinates are rows of a layer's weight, and these rows, int64 [count, width]."""
     for space in spaces:
         for place in space.places:
-            if place.gives and place.index is not None and place.at.parameter is layer.parameter:
+            if place.writes and place.index is not None and place.at.parameter is layer.parameter:
                 yield space, place.index[:, 0]
 
 
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:
-    """Give the state the factors of all spaces that may be scaled and have moments.
+    """Compute the factors of all spaces that may be scaled and have moments, and store them in the state.
 
     Args:
         spaces: of the model.
-        state: with the rotations and the orders.
-        moments: space → as `OutputMoments` has them, [count, width, width] or [count, width].
+        state: with the rotations and the permutations.
+        moments: space → its `OutputMoments`, [count, width, width] or [count, width].
     """
-    found = rotations(spaces, state)
+    learned = rotations(spaces, state)
     for space in spaces:
         if not space.scaled or space.name not in moments:
             continue
-        moment, change = moments[space.name], None if space.follows is None else found.get(space.follows)
+        moment, change = moments[space.name], None if space.follows is None else learned.get(space.follows)
         if moment.ndim == 3:
             assert change is not None
             moment = (change * (moment @ change)).sum(-2)
@@ -93,13 +93,13 @@ def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]
 
 
 def factors(moment: Tensor) -> Tensor:
-    """``√D`` over its geometric mean, within `LARGEST`; ones where there is no gradient at all.
+    """``√D`` divided by its geometric mean, clamped by `LARGEST`; ones if there is no gradient at all.
 
     Args:
         moment: D, [count, width].
     """
     size = moment.clamp_min(0).sqrt()
-    some = size > 0
-    if not some.any():
+    positive = size > 0
+    if not positive.any():
         return torch.ones_like(size)
-    return (size / size[some].log().mean().exp()).clamp(1 / LARGEST, LARGEST)
+    return (size / size[positive].log().mean().exp()).clamp(1 / LARGEST, LARGEST)

@@ -1,8 +1,8 @@
-"""Which vector spaces inside a model may change their basis, found from how its tensors depend on each other.
+"""Which vector spaces in a model may change their basis, derived from the dependences between its tensors.
 
-What every node reads and gives is an end. Ends that hold the same vectors up to a mixing of tokens are of one space; a
-space that something reads coordinate by coordinate is fixed. Those that are left may be rotated: the residual stream,
-latent spaces between two matrices, and what a key-value head carries from v to o (heads.py).
+The inputs and the outputs of every node are endpoints. Endpoints with equal vectors, up to a mixing of tokens, are in
+one space. A space is fixed if some operation acts on its coordinates separately; the others may be rotated: the
+residual stream, latent spaces between two matrices, and the values of key-value heads (heads.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ RESIDUAL = "residual stream"
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where coordinates of a space lie on an axis of a parameter."""
+    """The positions of a space's coordinates on an axis of a parameter."""
 
     at: Axis
     index: Tensor | None = None  # int64 [count, copies, width]; None: the axis is the space, in its order
-    gives: bool = False  # whether a node gives the coordinates there, or reads them
+    writes: bool = False  # the parameter computes the coordinates, and does not read them
 
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """A norm whose gain goes into the matrices behind it."""
+    """A norm whose gain is folded into the matrices that follow it."""
 
     norm: Norm
     readers: tuple[Axis, ...]
@@ -35,11 +35,11 @@ class Folding:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """`count` vector spaces of `width` coordinates, and every axis that holds them.
+    """`count` vector spaces of `width` coordinates, and all axes with these coordinates.
 
-    A rotation R multiplies each axis from the right: p → p R for what reads, and for what gives (y → Rᵀ y). Where
-    coordinates may only be `permuted`, R is an order of them. Where they may be `scaled`, positive factors multiply
-    what gives, and divide what reads.
+    A rotation R multiplies each axis from the right, p → p R, of parameters that read and that write the space (y →
+    Rᵀ y). Coordinates that are `permuted` admit only permutations; for those that are `scaled`, positive factors
+    multiply the parameters that write, and divide those that read.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Space:
     foldings: tuple[Folding, ...] = ()
     permuted: bool = False
     scaled: bool = False
-    follows: "Space | None" = None  # in whose basis, or order, the coordinates are that may be scaled
+    follows: "Space | None" = None  # the space whose rotation or permutation applies before the scaling
 
 
-def held(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
-    """Every axis of a parameter that some spaces lie on: the module, the parameter's name, and which axis."""
+def occupied_axes(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
+    """The axes with coordinates of some spaces: module, name of the parameter, axis."""
     return {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
 
 
 @dataclass(eq=False)
-class _Ends:
-    """Ends in classes: 2 · place is what a node reads, 2 · place + 1 what it gives."""
+class _Endpoints:
+    """A union–find of endpoints: 2 · place are the inputs of a node, 2 · place + 1 its outputs."""
 
     parents: list[int]
-    fixed: dict[int, str] = field(default_factory=dict)  # end → why its class keeps its basis
+    fixed: dict[int, str] = field(default_factory=dict)  # endpoint → why its space keeps its basis
 
     def root(self, end: int) -> int:
         while self.parents[end] != end:
@@ -79,24 +79,24 @@ class _Ends:
         self.fixed.setdefault(end, why)
 
     def classes(self) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
+        by_root: dict[int, list[int]] = {}
         for end in range(len(self.parents)):
-            found.setdefault(self.root(end), []).append(end)
-        return [members for members in found.values() if len(members) > 1]
+            by_root.setdefault(self.root(end), []).append(end)
+        return [members for members in by_root.values() if len(members) > 1]
 
 
 def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[str, str]]:
-    """The spaces that whole axes of weights hold.
+    """The spaces of whole axes of weights.
 
     Args:
         trace: of the model.
-        blocks: the names of its decoder layers. What several of them share is a residual stream.
+        blocks: the names of its decoder layers. A space of several of them is a residual stream.
 
     Returns:
-        The spaces that may be rotated, and the reason why there is no residual stream among them, by its name.
+        The spaces that may be rotated, and the reason if there is no residual stream among them, by its name.
     """
     readings = list(trace.readings())
-    ends = _Ends(list(range(2 * len(trace.nodes))))
+    ends = _Endpoints(list(range(2 * len(trace.nodes))))
     foldable = _foldable(trace, readings)
     for place, node in enumerate(trace.nodes):
         if node.norm is not None:
@@ -107,7 +107,8 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     _join_shared(ends, trace)
     for reading in readings:
         _join(ends, trace, reading)
-    spaces, refused = [], {}
+    spaces: list[Space] = []
+    refused: dict[str, str] = {}
     for members in sorted(ends.classes(), key=len, reverse=True):
         nodes = [trace.nodes[end // 2] for end in members]
         shared = len({_block(node.name, blocks) for node in nodes}) > 1
@@ -123,24 +124,24 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     if any(space.name == RESIDUAL for space in spaces):
         refused = {}
     elif not refused:
-        refused = {RESIDUAL: "no vectors that pass from one decoder layer to the next were found"}
+        refused = {RESIDUAL: "no vectors pass from one decoder layer to the next"}
     return spaces, refused
 
 
-def _join_shared(ends: _Ends, trace: Trace) -> None:
-    """Embeddings that share their weights, as those of an encoder and a decoder, give vectors of one space."""
+def _join_shared(ends: _Endpoints, trace: Trace) -> None:
+    """Join the outputs of embeddings that share their weights, such as those of an encoder and a decoder."""
     first: dict[int, int] = {}
     for place, node in enumerate(trace.nodes):
-        if node.leaves and node.gives and not node.reads and not node.raw:
-            ends.join(2 * place + 1, 2 * first.setdefault(id(node.gives[0].parameter), place) + 1)
+        if node.leaves and node.writes and not node.reads and not node.raw:
+            ends.join(2 * place + 1, 2 * first.setdefault(id(node.writes[0].parameter), place) + 1)
 
 
 def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ...]]:
-    """The norms that matrices alone read, which read nothing else: place → the axes of those matrices."""
+    """The norms that only matrices read, matrices without other inputs: place → the axes of those matrices."""
     sources: dict[Node | None, set[frozenset[int]]] = {}
     for reading in readings:
         sources.setdefault(reading.node, set()).add(reading.alike | reading.other)
-    found = {}
+    foldable = {}
     for place, node in enumerate(trace.nodes):
         readers = [reader for reader, sets in sources.items() if any(place in each for each in sets)]
         alone = all(
@@ -148,32 +149,33 @@ def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ..
             for reader in readers
         )
         if node.norm is not None and readers and alone:
-            found[place] = tuple(axis for reader in readers if reader is not None for axis in reader.reads)
-    return found
+            foldable[place] = tuple(axis for reader in readers if reader is not None for axis in reader.reads)
+    return foldable
 
 
 def _multiplied(trace: Trace, readings: list[Reading], place: int) -> str | None:
-    """A parameter that multiplies what a node gives in a way that is not known, by its name."""
+    """The name of a parameter, of no known kind of layer, that multiplies the outputs of a node."""
     for reading in readings:
         if place in reading.other:
             nodes = (trace.nodes[other] for other in reading.other)
-            found = next((node.name for node in nodes if node.raw and node.leaves[0].ndim > 1), None)
-            if found is not None:
-                return found
+            name = next((node.name for node in nodes if node.raw and node.leaves[0].ndim > 1), None)
+            if name is not None:
+                return name
     return None
 
 
-def _join_norm(ends: _Ends, place: int, node: Node, foldable: bool, multiplied: str | None) -> None:
-    """A norm reads and gives vectors of one space, unless its gain has nowhere to go."""
+def _join_norm(ends: _Endpoints, place: int, node: Node, foldable: bool, multiplied: str | None) -> None:
+    """Join the inputs and outputs of a norm, or fix both if its gain cannot be folded."""
     norm = node.norm
+    assert norm is not None
     gain, shift = norm.gain, norm.shift
     why = None
     if multiplied is not None:
-        why = f"{multiplied}, a parameter of no Linear, multiplies what {node.name} gives"
+        why = f"{multiplied}, a parameter of no Linear, multiplies the outputs of {node.name}"
     elif gain is not None and not _uniform(gain) and not foldable:
-        why = f"{node.name} scales its coordinates where no matrix follows that could take its gain"
+        why = f"{node.name} scales its coordinates, and no matrix follows into which its gain could be folded"
     elif gain is not None and not _uniform(gain) and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
-        why = f"{node.name} has gains of 0 beside its shift"
+        why = f"{node.name} has gains of 0 and a shift, which cannot be divided by them"
     if why is not None:
         ends.fix(2 * place, why)
         ends.fix(2 * place + 1, why)
@@ -181,7 +183,7 @@ def _join_norm(ends: _Ends, place: int, node: Node, foldable: bool, multiplied: 
         ends.join(2 * place, 2 * place + 1)
 
 
-def _join(ends: _Ends, trace: Trace, reading: Reading) -> None:
+def _join(ends: _Endpoints, trace: Trace, reading: Reading) -> None:
     if reading.node is None:
         for place in reading.other:
             ends.fix(2 * place + 1, f"{trace.nodes[place].name} is part of the model's result")
@@ -191,11 +193,13 @@ def _join(ends: _Ends, trace: Trace, reading: Reading) -> None:
         for place in reading.alike:
             ends.join(end, 2 * place + 1)
     else:
-        ends.fix(end, f"{name} reads more than sums of what weights give")
+        ends.fix(end, f"the inputs of {name} are not a sum of outputs of weights")
         for place in reading.alike:
-            ends.fix(2 * place + 1, f"{name} reads more than sums of what {trace.nodes[place].name} and others give")
+            outputs = f"the outputs of {trace.nodes[place].name} and others"
+            ends.fix(2 * place + 1, f"the inputs of {name} are not a sum of {outputs}")
     for place in reading.other:
-        ends.fix(2 * place + 1, f"{trace.nodes[place].name} reaches {name} coordinate by coordinate, or mixed")
+        why = f"{name} reads the outputs of {trace.nodes[place].name} after an operation on separate coordinates"
+        ends.fix(2 * place + 1, why)
 
 
 def _uniform(gain: Tensor) -> bool:
@@ -211,11 +215,11 @@ def _width(node: Node) -> int:
 
 
 def _unreached(trace: Trace, readings: list[Reading], width: int) -> str | None:
-    """A weight of this width that the probe did not reach: nobody knows whether it belongs to the space."""
+    """A message about a weight of this width that the probe did not reach, which may belong to the space."""
     read = {place for reading in readings for place in reading.alike | reading.other}
     for place, node in enumerate(trace.nodes):
         reached = place in read if node.raw else bool(node.leaves)
-        sizes = [axis.parameter.shape[axis.axis] for axis in (*node.reads, *node.gives)]
+        sizes = [axis.parameter.shape[axis.axis] for axis in (*node.reads, *node.writes)]
         if not reached and width in sizes:
             return f"the probe did not reach {node.name}, which may belong to it"
     return None
@@ -224,9 +228,9 @@ def _unreached(trace: Trace, readings: list[Reading], width: int) -> str | None:
 def _space(trace: Trace, members: list[int], name: str, width: int, foldable: dict[int, tuple[Axis, ...]]) -> Space:
     places, foldings, fixes_ones = [], [], False
     for end in members:
-        node, gives = trace.nodes[end // 2], end % 2 == 1
-        places += [Place(axis, gives=gives) for axis in (node.gives if gives else node.reads)]
-        if node.norm is None or not gives:
+        node, writes = trace.nodes[end // 2], end % 2 == 1
+        places += [Place(axis, writes=writes) for axis in (node.writes if writes else node.reads)]
+        if node.norm is None or not writes:
             continue
         fixes_ones |= node.norm.fixes_ones
         if node.norm.bias is not None:

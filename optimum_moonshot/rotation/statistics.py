@@ -1,4 +1,4 @@
-"""What the objective of a rotation needs of the calibration data: H⁻¹ of every input, and each layer's Fisher loss."""
+"""The statistics of a rotation's objective: H⁻¹ of every input, and the Fisher loss of each layer."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ DAMPING = 0.01
 
 
 class FisherAtZero(GradientStatistic):
-    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer: what the whole model's loss suffers without it.
+    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer, the Fisher estimate of the model's loss without it.
 
-    As ``a_nk · w_k = Σ_t δ_tk (w_k · x_t)``, no gradient of a weight is needed.
+    Because ``a_nk · w_k = Σ_t δ_tk (w_k · x_t)``, no weight gradients are needed.
 
     Args:
-        layer: at its dense weight.
-        samples: N, calibration samples in all.
-        storage: of other statistics; this one is a number.
+        layer: with its dense weight.
+        samples: N, the number of calibration samples.
+        storage: unused: the result is a number.
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
@@ -51,11 +51,11 @@ class FisherAtZero(GradientStatistic):
 
 
 def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
-    """As much of H⁻¹ as a rotation of the inputs needs, in float32: see `Group.inverse`.
+    """The part of H⁻¹ that a rotation of the inputs needs, in float32: see `Group.inverse`.
 
     Args:
         gram: G of the inputs, [d_in, d_in].
-        reads: the inputs' coordinates of a space, None where they keep their basis.
+        reads: the inputs' coordinates of a space; None if they keep their basis.
 
     Raises:
         FactorizationError: G is not positive semidefinite.
@@ -74,13 +74,14 @@ def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordina
     """The coordinates of spaces on a layer's columns, and on its rows.
 
     Args:
-        layer: of features on the last axis: a matrix, no convolution.
+        layer: a matrix, not a convolution.
         spaces: that may be rotated.
     """
-    reads, gives = [], []
+    reads: list[Coordinates] = []
+    writes: list[Coordinates] = []
     for space in spaces:
         for place in space.places:
             if place.at.holder in layer.modules and place.at.parameter is layer.parameter:
-                found = gives if place.at.axis == layer.adapter.axes[0] else reads
-                found.append(Coordinates(space, place.index))
-    return (reads[0] if reads else None), tuple(gives)
+                axes = writes if place.at.axis == layer.adapter.axes[0] else reads
+                axes.append(Coordinates(space, place.index))
+    return (reads[0] if reads else None), tuple(writes)

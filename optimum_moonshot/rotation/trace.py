@@ -1,10 +1,10 @@
-"""How the tensors between a model's weights depend on each other: one run of the model, cut at every weight.
+"""The dependences between the tensors at a model's weights, from one run of the model that is cut at every weight.
 
-Every product with a weight matrix, embedding and norm is a node. In place of its own output it gives a random leaf, and
-so is every parameter that is none of theirs (positions, class tokens). Automatic differentiation then shows how what a
-node reads depends on what the others gave, without passing through another weight. Of interest is whether a dependence
-*mixes tokens alone*: then its derivative commutes with every matrix on the channels, and one signed permutation, whose
-products are exact in any dtype, tells.
+Every product with a weight matrix, embedding and norm is a node, and returns a random leaf instead of its output. Other
+parameters (positions, class tokens) are leaves themselves. Automatic differentiation then shows how the inputs of a
+node depend on the outputs of others, without passing through another weight. If a dependence *only mixes tokens*, its
+derivative commutes with every matrix on the channels; this is tested with one signed permutation, whose products are
+exact in any dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,14 @@ from ..model.layers import visited
 from ..model.onloading import differentiated_in_turn, onloaded_in_turn
 from .norms import Norm, find_norm, may_be_norm
 
-# How far rounding may take a derivative from one that commutes, as a share of it.
+# Relative rounding error of a derivative that commutes.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 5e-2
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of a parameter, which holds the channels of something that a node reads or gives."""
+    """One axis of a parameter: the channels of the inputs or the outputs of a node."""
 
     holder: nn.Module
     name: str  # of the parameter in its module
@@ -42,58 +42,60 @@ class Axis:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.holder._parameters[self.name]
+        parameter = self.holder._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
 
 @dataclass(eq=False)
 class Node:
-    """A product with a weight, an embedding, a norm, or a parameter that enters as it is."""
+    """A product with a weight, an embedding, a norm, or a parameter that the model uses directly."""
 
     name: str
     reads: tuple[Axis, ...] = ()
-    gives: tuple[Axis, ...] = ()
+    writes: tuple[Axis, ...] = ()
     norm: Norm | None = None
     images: bool = False  # channels are on the third axis from the end, not on the last
     raw: bool = False  # a parameter itself
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
-    own: Tensor | None = None  # what a parameter holds that may be elsewhere again
+    onloaded: Tensor | None = None  # the value of a raw parameter, which may be offloaded later
 
     def value(self, leaf: Tensor) -> Tensor:
-        """What one of its leaves held in the run.
+        """The value of one of its leaves in the run.
 
         Args:
             leaf: of any shape.
         """
-        return leaf.detach() if self.own is None else self.own
+        return leaf.detach() if self.onloaded is None else self.onloaded
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         return tensor.movedim(-3, -1) if self.images and tensor.ndim >= 3 else tensor
 
     def cut(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """A random leaf in place of what the node gave.
+        """A random leaf that replaces an output.
 
         Args:
-            output: what it gave, of any shape.
+            output: of the node, of any shape.
             generator: of the leaf.
         """
         leaf = torch.randn(output.shape, generator=generator).to(output.device, output.dtype).requires_grad_(True)
         self.leaves.append(leaf)
-        return leaf.clone()  # the model may change it in place, which a leaf forbids
+        return leaf.clone()  # autograd forbids in-place operations on leaves
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How one tensor that a node read depends on the nodes' leaves."""
+    """The dependence of one input of a node on the nodes' leaves."""
 
     node: Node | None  # None: the model's result
-    alike: frozenset[int]  # places of the nodes whose channels it has, tokens mixed
-    other: frozenset[int]  # places of those that reach it in another way
-    whole: bool  # it is nothing but the sum of what `alike` give
+    alike: frozenset[int]  # places of the nodes that it depends on by mixing tokens only
+    other: frozenset[int]  # places of the nodes that it depends on in another way
+    whole: bool  # it is the sum of the contributions of `alike`
 
 
 class Trace:
-    """The nodes of a model, and one run of it, for which the weights of its blocks come in turn.
+    """The nodes of a model, and one run of it, with its offloaded blocks onloaded in turn.
 
     Args:
         model: in evaluation mode and frozen.
@@ -113,7 +115,7 @@ class Trace:
 
     def _run(self, batch: Batch) -> None:
         generator = torch.Generator().manual_seed(0)
-        by_module = {node.gives[0].holder if node.gives else None: node for node in self.nodes if not node.raw}
+        by_module = {node.writes[0].holder if node.writes else None: node for node in self.nodes if not node.raw}
         by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -127,23 +129,25 @@ class Trace:
             for module, node in by_module.items():
                 if module is not None and not isinstance(node, _Product):
                     stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
-            for parameter in (node.gives[0].parameter for node in raw):
+            for parameter in (node.writes[0].parameter for node in raw):
                 parameter.requires_grad_(True)
                 stack.callback(parameter.requires_grad_, False)
             _enter(raw, self.model)
-            products = {id(node.gives[0].parameter): node for node in self.nodes if isinstance(node, _Product)}
-            known = stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
+            products: dict[int, Node] = {
+                id(node.writes[0].parameter): node for node in self.nodes if isinstance(node, _Product)
+            }
+            observed = stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
 
             def within(block: nn.Module) -> AbstractContextManager[None]:
                 _enter(raw, block)
-                return known.of(block)
+                return observed.of(block)
 
             stack.enter_context(differentiated_in_turn(visited(self.model), within))
             stack.enter_context(torch.enable_grad())
             self.results = [leaf for leaf in tree_leaves(_run(self.model, batch)) if _is_floating(leaf)]
 
     def readings(self) -> Iterator[Reading]:
-        """How everything that is read depends on everything that is given, node by node, the result last."""
+        """The dependences of all inputs on all leaves, node by node, then those of the model's result."""
         flat = [(place, leaf) for place, node in enumerate(self.nodes) for leaf in node.leaves]
         for node in self.nodes:
             for tensor in node.inputs:
@@ -151,22 +155,21 @@ class Trace:
                     yield self._reading(node, tensor, flat)
         for tensor in self.results:
             if tensor.requires_grad:
-                reached = self.gradients([tensor], [torch.randn_like(tensor)], [leaf for _, leaf in flat])
-                places = {place for (place, _), found in zip(flat, reached, strict=True) if found is not None}
+                gradients = self.gradients([tensor], [torch.randn_like(tensor)], [leaf for _, leaf in flat])
+                places = {place for (place, _), each in zip(flat, gradients, strict=True) if each is not None}
                 yield Reading(None, frozenset(), frozenset(places), False)
 
     def gradients(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of outputs at leaves, None where there is no way.
+        """Vector–Jacobian products of outputs with respect to leaves; None if there is no dependence.
 
         Args:
             outputs: of the run, of any shape.
-            cotangents: one for each, of its shape.
+            cotangents: one for each output, of its shape.
             leaves: of the nodes, of any shape.
         """
-        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True)
-        return list(found)
+        return list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
 
     def _reading(self, node: Node, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
         generator = torch.Generator().manual_seed(1)
@@ -175,26 +178,32 @@ class Trace:
         order, signs = order.to(tensor.device), signs.to(tensor.device, tensor.dtype)
         cotangent = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
 
-        def turned(given: Tensor, of: Node) -> Tensor:
-            last = of.channels_last(given)[..., order] * signs
-            return last.movedim(-1, -3) if of.images and given.ndim >= 3 else last
+        def permuted(value: Tensor, of: Node) -> Tensor:
+            last = of.channels_last(value)[..., order] * signs
+            return last.movedim(-1, -3) if of.images and value.ndim >= 3 else last
 
-        leaves = [leaf for _, leaf in flat]
-        plain = self.gradients([tensor], [cotangent], leaves)
-        reached = [i for i, found in enumerate(plain) if found is not None and bool((found != 0).any())]
-        leaves = [leaves[i] for i in reached]
-        after = self.gradients([tensor], [turned(cotangent, node)], leaves) if leaves else []
-        tolerance, size = tolerance_of(tensor.dtype), 0.0
+        plain = self.gradients([tensor], [cotangent], [leaf for _, leaf in flat])
+        reached = [
+            (place, leaf, gradient)
+            for (place, leaf), gradient in zip(flat, plain, strict=True)
+            if gradient is not None and bool((gradient != 0).any())
+        ]
+        leaves = [leaf for _, leaf, _ in reached]
+        after = self.gradients([tensor], [permuted(cotangent, node)], leaves) if leaves else []
+        tolerance = tolerance_of(tensor.dtype)
         alike, other, explained = set(), set(), torch.zeros((), dtype=torch.float64)
-        for i, found in zip(reached, after, strict=True):
-            place, leaf = flat[i]
-            maker, before = self.nodes[place], plain[i]
-            same = maker.channels_last(leaf).shape[-1] == width and found is not None
-            if same and float((found - turned(before, maker)).norm()) <= tolerance * float(before.norm()):
+        for (place, leaf, before), gradient in zip(reached, after, strict=True):
+            maker = self.nodes[place]
+            if (
+                maker.channels_last(leaf).shape[-1] == width
+                and gradient is not None
+                and float((gradient - permuted(before, maker)).norm()) <= tolerance * float(before.norm())
+            ):
                 alike.add(place)
                 explained += (before.double() * maker.value(leaf).double()).sum().cpu()
             else:
                 other.add(place)
+        # For a sum of linear dependences ⟨c, x⟩ is the sum of ⟨gradient, leaf⟩; a random c excludes coincidences.
         total = (cotangent.double() * tensor.detach().double()).sum().cpu()
         size = float(cotangent.double().norm() * tensor.detach().double().norm()) / max(1, tensor.numel()) ** 0.5
         whole = abs(float(total - explained)) <= 10 * tolerance * size
@@ -202,45 +211,45 @@ class Trace:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """How far rounding in a dtype may take one way to compute something from another, as a share of it."""
+    """The relative difference that rounding in a dtype may cause between two ways to compute the same."""
     return TOLERANCE.get(dtype, COARSE)
 
 
 @dataclass(eq=False)
 class _Product(Node):
-    """A product with a parameter that is no module's `weight`: `functional.linear` with it, or with slices of it."""
+    """`functional.linear` with a parameter that is not a layer's `weight`, or with slices of it (fused experts)."""
 
 
-# What gives a parameter in another dtype.
+# Functions that return a parameter in another dtype.
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double)
 
 
 class _Products(TorchFunctionMode):
-    """Shows every call of `functional.linear` whose weight is a parameter, a slice of one, or one in another dtype.
+    """Intercepts `functional.linear` with a parameter of a model, a slice of one, or one cast to another dtype.
 
     Args:
-        model: whose parameters are known.
-        see: given the parameter's id, the inputs and the call; what it returns is the result. The id is that of what
-            stands in the model now, also where the weights come later.
+        model: whose parameters are recognised, by the address of their storage.
+        see: called with the parameter's id, the inputs and the call; returns the result. Offloaded parameters have the
+            id of their placeholder, also while they are onloaded.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
         super().__init__()
         self.see = see
-        self.names = {(module, name): id(parameter) for module, name, parameter in places_of_parameters(model)}
+        self.names = {(module, name): id(parameter) for module, name, parameter in parameter_slots(model)}
         self.ids = self._addresses(model)
-        self.cast: list[Tensor] = []  # kept, so that their addresses name them
+        self.cast: list[Tensor] = []  # keeps casts alive, so that no other tensor gets their addresses
 
     def _addresses(self, module: nn.Module) -> dict[int, int]:
         return {
             parameter.untyped_storage().data_ptr(): self.names[holder, name]
-            for holder, name, parameter in places_of_parameters(module)
+            for holder, name, parameter in parameter_slots(module)
             if parameter.numel() and not parameter.is_meta
         }
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """Meanwhile the weights of a block are known that are present for so long.
+        """A context in which the onloaded weights of a block are recognised.
 
         Args:
             block: of the model.
@@ -249,27 +258,27 @@ class _Products(TorchFunctionMode):
         self.ids = before | self._addresses(block)
         try:
             yield
-        finally:  # other tensors may have these addresses next
+        finally:  # the addresses will be reused
             self.ids = before
             del self.cast[casts:]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear and len(args) >= 2 and _is_floating(args[1]):
-            known = self.ids.get(args[1].untyped_storage().data_ptr())
-            if known is not None:
-                return self.see(known, args[0], lambda: func(*args, **kwargs))
+            parameter = self.ids.get(args[1].untyped_storage().data_ptr())
+            if parameter is not None:
+                return self.see(parameter, args[0], lambda: func(*args, **kwargs))
         result = func(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], nn.Parameter) and _is_floating(result):
-            known = self.ids.get(args[0].untyped_storage().data_ptr())
-            if known is not None:
-                self.ids[result.untyped_storage().data_ptr()] = known
+            parameter = self.ids.get(args[0].untyped_storage().data_ptr())
+            if parameter is not None:
+                self.ids[result.untyped_storage().data_ptr()] = parameter
                 self.cast.append(result)
         return result
 
 
-def places_of_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter with its holder and its name there, as often as there are places that hold it."""
+def parameter_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter with its module and its name there, once per module that has it."""
     for holder in module.modules():
         for name, parameter in holder._parameters.items():
             if parameter is not None:
@@ -277,18 +286,18 @@ def places_of_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn
 
 
 def _enter(nodes: Sequence[Node], module: nn.Module) -> None:
-    """Parameters that enter as they are become leaves, those in a module whose values are there."""
+    """Make the raw parameters of a module leaves, if they are onloaded."""
     inside = set(module.modules())
     for node in nodes:
-        parameter = node.gives[0].parameter
-        if node.gives[0].holder in inside and not parameter.is_meta:
-            node.leaves, node.own = [parameter], parameter.detach()
+        parameter = node.writes[0].parameter
+        if node.writes[0].holder in inside and not parameter.is_meta:
+            node.leaves, node.onloaded = [parameter], parameter.detach()
 
 
 def _cut_product(
-    products: dict[int, Node], generator: torch.Generator, known: int, inputs: Tensor, call: Callable[[], Tensor]
+    products: dict[int, Node], generator: torch.Generator, parameter: int, inputs: Tensor, call: Callable[[], Tensor]
 ) -> Tensor:
-    node = products.get(known)
+    node = products.get(parameter)
     if node is None:
         return call()
     node.inputs.append(inputs)
@@ -296,7 +305,7 @@ def _cut_product(
 
 
 def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
-    """Every node, in the order of the modules; norms and embeddings are known by how they are called."""
+    """All nodes, in the order of the modules; norms and embeddings are recognised by a call."""
     embeddings: set[nn.Module] = set()
     norms: dict[nn.Module, Norm | None] = {}
     used: set[int] = set()
@@ -305,17 +314,17 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
         read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
         if module in embeddings or module in norms or not _is_floating(output):
             return
-        own = list(module.parameters(recurse=False))
         if find_adapter(module) is not None:
             return
         if read is None or not read.is_floating_point():
-            if len(own) == 1 and own[0].ndim == 2 and own[0].shape[1] == output.shape[-1]:
+            tables = list(module.parameters(recurse=False))
+            if len(tables) == 1 and tables[0].ndim == 2 and tables[0].shape[1] == output.shape[-1]:
                 embeddings.add(module)
         elif may_be_norm(module, read, output):
             norms[module] = find_norm(module, read.shape[-1])
 
-    def product(known: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
-        used.add(known)
+    def product(parameter: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
+        used.add(parameter)
         return call()
 
     with ExitStack() as stack, torch.no_grad():
@@ -326,39 +335,39 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
         stack.enter_context(onloaded_in_turn(visited(model), products.of))
         _run(model, batch)
     nodes: list[Node] = []
-    owned: set[int] = set()
+    covered: set[int] = set()
     for name, module in model.named_modules():
         node = _module_node(name, module, module in embeddings, norms.get(module))
         if node is not None:
             nodes.append(node)
-            owned |= {id(parameter) for parameter in module.parameters(recurse=False)}
+            covered |= {id(parameter) for parameter in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in owned and parameter.ndim:
-            holder = model.get_submodule(name.rpartition(".")[0])
-            own, last = name.rpartition(".")[2], parameter.ndim - 1
+        if id(parameter) not in covered and parameter.ndim:
+            path, _, key = name.rpartition(".")
+            holder, last = model.get_submodule(path), parameter.ndim - 1
             if id(parameter) in used and parameter.ndim >= 2:
-                nodes.append(_Product(name, (Axis(holder, own, last),), (Axis(holder, own, last - 1),)))
+                nodes.append(_Product(name, (Axis(holder, key, last),), (Axis(holder, key, last - 1),)))
             else:
-                nodes.append(Node(name, gives=(Axis(holder, own, last),), raw=True))
+                nodes.append(Node(name, writes=(Axis(holder, key, last),), raw=True))
     return nodes
 
 
 def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
-    form = find_adapter(module)
-    if form is not None and form.unprunable() is None:  # also one that the probe does not reach
-        out, into = form.axes
+    adapter = find_adapter(module)
+    if adapter is not None and adapter.unprunable() is None:  # also one that the probe does not reach
+        out, into = adapter.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
-        reads = (Axis(module, "weight", into),) if form.groups == 1 else ()
-        return Node(name, reads, (Axis(module, "weight", out), *bias), images=form.images)
+        reads = (Axis(module, "weight", into),) if adapter.groups == 1 else ()
+        return Node(name, reads, (Axis(module, "weight", out), *bias), images=adapter.images)
     if embeds:
-        (own,) = module._parameters
-        return Node(name, gives=(Axis(module, own, 1),))
+        (table,) = module._parameters
+        return Node(name, writes=(Axis(module, table, 1),))
     return None if norm is None else Node(name, norm=norm)
 
 
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
-    """Meanwhile fused experts are multiplied one by one, by `functional.linear`, where the model leaves the choice."""
+    """A context in which fused experts are multiplied one by one, by `functional.linear`, if the model allows it."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(plain_implementation(module))
@@ -380,10 +389,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def trace(model: nn.Module, batch: Batch) -> Trace:
-    """As `Trace`, with the model in evaluation mode and frozen meanwhile.
+    """A `Trace` of a model that is in evaluation mode and frozen for its duration.
 
     Args:
-        model: whose blocks' weights may be elsewhere.
+        model: whose blocks may be offloaded.
         batch: a small random batch.
     """
     with frozen(model), plain_experts(model):

@@ -1,7 +1,7 @@
 """A run's rotation: find what may be rotated, learn it on the calibration data, merge it into the weights.
 
 The model is another checkpoint of the same function afterwards, and everything that follows sees nothing else. If that
-fails, `Rotated.undo` puts the weights back as they were.
+fails, `ModelRotation.undo` puts the weights back as they were.
 """
 
 import dataclasses
@@ -37,13 +37,13 @@ from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..results.store import ResultStore
 from ..rotation.basis import Basis
-from ..rotation.channel_permutation import order_neurons
-from ..rotation.exchange import competing
+from ..rotation.channel_permutation import permute_channels
 from ..rotation.learning import Learned, learn, rotations
+from ..rotation.model_rotation import ModelRotation
 from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
-from ..rotation.rotated import Rotated
+from ..rotation.permutation_search import competing
 from ..rotation.scaling import OutputMoments, scale
-from ..rotation.search import check_same, find, outputs, verify
+from ..rotation.search import check_invariance, check_same, find, outputs
 from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
 
@@ -121,7 +121,7 @@ def run_rotation(
 
 
 @enough_memory(f"{SMALLER}, or set rotation_rows")
-def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rotated:
+def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> ModelRotation:
     """Rotate a model for the patterns that it is going to be pruned by.
 
     Args:
@@ -170,7 +170,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rota
         untied_bytes=untied if changed else 0,
         rotated=changed,
     )
-    return Rotated(report, basis, found, changed)
+    return ModelRotation(report, basis, found, changed)
 
 
 def _learned(
@@ -183,7 +183,7 @@ def _learned(
     state = of_the_first(prepared, store.rotation())
     if state is not None and state.finished:
         return state
-    verify(prepared.model, basis, batch, expected)
+    check_invariance(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
     if prepared.ranks.is_main:
         state = _finished(prepared, store, basis, objective, state)
@@ -217,8 +217,8 @@ def _finished(
             bar.update(1)
             store.put_rotation(state)
 
-        bar.update(len(state.orders))
-        relieved(lambda: order_neurons(objective, basis.spaces, state, put))
+        bar.update(len(state.permutations))
+        relieved(lambda: permute_channels(objective, basis.spaces, state, put))
     scale(basis.spaces, state, objective.moments)
     state.finished = True
     store.put_rotation(state)

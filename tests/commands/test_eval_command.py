@@ -131,12 +131,12 @@ def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsy
         (["--num-fewshot", "-1"], "--num-fewshot -1"),
         (["--dataset", "HELD", "--dense", "OTHER"], "--dense: only --record"),
         (["--dataset", "HELD", "--output", "nowhere/out.json"], "--output nowhere/out.json"),
-        (["--dataset", "HELD", "--baseline", "missing.json"], "--baseline: missing.json holds no results"),
+        (["--dataset", "HELD", "--baseline", "missing.json"], "--baseline: missing.json contains no results"),
         (["--dataset", "HELD", "--baseline", "OTHER"], "it has nothing of what is to be measured"),
         (["--dataset", "HELD", "--record"], "holds no moonshot_report.json"),
         (["--tasks", "YAML", "--baseline", "OTHER"], "one is of the tasks piqa, the other of letters"),
-        (["--tasks", "missing.yaml"], "--tasks: there is no file missing.yaml"),
-        (["--tasks", "YAML", "YAML"], "--tasks: one is given twice"),
+        (["--tasks", "missing.yaml"], "--tasks: missing.yaml: no such file"),
+        (["--tasks", "YAML", "YAML"], "--tasks: duplicates"),
     ],
 )
 def test_mistakes_are_found_before_loading(data, tmp_path, capsys, argv, words):
@@ -200,7 +200,7 @@ def test_reports_survive_json(tmp_path):
     assert EvalReport.load(tmp_path / "alone.json").zero_shot == report.zero_shot
     for text in ("{}", "[]", "no", '{"perplexity": {"a": 3}}', '{"zero_shot": {"accuracy": {}}}'):
         (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(MoonshotError, match="holds no results"):
+        with pytest.raises(MoonshotError, match="contains no results"):
             EvalReport.load(tmp_path / "wrong.json")
     with pytest.raises(MoonshotError, match="output="):
         report.save(Path("no", "such", "folder.json"))

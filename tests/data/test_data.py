@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from optimum_moonshot.data import text as data
+from optimum_moonshot.data.corpora import CORPORA
 from optimum_moonshot.data.text import CalibrationData, evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 
@@ -97,11 +97,11 @@ def test_windows_reach_both_ends_of_the_text(tmp_path):
     assert sum(counts) == 210 and min(counts) > 40
     assert found[0].notes == ("the text has 10 tokens: 3 windows of 8 overlap",)
     assert strings(load(path, num_samples=1, sequence_length=10)) == ["0123456789"]
-    with pytest.raises(MoonshotError, match="num_samples=4: .* 10 tokens, 3 different windows of 8: .*num_samples=3"):
+    with pytest.raises(MoonshotError, match="num_samples=4: .* 10 tokens, 3 different windows of 8; .*num_samples=3"):
         load(path, num_samples=4, sequence_length=8)
     with pytest.raises(MoonshotError, match="num_samples=1000000"):
         load(path, num_samples=10**6, sequence_length=8)
-    with pytest.raises(MoonshotError, match="the text has 10 tokens, fewer than sequence_length=11: give more text"):
+    with pytest.raises(MoonshotError, match="the text has 10 tokens, fewer than sequence_length=11; give more text"):
         load(path, sequence_length=11)
 
 
@@ -210,7 +210,7 @@ def test_choice_of_the_text_column():
 
 
 def test_streams_are_read_no_further_than_needed(monkeypatch):
-    monkeypatch.setattr(data, "SHUFFLE_BUFFER", 4)
+    monkeypatch.setattr("optimum_moonshot.data.sources.SHUFFLE_BUFFER", 4)
     read = []
     endless = IterableDataset.from_generator(lambda: (read.append(1) or {"text": "abcdefghij"} for _ in iter(int, 1)))
     assert load(endless, num_samples=5, sequence_length=8).num_samples == 5 and len(read) < 200
@@ -272,7 +272,7 @@ def test_data_loaders_follow_the_seed():
 def test_only_inputs_that_are_used_are_checked_for_nan():
     items = [{"pixel_values": torch.full((1, 3, 2, 2), value, dtype=torch.bfloat16)} for value in (0, float("nan"))]
     assert inputs(items, 1).num_samples == 1
-    with pytest.raises(MoonshotError, match="item 1 of the data: pixel_values holds NaN"):
+    with pytest.raises(MoonshotError, match="item 1 of the data: pixel_values contains NaN"):
         inputs(items, 2)
 
 
@@ -284,12 +284,12 @@ def test_only_inputs_that_are_used_are_checked_for_nan():
         ({"input_ids": "abc"}, "input_ids='abc'"),
         ({"input_ids": [[1, 2]], "return_dict": True}, "return_dict=True"),
         ({"input_ids": [[1, 2], [3]]}, "equal length"),
-        ({"input_ids": torch.zeros(0, 3)}, "it is empty"),
+        ({"input_ids": torch.zeros(0, 3)}, "which is empty; leave it out"),
         ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(3)}, "dim 0 of every tensor"),
         ({"input_ids": torch.zeros(2, 3), "labels": 1}, "dim 0 of every tensor"),
-        ({"input_ids": torch.zeros(1, 99)}, "has 99 tokens: cut it to the 98 positions"),
-        (torch.zeros(2, 3), "is a Tensor: give dictionaries"),
-        ([1, 2], "is a list: give dictionaries"),
+        ({"input_ids": torch.zeros(1, 99)}, "has 99 tokens; cut it to the 98 positions"),
+        (torch.zeros(2, 3), "is a Tensor; give dictionaries"),
+        ([1, 2], "is a list; give dictionaries"),
         (None, "is a NoneType"),
     ],
 )
@@ -301,25 +301,25 @@ def test_items_that_are_no_model_inputs(item, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (None, "data of type NoneType: use c4, wikitext2, ptb, the path"),
-        (torch.zeros(2, 2), "data of type Tensor: use c4"),
-        (b"c4", "data of type bytes: use c4"),
-        ([], "an empty list: use c4"),
+        (None, "data of type NoneType; use c4, wikitext2, ptb, the path"),
+        (torch.zeros(2, 2), "data of type Tensor; use c4"),
+        (b"c4", "data of type bytes; use c4"),
+        ([], "an empty list; use c4"),
         (["abc", None], "item 1 of the data is not a string"),
-        (SHORT, "num_samples=20: the data has 9 documents, give more text or set num_samples=9 at most"),
+        (SHORT, "num_samples=20: the data has 9 documents; give more text or set num_samples=9"),
         (["", "a", ""] * 7, "none of 21 documents has 2 tokens or more"),
         (
             ["", "ab", "cd"] * 7,
-            "num_samples=20: 14 documents have 2 tokens or more, give more text or set num_samples=14",
+            "num_samples=20: 14 documents have 2 tokens or more; give more text or set num_samples=14",
         ),
-        ([{"input_ids": [[1, 2]] * 3}], "num_samples=20: the data has 3 samples, give more or set num_samples=3"),
-        (iter([]), "the data has 0 samples, give more"),
+        ([{"input_ids": [[1, 2]] * 3}], "num_samples=20: the data has 3 samples; give more or set num_samples=3"),
+        (iter([]), "the data has 0 samples; give more"),
         (Dataset.from_dict({"text": []}), "Dataset of 0 rows has no rows"),
         (Dataset.from_dict({"text": [["a", "b"]]}), 'column "text" holds a list'),
-        (Dataset.from_dict({"a": ["x"], "b": ["y"]}), "columns a, b: rename the one that holds text to text"),
-        (Dataset.from_dict({"n": [1]}), "columns n: rename"),
-        (DatasetDict(train=Dataset.from_dict({"text": SHORT})), "DatasetDict with splits train: give one"),
-        ("wikitext3", '"wikitext3" is neither .*: use c4, wikitext2, ptb, the path of a .txt, .* .jsonl.gz, .parquet'),
+        (Dataset.from_dict({"a": ["x"], "b": ["y"]}), "columns a, b; rename the one that holds text to text"),
+        (Dataset.from_dict({"n": [1]}), "columns n; rename"),
+        (DatasetDict(train=Dataset.from_dict({"text": SHORT})), "DatasetDict with splits train; give one"),
+        ("wikitext3", '"wikitext3" is neither .*; use c4, wikitext2, ptb, the path of a .txt, .* .jsonl.gz, .parquet'),
         ("/nowhere/a.txt", '"/nowhere/a.txt" is neither .* c4, wikitext2, ptb'),
         (Path("c4"), '"c4" is neither'),
         (Path("/"), '"/" is neither the name of a data set nor a file'),
@@ -333,7 +333,7 @@ def test_sources_that_cannot_be_used(source, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text\nabc\n", r'a.csv": a file of unknown format, use one of \.txt, \.json'),
+        ("a.csv", "text\nabc\n", r'a.csv" is a file of unknown format; use one of \.txt, \.json'),
         *((name, "", f'{name}" is empty') for name in ("a.txt", "a.json", "a.jsonl.gz", "a.parquet")),
         *(
             (name, "{no\n", f'{name}" cannot be read .*check')
@@ -350,7 +350,7 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
 
 
 def test_text_needs_a_tokenizer(book):
-    for source in (SHORT, book, Dataset.from_dict({"text": SHORT}), *data.CORPORA):
+    for source in (SHORT, book, Dataset.from_dict({"text": SHORT}), *CORPORA):
         with pytest.raises(MoonshotError, match="tokenizer=None: text calibration needs one"):
             load_calibration(source, None)
 

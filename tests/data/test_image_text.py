@@ -118,9 +118,9 @@ def test_images_with_text_calibrate_the_tower_too(name, lam):
 
 
 def test_a_parquet_file_and_messages_are_rows_too(tmp_path):
-    said = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a picture"}]
+    chat = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a picture"}]
     own = processor("llava")
-    table = rows(messages=[said] * 5)
+    table = rows(messages=[chat] * 5)
     _, report = prune("llava", table, with_processor=own)
     assert own.shown[0] == "<image>what is it?|a picture" and parts(report) == {"visual", "text"}
     table.to_parquet(tmp_path / "rows.parquet")

@@ -92,7 +92,7 @@ def test_a_folder_gives_random_images_with_the_classes_of_their_folders(folder):
     assert sorted(numbers(load(folder, num_samples=15))) == list(range(15))
     one = load(folder, batch_size=1)
     assert numbers(one) == numbers(found) and labels(one) == labels(found)
-    with pytest.raises(MoonshotError, match="num_samples=16: .*insects has 15 images, give more or set num_samples=15"):
+    with pytest.raises(MoonshotError, match="num_samples=16: .*insects has 15 images; give more or set num_samples=15"):
         load(folder, num_samples=16)
 
 
@@ -129,7 +129,7 @@ def test_splits_are_chosen_by_purpose(tmp_path):
     from datasets import DatasetDict
 
     rows = open_images(tmp_path / "data").rows
-    with pytest.raises(MoonshotError, match="has the splits a, b: give one"):
+    with pytest.raises(MoonshotError, match="has the splits a, b; give one"):
         open_images(DatasetDict(a=rows, b=rows))
     assert open_images(DatasetDict(a=rows)).rows is rows
 
@@ -148,7 +148,7 @@ def test_a_name_on_the_hub_is_streamed(monkeypatch, rows):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(images, "load_dataset", unreachable)
-    with pytest.raises(MoonshotError, match=r'"someone/insects" cannot be read \(no route\): use a folder'):
+    with pytest.raises(MoonshotError, match=r'"someone/insects" cannot be read \(no route\); use a folder'):
         load("someone/insects")
 
 
@@ -168,7 +168,7 @@ def test_classes_are_matched_by_name_then_by_number_then_by_position(tmp_path, r
     assert labels(found) == [shuffled[CLASSES[number // 3]] for number in numbers(found)] and not found.notes
     other = load(rows, plain(label2id={"wolf": 0, "bear": 1, "x": 2, "y": 3, "z": 4}, num_labels=5))
     assert labels(other) == [number // 3 for number in numbers(other)]
-    assert "the classes ant, bee, cat, … are not the model's by name" in other.notes[0]
+    assert "the class names ant, bee, cat, … are not the model's" in other.notes[0]
     assert not load(rows, plain(label2id={f"LABEL_{i}": i for i in range(5)}, num_labels=5)).notes
     digits = fill(tmp_path / "digits", [str(i) for i in range(12)], each=1)
     found = load(digits, plain(label2id={f"LABEL_{i}": i for i in range(12)}, num_labels=12), num_samples=12)
@@ -181,7 +181,7 @@ def test_classes_are_matched_by_name_then_by_number_then_by_position(tmp_path, r
     for wrong in (-1, 9, None, 0.5, "wolf"):
         source = open_images(rows.remove_columns("label").add_column("label", [wrong] * 15))
         number, _ = class_numbers(source, plain(label2id=shuffled, num_labels=5))
-        with pytest.raises(MoonshotError, match=f"label {wrong!r}, where a class number is needed from 0 to 4"):
+        with pytest.raises(MoonshotError, match=f"label {wrong!r}; give a class number from 0 to 4"):
             number(wrong)
 
 
@@ -204,7 +204,7 @@ def test_bad_images_are_named(tmp_path, rows):
     with pytest.raises(MoonshotError, match="images 0 to 3 of Dataset of 6 rows cannot be processed .*equal size"):
         load(sizes, labels=False)
     holes = Dataset.from_dict({"image": [None] * 6}, Features({"image": Image()}))
-    with pytest.raises(MoonshotError, match="image 0 of Dataset of 6 rows is missing: leave its row out"):
+    with pytest.raises(MoonshotError, match="image 0 of Dataset of 6 rows is missing; leave its row out"):
         load(holes, labels=False)
     with pytest.raises(MoonshotError, match="processor=None: images need the model's image processor"):
         load(rows, processor=None)
@@ -213,11 +213,11 @@ def test_bad_images_are_named(tmp_path, rows):
 @pytest.mark.parametrize(
     ("make_source", "message"),
     [
-        (lambda path: "c4", '"c4" is text: use a folder of images'),
+        (lambda path: "c4", '"c4" is text; use a folder of images'),
         (lambda path: path / "missing.jpg", "cannot be read"),
         (lambda path: path / "note.txt", "is neither a folder nor a .parquet file"),
         (lambda path: path / "empty", "empty.*cannot be read .*doesn't contain any data files"),
-        (lambda path: Dataset.from_dict({"text": ["a"]}), "has the columns text: rename the one that holds images"),
+        (lambda path: Dataset.from_dict({"text": ["a"]}), "has the columns text; rename the one that holds images"),
         (lambda path: Dataset.from_dict({}), "has no rows"),
     ],
 )
@@ -369,7 +369,7 @@ def test_accuracy_against_a_loop_written_out(folder, processor, batch_size):
 
 
 def test_accuracy_needs_logits_of_classes(folder, processor):
-    with pytest.raises(MoonshotError, match="gives no logits"):
+    with pytest.raises(MoonshotError, match="returns no logits"):
         accuracy(make("vit").vit, image_batches())
     model = make("vit")
     model.classifier.weight.data.fill_(float("nan"))
@@ -378,7 +378,7 @@ def test_accuracy_needs_logits_of_classes(folder, processor):
     for options in (dict(batch_size=0), dict(max_images=0)):
         with pytest.raises(MoonshotError, match="=0: give a whole number"):
             accuracy(model, folder, processor, **options)
-    with pytest.raises(MoonshotError, match="text, where model inputs are needed"):
+    with pytest.raises(MoonshotError, match="is text; give model inputs"):
         accuracy(model, ["some words"])
 
 

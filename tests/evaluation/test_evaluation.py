@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
+from optimum_moonshot.data import corpora
 from optimum_moonshot.data import text as data
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.evaluation import text as evaluation
@@ -137,7 +138,7 @@ class TestSources:
         for source in [*files, tmp_path / "a.txt", lines, dataset, dataset.to_iterable_dataset()]:
             found = perplexity(model, tokenizer, source)
             assert found.value == pytest.approx(expected, rel=1e-5)
-            assert found.dataset == data.describe(source)
+            assert found.dataset == corpora.describe(source)
 
     def test_a_shard_of_c4_is_read_as_c4(self, model, tokenizer, tmp_path):
         rows = [{"text": f"{i} ", "timestamp": "2019-04-25T12:57:54Z", "url": "https://x.org"} for i in range(1300)]
@@ -188,7 +189,7 @@ class TestNamed:
     def test_running_text(self, model, tokenizer, monkeypatch, name, path, options, column, joiner):
         lines = TEXT.split(" ")
         hub = Hub(column, lines)
-        monkeypatch.setattr(data, "load_dataset", hub)
+        monkeypatch.setattr(corpora, "load_dataset", hub)
         found = perplexity(model, tokenizer, name)
         assert found.dataset == name
         assert found.value == pytest.approx(by_hand(model, tokenizer, joiner.join(lines), 32), rel=1e-5)
@@ -200,7 +201,7 @@ class TestNamed:
     def test_c4_calibration(self, tokenizer, monkeypatch):
         texts = [f"{i}: " + "abcdefghij" * (3 + i) for i in range(12)]
         hub = Hub("text", ["short", *texts, ""])
-        monkeypatch.setattr(data, "load_dataset", hub)
+        monkeypatch.setattr(corpora, "load_dataset", hub)
         found = data.load_calibration("c4", tokenizer, num_samples=12, sequence_length=32)
         windows = [tokenizer.decode(ids) for batch in found.batches for ids in batch["input_ids"]]
         assert all(len(window) == 32 and any(window in text for text in texts) for window in windows)
@@ -210,7 +211,7 @@ class TestNamed:
 
     def test_c4_evaluation(self, model, tokenizer, monkeypatch):
         hub = Hub("text", [str(i) for i in range(1200)])
-        monkeypatch.setattr(data, "load_dataset", hub)
+        monkeypatch.setattr(corpora, "load_dataset", hub)
         assert data.evaluation_text("c4") == (" ".join(str(i) for i in range(1100)), 256)
         assert hub.calls == [(("allenai/c4",), C4_TEST)]
         assert perplexity(model, tokenizer, "c4", sequence_length=8).windows == 256
@@ -225,9 +226,9 @@ class TestNamed:
         def fail(*args, **options):
             raise ConnectionError("Couldn't reach it\nat all")
 
-        monkeypatch.setattr(data, "load_dataset", fail)
+        monkeypatch.setattr(corpora, "load_dataset", fail)
         for read in (lambda: data.load_calibration(name, tokenizer), lambda: perplexity(model, tokenizer, name)):
-            with pytest.raises(MoonshotError, match=f'"{name}": {data.CORPORA[name].path} .*local file') as caught:
+            with pytest.raises(MoonshotError, match=f'"{name}": {corpora.CORPORA[name].path} .*local file') as caught:
                 read()
             assert "(Couldn't reach it)" in str(caught.value) and ".txt, .json" in str(caught.value)
 
@@ -236,14 +237,14 @@ class TestNamed:
             yield {"text": "abc"}
             raise OSError("gone")
 
-        monkeypatch.setattr(data, "load_dataset", lambda *args, **options: IterableDataset.from_generator(rows))
+        monkeypatch.setattr(corpora, "load_dataset", lambda *args, **options: IterableDataset.from_generator(rows))
         with pytest.raises(MoonshotError, match='"c4": allenai/c4 .*gone'):
             data.load_calibration("c4", tokenizer)
 
     def test_tokenizer_is_asked_for_first(self, monkeypatch):
         hub = Hub("text", [TEXT])
-        monkeypatch.setattr(data, "load_dataset", hub)
-        for name in data.CORPORA:
+        monkeypatch.setattr(corpora, "load_dataset", hub)
+        for name in corpora.CORPORA:
             with pytest.raises(MoonshotError, match="tokenizer=None"):
                 data.load_calibration(name, None)
         assert hub.calls == []
@@ -302,11 +303,11 @@ class TestProgress:
 
 class TestErrors:
     def test_short_text(self, model, tokenizer):
-        with pytest.raises(MoonshotError, match="the text has 31 tokens, fewer than sequence_length=32.*_length=31"):
+        with pytest.raises(MoonshotError, match="the text has 31 tokens, fewer than sequence_length=32; .*_length=31"):
             perplexity(model, tokenizer, ["x" * 31])
         assert perplexity(model, tokenizer, ["x" * 32]).windows == 1
         for text in ("", "x"):
-            with pytest.raises(MoonshotError, match=f"the text has {len(text)} tokens.*: give more text$"):
+            with pytest.raises(MoonshotError, match=f"the text has {len(text)} tokens.*; give more text$"):
                 perplexity(model, tokenizer, [text], sequence_length=2)
 
     def test_lengths(self, model, tokenizer):
@@ -318,11 +319,11 @@ class TestErrors:
 
     def test_nan_logits(self, model, tokenizer):
         nn.init.constant_(model.lm_head.weight, float("nan"))
-        with pytest.raises(MoonshotError, match="LlamaForCausalLM gives NaN logits: check its weights"):
+        with pytest.raises(MoonshotError, match="LlamaForCausalLM returns NaN logits; check its weights"):
             perplexity(model, tokenizer, [TEXT])
 
     def test_no_logits(self, tokenizer):
-        with pytest.raises(MoonshotError, match="LlamaModel gives no logits .*AutoModelForCausalLM"):
+        with pytest.raises(MoonshotError, match="LlamaModel returns no logits .*AutoModelForCausalLM"):
             perplexity(LlamaModel(tiny_config()), tokenizer, [TEXT])
 
     def test_logits_of_another_shape(self, model, tokenizer):
@@ -334,7 +335,7 @@ class TestErrors:
             def forward(self, input_ids):
                 return SimpleNamespace(logits=self.inner(input_ids=input_ids).logits[:, -1])
 
-        with pytest.raises(MoonshotError, match="Last gives no logits for every token"):
+        with pytest.raises(MoonshotError, match="Last returns no logits for every token"):
             perplexity(Last(), tokenizer, [TEXT], sequence_length=16)
 
     def test_encoder_decoder(self, tokenizer):
@@ -353,7 +354,7 @@ class TestErrors:
     def test_data(self, model, tokenizer):
         with pytest.raises(MoonshotError, match='"wikitext3" is neither'):
             perplexity(model, tokenizer, "wikitext3")
-        with pytest.raises(MoonshotError, match="model inputs, where text is needed"):
+        with pytest.raises(MoonshotError, match="contains model inputs; give text"):
             perplexity(model, tokenizer, [{"input_ids": [1, 2]}])
 
 

@@ -88,7 +88,7 @@ def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeyp
     pruner = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**ROTATED), offload="disk")
     ids = torch.arange(10)[None]
     before = pruner.model(ids).logits
-    for moment in ("verify", "gather", "learn", "check_same"):
+    for moment in ("check_invariance", "gather", "learn", "check_same"):
         with monkeypatch.context() as patch:
 
             def fail(*_, **__):

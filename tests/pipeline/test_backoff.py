@@ -118,7 +118,7 @@ PLACES = {
     "learning": (objective, "removed"),
     "Cayley": (learning, "_orthogonal"),
     "Adam": (learning, "_adam"),
-    "order": (ordering, "best_order"),
+    "order": (ordering, "best_permutation"),
     "loss": (sweep, "sample_losses"),
 }
 SETTINGS = {

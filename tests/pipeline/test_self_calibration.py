@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, SelfCalibration
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.data.text import file_rows
+from optimum_moonshot.data.sources import file_rows
 from optimum_moonshot.pipeline import generated_samples as self_samples
 from optimum_moonshot.pipeline import inputs as preparation
 from optimum_moonshot.pipeline.generated_samples import write_samples
@@ -173,9 +173,9 @@ def test_prompts_from_files(suffix, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "temperature=0: it lies above 0"),
+        ({"temperature": 0}, "temperature=0: it must be above 0"),
         ({"temperature": "hot"}, "temperature='hot'"),
-        ({"top_p": 1.5}, "top_p=1.5: it lies above 0, and is at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5: it must be above 0 and at most 1"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"thinking": "yes"}, "thinking='yes': use True, False or None"),
         ({"prompts": []}, r"prompts=\[\]: give a list"),
@@ -200,12 +200,12 @@ def test_what_cannot_write_is_refused_before_any_work(tokenizer, tmp_path):
     model = make("llama")
     model.generation_config.bos_token_id = model.config.bos_token_id = None
     before = state(model)
-    with pytest.raises(MoonshotError, match="the model has no BOS token to begin with: give prompts"):
+    with pytest.raises(MoonshotError, match="calibration='self': the model has no BOS token; give prompts"):
         prune(model)
     with pytest.raises(MoonshotError, match="tokenizer=None: prompts need one"):
         prune(model, SelfCalibration(prompts=["a"]))
     long = SelfCalibration(prompts=["a", "one two three " * 10])
-    with pytest.raises(MoonshotError, match="prompts: number 1 has .* sequence_length=12 leaves no room"):
+    with pytest.raises(MoonshotError, match="prompts: number 1 has .* sequence_length=12 leaves none for an answer"):
         prune(model, long, tokenizer)
     with pytest.raises(MoonshotError, match="chat=True: the tokenizer has no chat template"):
         prune(model, SelfCalibration(prompts=["a"], chat=True), tokenizer)
@@ -213,7 +213,7 @@ def test_what_cannot_write_is_refused_before_any_work(tokenizer, tmp_path):
         prune(model, SelfCalibration(prompts=[[{"role": "user", "content": "a"}]]), tokenizer)
     with pytest.raises(MoonshotError, match="sequence_length=65: give at most the 64 positions"):
         prune(make("llama"), sequence_length=65)
-    for text, words in (("\n \n", "holds no prompts"), ('{"a": "b"}', "rename the one that holds prompts to prompt")):
+    for text, words in (("\n \n", "has no prompts"), ('{"a": "b"}', "rename the one with prompts to prompt")):
         path = tmp_path / ("p.txt" if text[0] == "\n" else "p.jsonl")
         path.write_text(text)
         with pytest.raises(MoonshotError, match=words):
@@ -396,7 +396,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
         (["--prompts", "a.txt"], "--prompts: it is for --calibration self alone"),
         (["--calibration", "c4", "--temperature", "1"], "--temperature: it is for --calibration self alone"),
         (["--calibration", "c4", "--no-thinking"], "--thinking: it is for --calibration self alone"),
-        (["--calibration", "self", "--temperature", "0"], "--temperature 0.0: it lies above 0"),
+        (["--calibration", "self", "--temperature", "0"], "--temperature 0.0: it must be above 0"),
         (["--calibration", "self", "--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
     ],
 )

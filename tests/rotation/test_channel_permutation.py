@@ -13,11 +13,11 @@ from test_rotation_runs import prune, pruner, same, weights
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.reports.rotation_report import RotationReport
-from optimum_moonshot.rotation import exchange
-from optimum_moonshot.rotation.channel_permutation import order_neurons
-from optimum_moonshot.rotation.exchange import GAIN, best_order, competing
+from optimum_moonshot.rotation import permutation_search
+from optimum_moonshot.rotation.channel_permutation import permute_channels
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import removed, set_totals
+from optimum_moonshot.rotation.permutation_search import GAIN, best_permutation, competing
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.rotation.spaces import Place, Space
 from optimum_moonshot.rotation.trace import Axis
@@ -40,16 +40,16 @@ def lost(scores, order, patterns):
 def test_two_pairs_get_the_best_of_all_orders(seed):
     scores, patterns = some_scores(4, seed), [NM(1, 2)]
     best = min(lost(scores, list(order), patterns) for order in itertools.permutations(range(4)))
-    assert lost(scores, best_order(scores, patterns), patterns) <= best * (1 + GAIN) + 1e-9
+    assert lost(scores, best_permutation(scores, patterns), patterns) <= best * (1 + GAIN) + 1e-9
 
 
 @pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(3, 4)], [NM(4, 6)], [NM(1, 2), NM(2, 4)]], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_exchange_of_two_columns_is_better(patterns, seed):
     scores = some_scores(12, seed)
-    order = best_order(scores, patterns)
+    order = best_permutation(scores, patterns)
     assert torch.equal(order.sort().values, torch.arange(12))
-    assert torch.equal(order, best_order(scores, patterns))
+    assert torch.equal(order, best_permutation(scores, patterns))
     at_first, found = lost(scores, torch.arange(12), patterns), lost(scores, order, patterns)
     assert found < at_first
     for i, j in itertools.combinations(range(12), 2):
@@ -59,25 +59,25 @@ def test_no_exchange_of_two_columns_is_better(patterns, seed):
 
 
 @pytest.mark.parametrize("patterns", [[NM(2, 4)], [NM(1, 4)], [NM(4, 8)], [NM(1, 2), NM(2, 4)]], ids=str)
-@pytest.mark.parametrize("spread", [exchange.SPREAD, 64 * 7])
+@pytest.mark.parametrize("spread", [permutation_search.SPREAD, 64 * 7])
 def test_products_find_as_good_an_order_as_distances(patterns, spread, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     scores = some_scores(64, 0, rows=50) * torch.rand(50, 1, generator=generator)
     scores[3], scores[:, 5], scores[4, ::2] = 0.0, 0.0, 0.0
-    best = lost(scores, best_order(scores, patterns), patterns)
-    monkeypatch.setattr(exchange, "EXACT", 0)
-    monkeypatch.setattr(exchange, "SPREAD", spread)
-    order = best_order(scores, patterns)
-    assert torch.equal(order.sort().values, torch.arange(64)) and torch.equal(order, best_order(scores, patterns))
+    best = lost(scores, best_permutation(scores, patterns), patterns)
+    monkeypatch.setattr(permutation_search, "EXACT", 0)
+    monkeypatch.setattr(permutation_search, "SPREAD", spread)
+    order = best_permutation(scores, patterns)
+    assert torch.equal(order.sort().values, torch.arange(64)) and torch.equal(order, best_permutation(scores, patterns))
     at_first = lost(scores, torch.arange(64), patterns)
     assert at_first - lost(scores, order, patterns) > 0.95 * (at_first - best) > 0
 
 
-@pytest.mark.parametrize("exact", [exchange.EXACT, 0])
+@pytest.mark.parametrize("exact", [permutation_search.EXACT, 0])
 def test_sums_of_the_larger_ones_are_those_of_their_definition(exact, monkeypatch):
-    monkeypatch.setattr(exchange, "EXACT", exact)
+    monkeypatch.setattr(permutation_search, "EXACT", exact)
     scores = some_scores(256, 0, rows=40)
-    columns = exchange._Columns(scores)
+    columns = permutation_search._Columns(scores)
     others = columns.values[torch.randperm(256, generator=torch.Generator().manual_seed(0))[:12]]
     found = columns.larger(others)
     expected = torch.maximum(others[:, None], columns.values).double().sum(2)
@@ -89,7 +89,7 @@ def test_sums_of_the_larger_ones_are_those_of_their_definition(exact, monkeypatc
 def test_what_exchanges_gain_is_what_they_change():
     scores, order = some_scores(24, 0), torch.randperm(24, generator=torch.Generator().manual_seed(1))
     for pattern in (NM(2, 4), NM(1, 4), NM(3, 6)):
-        table = exchange._Table(exchange._Columns(scores), pattern)
+        table = permutation_search._Table(permutation_search._Columns(scores), pattern)
         first, second = torch.tensor([0, 9, 20]), torch.tensor([7, 17, 21])  # the last two are in one group
         for number, gained in enumerate(table.gained(order, first, second)):
             other = order.clone()
@@ -102,18 +102,18 @@ def test_what_exchanges_gain_is_what_they_change():
 def test_columns_that_dominate_are_parted():
     scores = torch.full((3, 16), 0.1)
     scores[:, [0, 1, 2, 3]] = 10.0
-    order = best_order(scores, [NM(1, 4)])
+    order = best_permutation(scores, [NM(1, 4)])
     assert sorted((order.argsort()[:4] // 4).tolist()) == [0, 1, 2, 3]
 
 
 def test_ties_and_nothing_to_gain_leave_the_order():
-    assert torch.equal(best_order(torch.ones(4, 16), [NM(2, 4)]), torch.arange(16))
-    assert torch.equal(best_order(torch.zeros(4, 16), [NM(2, 4)]), torch.arange(16))
+    assert torch.equal(best_permutation(torch.ones(4, 16), [NM(2, 4)]), torch.arange(16))
+    assert torch.equal(best_permutation(torch.zeros(4, 16), [NM(2, 4)]), torch.arange(16))
 
 
 @pytest.mark.parametrize("patterns", [[Unstructured(0.5)], [NM(4, 4)], [NM(2, 8)], [NM(5, 7)]], ids=str)
 def test_where_no_columns_compete_with_others_the_order_stays(patterns):
-    assert torch.equal(best_order(some_scores(8, 0), patterns), torch.arange(8))
+    assert torch.equal(best_permutation(some_scores(8, 0), patterns), torch.arange(8))
     assert bool(competing(patterns)) == (patterns[0] in (NM(2, 8), NM(5, 7)))
 
 
@@ -131,9 +131,9 @@ def test_the_objective_of_the_order_is_the_one_that_is_told(patterns):
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 5, 0.05, CPU)
     assert state.after == state.learned == min(state.history)
-    order_neurons(objective, spaces, state)
+    permute_channels(objective, spaces, state)
     assert state.after < state.learned
-    (order,) = state.orders["write neurons"]
+    (order,) = state.permutations["write neurons"]
     group = objective.blocks[0][1][-1]
     weight = group.matrices[0].layer.parameter
     weight.data, group.inverse = weight.data[:, order], group.inverse[order]
@@ -147,24 +147,24 @@ def test_an_order_changes_nothing_else_and_survives_saving():
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 3, 0.05, CPU)
     before = copy.deepcopy(state)
-    order_neurons(objective, spaces, state)
+    permute_channels(objective, spaces, state)
     assert state.history == before.history
     again = Learned.load(*state.saved())
     assert again.saved()[1] == state.saved()[1] and again.after == state.after
     assert again.tensors.keys() == before.tensors.keys()
-    order_neurons(objective, spaces, again, lambda _: pytest.fail("found again"))
-    assert torch.equal(again.orders["write neurons"], state.orders["write neurons"])
+    permute_channels(objective, spaces, again, lambda _: pytest.fail("found again"))
+    assert torch.equal(again.permutations["write neurons"], state.permutations["write neurons"])
 
 
 def test_neurons_alone_take_no_step():
     objective = problem(space(), (NM(2, 4),))
     objective.blocks[0][1].pop(0)
     (group,) = objective.blocks[0][1]
-    group.matrices[0] = dataclasses.replace(group.matrices[0], gives=())
+    group.matrices[0] = dataclasses.replace(group.matrices[0], writes=())
     spaces = [neurons(objective)]
     state = learn(objective, spaces, 30, 0.05, CPU)
     assert len(state.history) == 1 and state.done and not state.tensors
-    order_neurons(objective, spaces, state)
+    permute_channels(objective, spaces, state)
     assert state.after < state.before
 
 
@@ -176,10 +176,10 @@ def test_an_order_is_of_all_columns_where_some_stand_for_all():
     set_totals(objective, None)
     spaces = [stream, neurons(objective)]
     state = learn(objective, spaces, 1, 0.05, CPU)
-    order_neurons(objective, spaces, state)
-    (order,) = state.orders["write neurons"]
+    permute_channels(objective, spaces, state)
+    (order,) = state.permutations["write neurons"]
     assert torch.equal(order.sort().values, torch.arange(16)) and not torch.equal(order, torch.arange(16))
-    assert 0 < state.gains["write neurons"] < state.learned
+    assert 0 < state.permutation_gains["write neurons"] < state.learned
 
 
 def test_an_order_is_of_all_rows_where_some_stand_for_all():
@@ -187,12 +187,12 @@ def test_an_order_is_of_all_rows_where_some_stand_for_all():
     for rows in (None, torch.arange(2)):
         objective = problem(space(), (NM(2, 4),))
         group = objective.blocks[0][1][-1]
-        group.matrices[0] = dataclasses.replace(group.matrices[0], gives=(), rows=rows)
+        group.matrices[0] = dataclasses.replace(group.matrices[0], writes=(), rows=rows)
         set_totals(objective, None)
         spaces = [neurons(objective)]
         state = learn(objective, [*spaces, *objective.spaces], 1, 0.05, CPU)
-        order_neurons(objective, [*spaces, *objective.spaces], state)
-        orders.append(state.orders["write neurons"])
+        permute_channels(objective, [*spaces, *objective.spaces], state)
+        orders.append(state.permutations["write neurons"])
     assert torch.equal(*orders)
 
 
@@ -233,7 +233,7 @@ def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeyp
 
     def kill(store, state):
         put(store, state)
-        if len(state.orders) == count and (count < 3 or state.finished):
+        if len(state.permutations) == count and (count < 3 or state.finished):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

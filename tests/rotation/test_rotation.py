@@ -12,7 +12,7 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.rotation.basis import Basis
 from optimum_moonshot.rotation.norms import find_norm
-from optimum_moonshot.rotation.search import check_same, find, outputs, verify
+from optimum_moonshot.rotation.search import check_invariance, check_same, find, outputs
 from optimum_moonshot.rotation.spaces import RESIDUAL
 
 LATENT = dict(
@@ -39,7 +39,7 @@ MORE = {
     ),
     "dinov2": lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**PATCHED)),
 }
-POST_NORM = "scales its coordinates where no matrix follows"
+POST_NORM = "scales its coordinates, and no matrix follows"
 # Model → why its residual stream keeps its basis (None: it does not), and how many layers have heads that turn.
 FAMILIES = {
     "llama": (None, 3),
@@ -70,7 +70,7 @@ FAMILIES = {
     "t5": (POST_NORM, 6),
     "vit": (None, 3),
     "deit": (None, 3),
-    "dinov2": ("reads more than sums", 3),  # scales of its own behind attention and MLP
+    "dinov2": ("are not a sum of", 3),  # scales of its own behind attention and MLP
 }
 
 # Model → how many layers have neurons that may be permuted, where that is not 3. Fused experts are not pruned.
@@ -130,7 +130,7 @@ def test_a_model_computes_the_same_in_a_random_basis(name):
     expected = outputs(model, batch)
     basis = Basis(model, find_structure(model).blocks, spaces)
     basis.keep()
-    verify(model, basis, batch, expected)
+    check_invariance(model, basis, batch, expected)
     basis.write(random_rotations(spaces))
     # Norms that compute in float32 whatever they are given are exact to that.
     limit = 1e-11 if any(isinstance(module, nn.LayerNorm) for module in model.modules()) else 3e-6
@@ -240,8 +240,8 @@ def test_a_step_that_changes_the_function_is_named(missed, step):
     basis.keep()
     layer = model.model.layers[1].get_submodule(missed)
     basis.changes = [change for change in basis.changes if change.at.holder is not layer]
-    with pytest.raises(MoonshotError, match=f"rotation: {step}.* changes what LlamaForCausalLM computes"):
-        verify(model, basis, batch, expected)
+    with pytest.raises(MoonshotError, match=f"rotation: {step}.* changes the outputs of LlamaForCausalLM"):
+        check_invariance(model, basis, batch, expected)
 
 
 def test_sixteen_bits_are_rounded_once():

@@ -9,7 +9,7 @@ from torch import nn
 
 from optimum_moonshot.model.layers import PrunableLayer
 from optimum_moonshot.objective.patterns import NM, Unstructured
-from optimum_moonshot.rotation.basis import rotated
+from optimum_moonshot.rotation.basis import rotate_axis
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import (
     Coordinates,
@@ -102,7 +102,7 @@ def test_heads_turn_their_own_columns():
     reads = Coordinates(heads, torch.arange(12).view(2, 2, 3))
     turns = torch.linalg.qr(torch.randn(2, 3, 3))[0]
     whole = torch.block_diag(turns[0], turns[0], turns[1], turns[1])
-    torch.testing.assert_close(rotated(x, 1, reads.index, turns), x @ whole)
+    torch.testing.assert_close(rotate_axis(x, 1, reads.index, turns), x @ whole)
     turned = x @ whole
     found = rotated_diagonal(inverse(x.T @ x, reads), turns)
     torch.testing.assert_close(found, inverse(turned.T @ turned, None), rtol=1e-4, atol=1e-6)
@@ -112,7 +112,7 @@ def test_coordinates_may_lie_anywhere_on_an_axis():
     index = torch.tensor([[[4, 1]], [[0, 3]]])
     turns = torch.linalg.qr(torch.randn(2, 2, 2))[0]
     weight = torch.randn(6, 3)
-    found = rotated(weight, 0, index, turns)
+    found = rotate_axis(weight, 0, index, turns)
     torch.testing.assert_close(found[[4, 1]], turns[0].T @ weight[[4, 1]])
     torch.testing.assert_close(found[[0, 3]], turns[1].T @ weight[[0, 3]])
     assert torch.equal(found[[2, 5]], weight[[2, 5]])

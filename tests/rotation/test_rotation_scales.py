@@ -21,7 +21,7 @@ NEURONS = torch.tensor([[[5, 2, 0]]])
 
 
 def spaces_of(module, index, follows=None):
-    places = (Place(Axis(module, "weight", 0), index, gives=True),)
+    places = (Place(Axis(module, "weight", 0), index, writes=True),)
     count, _, width = index.shape
     return Space("test", width, count, False, places, scaled=True, follows=follows)
 
@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_gradients_of_all_pieces(turned):
     expected = torch.stack(expected if turned else [each.diagonal() for each in expected])
     assert list(found.result()) == ["test"]
     torch.testing.assert_close(found.result()["test"].float(), expected, rtol=1e-4, atol=1e-5)
-    assert not OutputMoments.of([])(layer, 8, None).given
+    assert not OutputMoments.of([])(layer, 8, None).outputs
 
 
 def test_factors_make_rows_equally_dear():
@@ -70,11 +70,12 @@ def test_factors_are_of_the_turned_and_the_ordered_coordinates():
     torch.testing.assert_close(state.factors["test"], factors(turned.square().sum(1)))
     neurons = Space("neurons", 3, 1, False, (), permuted=True)
     moment, order = torch.tensor([[1.0, 4.0, 16.0]]), torch.tensor([[2, 0, 1]])
-    state = Learned({}, history=[1.0], orders={"neurons": order})
+    state = Learned({}, history=[1.0], permutations={"neurons": order})
     scale([neurons, spaces_of(module, NEURONS, neurons)], state, {"test": moment})
     torch.testing.assert_close(state.factors["test"], torch.tensor([[2.0, 0.5, 1.0]]))
     again = Learned.load(*state.saved())
-    assert torch.equal(again.factors["test"], state.factors["test"]) and again.orders.keys() == state.orders.keys()
+    assert torch.equal(again.factors["test"], state.factors["test"])
+    assert again.permutations.keys() == state.permutations.keys()
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])

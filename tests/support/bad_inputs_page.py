@@ -71,7 +71,7 @@ SECTIONS = [
     ("A layer in it", "LAYERS", "`PruneReport.load`, a field", _field("run", "layers[0].")),
     ("A sweep's report", "SWEEPS", "`SweepReport.load`, a field", _field("sweep")),
     ("Results of an evaluation", "EVALUATIONS", "`EvalReport.load`",
-     lambda p: (p[0], "holds no results of an evaluation")),
+     lambda p: (p[0], "contains no results of an evaluation")),
     ("The command line", "COMMANDS", "`optimum-cli moonshot`", _option),
     ("Values that are no numbers", "VALUES", "`optimum-cli moonshot prune`",
      lambda p: (f"{_text(p[0])} {_text(p[1])}", "the option and the value (status 2)")),

@@ -1,4 +1,4 @@
-"""A model in another basis, and back."""
+"""The rotation of a model as a whole, written into its weights or undone."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,21 +10,21 @@ from .basis import Basis
 from .spaces import Space
 
 
-class Rotated:
-    """The rotations of a model, which may be written into its weights and taken out again.
+class ModelRotation:
+    """The rotations of a model, which can be written into its weights and undone.
 
     Args:
-        report: of how they were learned.
-        basis: of the model, which keeps its weights as they were while they are rotated.
-        rotations: of the spaces, [count, width, width] each; none where no basis is better than the one that was.
-        written: whether the model is in the new basis now.
+        report: on how they were learned.
+        basis: of the model, which stores the dense weights while they are rotated.
+        rotations: by space, [count, width, width] each; empty if no basis improves the objective.
+        written: whether the weights are in the new basis.
     """
 
     def __init__(self, report: RotationReport, basis: Basis, rotations: Mapping[Space, Tensor], written: bool):
         self.report, self.basis, self.rotations, self.written = report, basis, rotations, written
 
     def write(self) -> None:
-        """Bring the model into the new basis, unless it is there; if that fails, it is as it was."""
+        """Write the new basis into the weights, unless it is written; on failure, restore the model."""
         if self.written or not self.rotations:
             return
         try:
@@ -36,18 +36,18 @@ class Rotated:
         self.written = True
 
     def undo(self) -> None:
-        """The weights as they were, bit by bit."""
+        """Restore the dense weights, bit by bit."""
         if self.written:
             self.basis.restore()
             self.written = False
 
     def forget(self) -> None:
-        """Give the memory of the weights as they were back: the model stays as it is."""
+        """Free the copies of the dense weights; the model keeps its basis."""
         self.basis.forget()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Meanwhile the model is in the new basis."""
+        """A context in which the weights are in the new basis."""
         before = self.written
         self.write()
         try:
