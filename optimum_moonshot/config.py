@@ -2,28 +2,16 @@
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from .errors import (
-    MAX_INT,
-    MoonshotError,
-    Option,
-    Text,
-    check_choice,
-    check_expressions,
-    check_number,
-    check_path,
-    check_whole,
-    require,
-    shown,
-)
-from .objective.allocation_rules import PatternRules, check_allocation
+from .config_checks import check_combinations, check_experts, check_supported, check_values
+from .errors import MAX_INT, MoonshotError, Option, Text, check_expressions, require, shown
+from .objective.allocation_rules import PatternRules
 from .objective.patterns import NM, Experts, MixedNM, Pattern
 from .recipes import recipe
-from .solvers.base import Solver, make_solver, solver_class, solver_names
+from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
 from .solvers.hyperparameters import check_option, check_options
 
@@ -31,35 +19,6 @@ from .solvers.hyperparameters import check_option, check_options
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
 # Hyperparameters that several solvers have, and that are fields of a configuration for that reason.
 SHARED_OPTIONS = ("damping", "block_size")
-# Field → its strings.
-_CHOICES = {
-    "fisher": ("all", "attention"),
-    "expert_tokens": ("routed", "all"),
-    "under_calibrated_experts": ("all", "magnitude", "routed"),
-    "rotation_weights": ("fisher", "equal"),
-}
-_OPTIONAL_CHOICES = {"recover": ("blockwise", "gradual"), "rotation": ("learned", "heads")}
-# Field → the smallest value.
-_WHOLE = {
-    "group_size": 1,
-    "num_samples": 1,
-    "batch_size": 1,
-    "recover_steps": 1,
-    "rotation_steps": 1,
-    "seed": 0,
-}
-_OPTIONAL_WHOLE = {"sequence_length": 2, "rotation_rows": 1}
-# Field → why it has no effect with pattern="experts".
-_NOT_WITH_EXPERTS = {
-    "targets": "removes equally many experts of every layer",
-    "ignore": "removes equally many experts of every layer",
-    "expert_tokens": "uses the tokens routed to each expert",
-    "under_calibrated_experts": "uses the tokens routed to each expert, however few",
-    "fisher": "uses the Fisher loss of the experts",
-    "recompute": "computes all statistics on the dense model",
-    "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
-    "rotation": "removes experts as they are",
-}
 
 
 class _SolverDefault(float):
@@ -192,100 +151,19 @@ class MoonshotConfig:
 
     def __post_init__(self) -> None:
         solver = solver_class(self.solver)
-        check_number("sparsity", self.sparsity, optional=True)
-        for field, least in _WHOLE.items():
-            check_whole(field, getattr(self, field), least)
-        self._check_allocation()
-        self._check_patterns(solver)
-        self._check_experts()
-        require(isinstance(self.recompute, bool), "use True or False", field="recompute", value=self.recompute)
-        check_number("lam", self.lam, optional=True)
-        require(self.lam is None or 0 <= self.lam <= 1, "give a number from 0 to 1", field="lam", value=self.lam)
-        for field, choices in _CHOICES.items():
-            check_choice(field, getattr(self, field), choices)
-        for field, choices in _OPTIONAL_CHOICES.items():
-            check_choice(field, getattr(self, field), choices, optional=True)
-        self._set_solver_options(solver)
-        for field in ("recover_lr", "rotation_lr"):
-            value = getattr(self, field)
-            check_number(field, value)
-            require(0 < value < 1, "give a number above 0 and below 1", field=field, value=value)
-        require(
-            self.rotation is None or self.pattern != "structured",
-            "pattern='structured' removes neurons and heads as they are; leave one of them out",
-            field="rotation",
-            value=self.rotation,
-        )
-        for field, least in _OPTIONAL_WHOLE.items():
-            if getattr(self, field) is not None:
-                check_whole(field, getattr(self, field), least)
-        for field in ("targets", "ignore"):
-            object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
-        _ = self.max_memory_bytes
-        if self.offload_dir is not None:
-            check_path("offload_dir", self.offload_dir)
-            string = isinstance(self.offload_dir, str)
-            require(string, "give the path as a string", field="offload_dir", value=self.offload_dir)
-
-    def _check_allocation(self) -> None:
-        allocation, pattern = self.allocation, self.pattern
-        check_allocation(allocation)
-        named = isinstance(allocation, dict)
-        mixed = isinstance(pattern, str) and pattern.startswith("n:")
-        fisher = Option("allocation", "fisher")
-        require(
-            not mixed or allocation == "fisher",
-            "its n:m of each layer is chosen by an allocation",
-            field="pattern",
-            value=pattern,
-            hint=Text("add {}, or give a number for n", fisher),
-        )
-        supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
-        others = ' or "n:m"' if named else ', or a dict of layer → "n:m"'
-        others += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
-        require(
-            allocation == "uniform" or pattern == "unstructured" or supported,
-            Text("{} has equal sparsity in every layer", Option("pattern", pattern)),
-            field="allocation",
-            value=allocation,
-            hint=Text("use {}" + others, Option("pattern", "unstructured")),
-        )
-        if isinstance(allocation, dict):
-            object.__setattr__(self, "allocation", dict(allocation))
-        for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
-            value = getattr(self, field)
-            check_number(field, value)
-            above = value > 0 if field == "owl_threshold" else value >= 0
-            require(above and value < limit, f"give a number between 0 and {limit:g}", field=field, value=value)
-
-    def _check_patterns(self, solver: type[Solver]) -> None:
-        """Require that the solver supports every pattern that a layer may get."""
-        rules = self.pattern_rules
-        supported = f"solver={self.solver!r} takes {' or '.join(kind.kind for kind in solver.patterns)}"
-        default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
-        others = " or ".join(f'"{name}"' for name in solver_names(Experts))
-        require(
-            default is None or isinstance(default, solver.patterns),
-            supported,
-            field="pattern",
-            value=self.pattern,
-            hint=f"choose {f'solver={others}' if isinstance(default, Experts) else 'another pattern or solver'}",
-        )
-        allocation = self.allocation if isinstance(self.allocation, dict) else {}
-        for key, rule in rules.rules.items():
-            require(
-                isinstance(rule, solver.patterns), supported, field=f"allocation[{key!r}]", value=allocation.get(key)
-            )
-
-    def _check_experts(self) -> None:
-        """Require the defaults of all fields without effect on whole experts."""
-        if self.pattern != Experts.kind:
-            return
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_values(values)
+        check_combinations(values)
+        if isinstance(self.allocation, dict):
+            object.__setattr__(self, "allocation", dict(self.allocation))
+        check_supported(solver, self.pattern_rules, values)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for field, why in _NOT_WITH_EXPERTS.items():
-            value = getattr(self, field)
-            unset = value == defaults[field] or (field == "ignore" and not value)
-            require(unset, f"pattern='experts' {why}; leave one of them out", field=field, value=value)
+        if self.pattern == Experts.kind:
+            check_experts(values, defaults)
+        self._set_solver_options(solver)
+        for field in ("targets", "ignore"):
+            object.__setattr__(self, field, check_expressions(field, values[field]))
+        _ = self.max_memory_bytes
 
     def _set_solver_options(self, solver: type[Solver]) -> None:
         """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""
