@@ -48,7 +48,8 @@ def _argument(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_argument, value))
     if isinstance(value, str | os.PathLike):
-        return shlex.quote(str(value)[:LONGEST_VALUE])
+        text = str(value)[:LONGEST_VALUE]
+        return text if text.split() == [text] else shlex.quote(text)
     return shown(value)
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from ..config import MoonshotConfig
     from ..pruner import MoonshotPruner
+    from ..reports.prune_report import PruneReport
 
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +128,7 @@ def _prune(
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact or config.pattern == "experts":
-        lines.append(_compact(pruner))
+        lines.append(_compact(pruner, report))
     lines += measured.lines(report.record)
     output.begin()
     pruner.save_pretrained(output.path, format=args.format)
@@ -135,12 +136,12 @@ def _prune(
     return [report.table(), "", *lines, f"saved       {args.output}"]
 
 
-def _compact(pruner: "MoonshotPruner") -> str:
+def _compact(pruner: "MoonshotPruner", report: "PruneReport") -> str:
     """Compact the pruned model; if that fails, it is saved with its zeros."""
     try:
         before, after = pruner.compact().parameters
     except MoonshotError as error:
-        pruner.report.notes.append(f"not compacted: {error}")
+        report.notes.append(f"not compacted: {error}")
         return f"not compacted: {error}"
     return f"parameters  {before:,} → {after:,}"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..errors import naming
@@ -31,13 +31,14 @@ class Unpack(ConversionOps):
         """Return this object: transformers copies a converter for every tensor, and this part is immutable."""
         return self
 
-    def convert(
-        self, input_dict: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        tensors = {name: part[0] if isinstance(part, list) else part for name, part in input_dict.items()}
-        with naming(full_layer_name):
-            weight = self.layers[full_layer_name].unpack(self.last, tensors)
-        return {self.last: weight.to(self.dtypes[full_layer_name])}
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        name = kwargs["full_layer_name"]
+        tensors: dict[str, Tensor] = {
+            name: part[0] if isinstance(part, list) else part for name, part in input_dict.items()
+        }
+        with naming(name):
+            weight = self.layers[name].unpack(self.last, tensors)
+        return {self.last: weight.to(self.dtypes[name])}
 
 
 class Unpacking(WeightConverter):

@@ -46,7 +46,8 @@ class PackedExperts:
         for path in files:
             with safe_open(path, "pt") as file:
                 stored += file.keys()
-                layers |= Description.read(file.metadata()).layers
+                description = Description.read(file.metadata())
+                layers |= {} if description is None else description.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
@@ -66,7 +67,7 @@ class PackedExperts:
         targets = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
         return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes))]
 
-    def restore(self, model: nn.Module) -> None:
+    def restore(self, model: Any) -> None:
         """Restore the model's own conversions, which saving reverses.
 
         Args:
@@ -92,11 +93,11 @@ class _Fusing(WeightConverter):
 
     def __init__(self, targets: Mapping[str, str], operation: "_Fuse"):
         super().__init__(_NAME, _NAME, operations=[operation])
-        self.targets = targets
+        self.targets, self.fuse = targets, operation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
         """transformers copies a converter for every tensor; the operation is shared."""
-        return _Fusing(self.targets, self.operations[0])
+        return _Fusing(self.targets, self.fuse)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         target = self.targets.get(source_key)
@@ -113,19 +114,18 @@ class _Fuse(ConversionOps):
         self.experts = experts
         self.dtypes = dtypes
 
-    def convert(
-        self, input_dict: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, config: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        parameter = kwargs["full_layer_name"]
         layers, merged = self.experts.layers, self.experts.merged
-        tensors = {name: parts[0] for name, parts in input_dict.items()}
+        tensors: dict[str, Tensor] = {name: parts[0] for name, parts in input_dict.items()}
         owners = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
-        converter = None
+        converter: Any = None
         for name in sorted(owners, key=dot_natural_key):
             with naming(name):
                 weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
-            weight = weight.to(self.dtypes[full_layer_name])
+            weight = weight.to(self.dtypes[parameter])
             if name not in merged:
-                return {full_layer_name: weight}
+                return {parameter: weight}
             converter = deepcopy(merged[name].converter) if converter is None else converter
-            converter.add_tensor(full_layer_name, name, merged[name].pattern, weight)
-        return converter.convert(full_layer_name, model=model, config=config)
+            converter.add_tensor(parameter, name, merged[name].pattern, weight)
+        return converter.convert(parameter, model=kwargs["model"], config=kwargs["config"])

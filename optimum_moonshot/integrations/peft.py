@@ -13,9 +13,9 @@ the adapter on loading.
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import Linear
@@ -50,14 +50,14 @@ class SparseLoraConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._register_custom_module({nn.Module: masked_adapter})
+        self._register_custom_module(_CUSTOM_MODULES)
 
     def to_dict(self) -> dict[str, Any]:
         """As in PEFT, with the mark."""
         return {**super().to_dict(), "peft_type": MARK}
 
 
-PEFT_TYPE_TO_CONFIG_MAPPING[MARK] = SparseLoraConfig  # for loading adapters with the mark
+PEFT_TYPE_TO_CONFIG_MAPPING[cast(PeftType, MARK)] = SparseLoraConfig  # for loading adapters with the mark
 
 
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
@@ -77,7 +77,7 @@ def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **k
     if not isinstance(weight, Tensor) or not is_pruned(weight):
         return None
     _check_start(config)
-    module = dispatch_default(target, adapter_name, config=config, **kwargs)
+    module: Any = dispatch_default(target, adapter_name, config=config, **kwargs)
     _check(kwargs.get("target_name") or "a pruned layer", module)
     _mask(module)
     return module
@@ -139,16 +139,16 @@ def unmasked_adapters(model: nn.Module, weights: Collection[nn.Parameter]) -> li
     return [name for name, module in adapters if id(_weight(module)) in pruned and not isinstance(module, preserving)]
 
 
-def _mask(module: Linear | ParamWrapper) -> None:
+def _mask(module: Any) -> None:
     module.__class__ = _MASKED.get(type(module), type(module))
     module.register_buffer("keep", _weight(module).detach() != 0, persistent=False)
 
 
-def _mark(config: LoraConfig) -> None:
+def _mark(config: PeftConfig) -> None:
     """Convert a configuration in place to one that is saved with the mark: PEFT and the caller share the object."""
     if type(config) is LoraConfig:
         config.__class__ = SparseLoraConfig
-        config._register_custom_module({nn.Module: masked_adapter})
+        config._register_custom_module(_CUSTOM_MODULES)
 
 
 def _weight(module: BaseTunerLayer) -> Any:
@@ -156,7 +156,7 @@ def _weight(module: BaseTunerLayer) -> Any:
     return getattr(module.get_base_layer(), getattr(module, "parameter_name", WEIGHT), None)
 
 
-def _check(name: str, module: BaseTunerLayer) -> None:
+def _check(name: str, module: Any) -> None:
     with naming(name):
         require(not module.merged, "an adapter is merged into its weight", hint="call unmerge_adapter() first")
         if isinstance(module, IA3Layer):
@@ -191,14 +191,18 @@ class _Masked(nn.Module):
     """
 
     keep: Tensor
+    lora_A: nn.ModuleDict
 
-    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
+    def get_delta_weight(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the change of the weight by one adapter, in the shape of the weight."""
-        return super().get_delta_weight(adapter, *args, **kwargs) * self.keep
+        base: Any = super()
+        change: Tensor = base.get_delta_weight(*args, **kwargs)
+        return change * self.keep
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check_start(config)
-        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        base: Any = super()
+        base.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         with naming("a new adapter"):
             _check_variants(self)
         _mark(config)
@@ -214,7 +218,8 @@ class SparseParameter(_Masked, ParamWrapper):
         if not deltas:
             yield
             return
-        base, name, trained = self.get_base_layer(), self.parameter_name, self.get_param().requires_grad
+        base: Any = self.get_base_layer()
+        name, trained = self.parameter_name, self.get_param().requires_grad
         parametrize.register_parametrization(base, name, _LoraParameterProxy(sum(deltas[1:], start=deltas[0])))
         base.parametrizations[name].original.requires_grad_(trained)
         try:
@@ -244,10 +249,13 @@ class SparseLinear(_Masked, Linear):
         return result.to(dtype)
 
     def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        weight = find_adapter(self.get_base_layer()).as_matrix(self.get_delta_weight(adapter))
+        layer = find_adapter(self.get_base_layer())
+        assert layer is not None  # PEFT wraps a Linear or a Conv1D
+        weight = layer.as_matrix(self.get_delta_weight(adapter))
         x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
         bias = self.lora_B[adapter].bias
         return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
 
-_MASKED: dict[type[nn.Module], type[_Masked]] = {Linear: SparseLinear, ParamWrapper: SparseParameter}
+_MASKED: dict[type, Any] = {Linear: SparseLinear, ParamWrapper: SparseParameter}
+_CUSTOM_MODULES: Any = {nn.Module: masked_adapter}  # PEFT also accepts a function

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 
 class _Waiting(MetaPathFinder):
@@ -24,7 +25,8 @@ class _Waiting(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            loader: Any = spec.loader  # to replace a method
+            run = loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
@@ -32,7 +34,7 @@ class _Waiting(MetaPathFinder):
                     sys.meta_path.remove(self)
                 self.register()
 
-            spec.loader.exec_module = run_and_register
+            loader.exec_module = run_and_register
         return spec
 
 
@@ -50,13 +52,15 @@ def register() -> None:
     """Register the quantizer with transformers' automatic classes; idempotent."""
     from transformers.quantizers import auto
 
-    from .transformers import METHOD, MoonshotPrunedCheckpoint, MoonshotQuantizer
+    from ..checkpoint.packed_format import METHOD
+    from .transformers import MoonshotPrunedCheckpoint, MoonshotQuantizer
 
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(MoonshotPrunedCheckpoint)
         auto.register_quantizer(METHOD)(MoonshotQuantizer)
         # The caller's `get_loading_attributes` override an entry in config.json for these types.
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoonshotPrunedCheckpoint,)
+        types: tuple[Any, ...] = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
+        vars(auto)["LOADING_ATTRIBUTES_CONFIG_TYPES"] = (*types, MoonshotPrunedCheckpoint)
 
 
 def register_adapters() -> None:

@@ -296,11 +296,11 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     check_whole("every", every, 1)
     pattern, hint = config.parsed_pattern, Text("prune in one step, {}", "begin_step")
     if isinstance(pattern, NM):
-        message = "it has one sparsity, which a schedule cannot reach gradually"
-        raise MoonshotError(message, field="pattern", value=config.pattern, hint=hint)
+        reason = "it has one sparsity, which a schedule cannot reach gradually"
+        raise MoonshotError(reason, field="pattern", value=config.pattern, hint=hint)
     if config.allocation != "uniform" or pattern is None:
-        message = "a schedule needs sparsities that increase from pruning to pruning in every layer"
-        raise MoonshotError(message, field="allocation", value=config.allocation, hint=hint)
+        reason = "a schedule needs sparsities that increase from pruning to pruning in every layer"
+        raise MoonshotError(reason, field="allocation", value=config.allocation, hint=hint)
     sparsity = pattern.sparsity
     steps = sorted({*range(begin, end, every), end})
     return {step: sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}

@@ -8,17 +8,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from ..checkpoint.file_integrity import check_complete, checksums_wanted, verify
-from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, config_entry, read_version
+from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, config_entry, read_version
 from ..checkpoint.request import current_request
 from ..checkpoint.weight_files import PACKED_INDEX
 from ..checkpoint.weight_names import followed_names
@@ -31,6 +31,8 @@ from ..reports.record import PruningRecord
 from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .packed_experts import PackedExperts
 
 _RUNTIMES = ("dense", "packed", "auto")
@@ -55,7 +57,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         MoonshotError: another runtime.
     """
 
-    quant_method = METHOD
+    quant_method = cast(QuantizationMethod, METHOD)
 
     def __init__(self, runtime: str = "dense"):
         check_runtime(runtime, _RUNTIMES)
@@ -63,11 +65,14 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         self.version = VERSION
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+    def from_dict(
+        cls, config_dict: Any, return_unused_kwargs: Any = False, **kwargs: Any
+    ) -> "MoonshotPrunedCheckpoint":
         """Read the entry in config.json; the runtime is the caller's choice.
 
         Args:
             config_dict: the entry.
+            return_unused_kwargs: of transformers, ignored.
             kwargs: of transformers, ignored.
 
         Raises:
@@ -96,10 +101,15 @@ class MoonshotQuantizer(HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: MoonshotPrunedCheckpoint | MoonshotConfig, **kwargs: Any):
-        super().__init__(quantization_config, **kwargs)
+        super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
         self.request = current_request()
-        self.pruning = isinstance(quantization_config, MoonshotConfig)
-        self.runtime = "dense" if self.pruning else self.request.runtime or quantization_config.runtime
+        self.pruning: MoonshotConfig | None = None
+        self.version, self.runtime = VERSION, "dense"
+        if isinstance(quantization_config, MoonshotConfig):
+            self.pruning = quantization_config
+        else:
+            self.version = quantization_config.version
+            self.runtime = self.request.runtime or quantization_config.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
         self.experts: PackedExperts | None = None  # packed weights with conversions of the model
@@ -117,13 +127,13 @@ class MoonshotQuantizer(HfQuantizer):
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Select the packed index: no other hook gets the configuration before transformers looks for an index."""
-        if self.pre_quantized and self.quantization_config.version > 1:
+        if self.pre_quantized and self.version > 1:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
     update_attn_implementation = update_tp_plan  # depending on its release, transformers calls one of the two or both
 
-    def preprocess_model(self, model: nn.Module, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+    def preprocess_model(self, model: "PreTrainedModel", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         """As in transformers, which does not store the dtype.
 
         Args:
@@ -136,12 +146,12 @@ class MoonshotQuantizer(HfQuantizer):
             self.dtypes = _dtypes(model, dtype)
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+        self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         from .packed_experts import PackedExperts
 
-        if self.pruning:
-            self._prepare_pruning(model)
+        if self.pruning is not None:
+            self._prepare_pruning(self.pruning, model)
         elif not self.pre_quantized:
             PruningRecord.require_of(model)
         else:
@@ -157,10 +167,11 @@ class MoonshotQuantizer(HfQuantizer):
                 self.kept = [name for name, entry in self.chosen.items() if not entry.startswith(DENSE)]
             self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from transformers import PreTrainedModel
 
         from ..checkpoint.in_memory import note, to_runtime
+        from ..pruner import MoonshotPruner
         from .conversion import Unpacking
 
         model.config.__dict__.pop(EXPLICIT, None)
@@ -175,8 +186,9 @@ class MoonshotQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
-        if self.pruning:
-            self._prune(model)
+        if self.pruning is not None:
+            with torch.enable_grad():
+                model.moonshot_report = MoonshotPruner(model, self.pruning, *self.processors).prune()
         elif self.chosen:
             note(model, self.chosen)
         elif not self.pre_quantized and self.runtime != "dense":
@@ -193,17 +205,16 @@ class MoonshotQuantizer(HfQuantizer):
             return
         folder = Path(files[0]).parent
         with torch.device("cpu"):  # transformers calls this inside of its meta-device context
-            checked = verify(folder, self.quantization_config.version, checksums_wanted())
+            checked = verify(folder, self.version, checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checked))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 
-    def _prepare_pruning(self, model: nn.Module) -> None:
+    def _prepare_pruning(self, config: MoonshotConfig, model: "PreTrainedModel") -> None:
         from ..model.model_info import load_processor, load_tokenizer
 
         pruned = PruningRecord.of(model) is not None
-        message = f"{model.name_or_path} is already pruned; load it without one"
+        message = f"{model.name_or_path} is pruned already; load it without one"
         require(not pruned, message, field="quantization_config")
-        config = self.quantization_config
         require(
             config.calibration is not None or not config.make_solver().calibrated,
             Text("{} needs data", Option("solver", config.solver)),
@@ -211,13 +222,8 @@ class MoonshotQuantizer(HfQuantizer):
             value=None,
             hint="such as MoonshotConfig(…, calibration='c4')",
         )
-        self.processors = load_tokenizer(model.name_or_path), load_processor(model, model.name_or_path)
-
-    def _prune(self, model: nn.Module) -> None:
-        from ..pruner import MoonshotPruner
-
-        with torch.enable_grad():
-            model.moonshot_report = MoonshotPruner(model, self.quantization_config, *self.processors).prune()
+        name: Any = model.name_or_path
+        self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
         from .conversion import Unpacking  # imports transformers' loader, which imports the quantizers
@@ -236,7 +242,7 @@ class MoonshotQuantizer(HfQuantizer):
         return False
 
 
-def _require_complete(model: nn.Module) -> None:
+def _require_complete(model: Any) -> None:
     """Raise an error where transformers only warns: weights missing in the files or unexpected by the model.
 
     For models of the saved class; others, such as one with a new head, have additional weights.
@@ -251,7 +257,7 @@ def _require_complete(model: nn.Module) -> None:
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 
 
-def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtype of every floating-point tensor as transformers loads it: some layers stay in float32."""
     wide = {re.compile(part.replace("*", ".*")): kept for part, kept in model._get_dtype_plan(dtype).items()}
     return {
@@ -285,7 +291,8 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
     weights = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            layers = Description.read(file.metadata()).layers
+            description = Description.read(file.metadata())
+        layers: Layers = {} if description is None else description.layers
         for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
@@ -317,7 +324,8 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
     shared, chosen, sizes = {*tied, *tied.values()}, {}, [0, 0]
     for name, stored in weights.items():
         path, layer = name.rpartition(".")[0], stored.layer
-        module, device = model.get_submodule(path), _device_of(path, device_map)
+        module: Any = model.get_submodule(path)
+        device = _device_of(path, device_map)
         why = obstacle(module, name in shared) if device is not None else "offloaded"
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"

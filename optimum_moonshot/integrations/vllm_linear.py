@@ -82,7 +82,7 @@ class PackedLinearMethod(LinearMethodBase):
             self.dense.create_weights(layer, *sizes, **attributes)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight; vLLM calls this when the layer is complete, and again when all layers are.
 
         Args:

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.weight_utils import download_safetensors_i
 from ..checkpoint.file_integrity import checksums_wanted, verify
 from ..checkpoint.packed_format import Description, Layers
 from ..checkpoint.weight_files import PACKED_INDEX, read_header
-from ..errors import require
+from ..errors import MoonshotError, require
 from .packed_stream import unpacked
 
 _METHOD = "_get_weights_iterator"
@@ -29,7 +29,8 @@ def unpack_while_loading() -> None:
         MoonshotError: this release of vLLM has another loader.
     """
     read: Callable[..., Iterable[tuple[str, Tensor]]] | None = getattr(DefaultModelLoader, _METHOD, None)
-    require(read is not None, "this vLLM has another loader", hint="install a release that docs/vllm.md lists")
+    if read is None:
+        raise MoonshotError("this vLLM has another loader", hint="install a release that docs/vllm.md lists")
     if getattr(read, "unpacks_moonshot", False):
         return
 
@@ -37,7 +38,7 @@ def unpack_while_loading() -> None:
     def read_unpacked(loader: DefaultModelLoader, source: Any) -> Iterator[tuple[str, Tensor]]:
         return unpacked(read(loader, source), lambda: _packed_layers(loader, source), source.prefix)
 
-    read_unpacked.unpacks_moonshot = True
+    vars(read_unpacked)["unpacks_moonshot"] = True
     setattr(DefaultModelLoader, _METHOD, read_unpacked)
 
 
