@@ -209,10 +209,10 @@ def read_options(solver: str, texts: list[str]) -> dict[str, Any]:
     options, values = solver_options(solver), {}
     for text in texts:
         name, sign, value = text.partition("=")
-        where = {"field": "solver_options", "value": text}
-        expect(bool(name and sign), "give NAME=VALUE", **where)
-        expect(name in options, f"solver={solver!r} has {', '.join(options) or 'none'}", **where)
-        expect(name not in values, f"{name} is given twice", **where)
+        expect(bool(name and sign), "give NAME=VALUE", field="solver_options", value=text)
+        message = Text(f"{{}} has {', '.join(options) or 'none'}", Option("solver", solver))
+        expect(name in options, message, field="solver_options", value=text)
+        expect(name not in values, f"{name} is given twice", field="solver_options", value=text)
         try:
             values[name] = parse_option(options[name], value)
         except MoonshotError as error:

@@ -34,7 +34,7 @@ class Unpack(ConversionOps):
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         name = kwargs["full_layer_name"]
         tensors: dict[str, Tensor] = {
-            name: part[0] if isinstance(part, list) else part for name, part in input_dict.items()
+            key: part[0] if isinstance(part, list) else part for key, part in input_dict.items()
         }
         with naming(name):
             weight = self.layers[name].unpack(self.last, tensors)
