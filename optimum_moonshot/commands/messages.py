@@ -27,14 +27,14 @@ def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str]
         args: of the command.
         plurals: fields whose option of this command takes several values, and has another name.
     """
-    given = {} if args is None else vars(args)
+    options = {} if args is None else vars(args)
 
     def format_option(option: Option) -> str:
         name, bracket, key = option.name.partition("[")  # an entry of a field, such as allocation['mlp']
         value = option.value
-        if name in FOLDERS and given.get("output") is not None:
-            name, value = "output", value if value is UNSET else given["output"]
-        elif name in POSITIONAL or name not in (*CONFIG_OPTIONS, *given):
+        if name in FOLDERS and options.get("output") is not None:
+            name, value = "output", value if value is UNSET else options["output"]
+        elif name in POSITIONAL or name not in (*CONFIG_OPTIONS, *options):
             return str(option)
         text = flag(plurals.get(name, name)) + bracket + key
         without_value = any(value is each for each in (UNSET, None, True))

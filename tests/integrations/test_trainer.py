@@ -13,7 +13,8 @@ from models import make, token_batches
 from test_masks import pruned, zeros
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
+from optimum_moonshot.integrations.trainer import own_random_state
+from optimum_moonshot.integrations.training_data import labelled, training_inputs
 from optimum_moonshot.masks import find_pruned
 
 CONFIG = MoonshotConfig(pattern="2:4", lam=0.9, num_samples=6, batch_size=2)
