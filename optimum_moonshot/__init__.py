@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .integrations.registration import register_soon
-from .moved import answer_old_names
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -96,5 +95,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-answer_old_names()
 register_soon()

@@ -1,140 +1,124 @@
-"""`MoonshotConfig`: every choice of a pruning run, checked when it is made, before any work can be lost."""
+"""`MoonshotConfig`: all settings of a pruning run, validated on construction."""
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from .errors import MOST, MoonshotError, check_expressions, check_number, check_path, check_whole, require, shown
-from .objective.allocation_rules import PatternRules, check_allocation
+from .config_checks import check_combinations, check_experts, check_supported, check_values
+from .errors import MAX_INT, MoonshotError, Option, Text, check_expressions, require, shown
+from .objective.allocation_rules import PatternRules
 from .objective.patterns import NM, Experts, MixedNM, Pattern
 from .recipes import recipe
-from .solvers.base import Solver, make_solver, solver_class, solver_names
+from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
 from .solvers.hyperparameters import check_option, check_options
 
 # Defaults of the paper, section 4.3: "λ = 0.5 for vision models and λ = 0.9 for LLMs".
 DEFAULT_LAM = {"language": 0.9, "vision": 0.5}
-# Hyperparameters that several solvers have, and that therefore are fields of a configuration too.
+# Hyperparameters that several solvers have, and that are fields of a configuration for that reason.
 SHARED_OPTIONS = ("damping", "block_size")
-RECOVERIES = ("blockwise", "gradual")
-EXPERT_TOKENS, STARVED_EXPERTS = ("routed", "all"), ("all", "magnitude", "routed")
-# What does not combine with pattern="experts", and what that does instead.
-_NOT_OF_EXPERTS = {
-    "targets": "removes as many experts of every layer",
-    "ignore": "removes as many experts of every layer",
-    "expert_tokens": "goes by the tokens that the router sends each expert",
-    "under_calibrated_experts": "goes by the tokens that the router sends each expert, however few",
-    "fisher": "has the Fisher loss of the experts",
-    "recompute": "takes all statistics of the dense model",
-    "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
-    "rotation": "removes experts as they are",
-}
-# In a dictionary of version 1, of every solver, also of one that has no damping.
-_DAMPING_OF_VERSION_1 = 0.01
 
 
-class _SolversOwn(float):
-    """A hyperparameter that nobody gave, with the solver's own value: `dataclasses.replace` by another solver, which
-    hands it on, takes that one's own."""
+class _SolverDefault(float):
+    """A hyperparameter with the solver's default: `dataclasses.replace` with another solver uses that one's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MoonshotConfig:
-    """How to prune.
+    """The settings of a pruning run.
 
     Args:
         solver: "sparsegpt", "alps", "obc", "cap" and (structured) "osscar" update the surviving weights; "wanda" and
-            "magnitude" only choose. Of whole experts, "osscar" chooses by the two objectives, "reap" and "frequency" by
-            what they are named after. Or a name that `register_solver` got, also in an installed package that names it
-            as an entry point of the group `optimum_moonshot.solvers`.
-        pattern: "unstructured", "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs, "structured", which
-            removes whole input columns, or "experts", which removes whole experts of every mixture, so that the model
-            is smaller at once. Not every solver takes every pattern. With allocation="fisher" also
-            "n:4" (or any m, with the letter n): each layer gets 1:4, 2:4, 3:4 or stays dense.
-        sparsity: share of the weights (of the column groups, of the experts of every layer) to remove, in [0, 1];
-            follows from n:m. Of "n:4" it is
-            the most that all layers lose together, as closely as whole steps of a quarter of a layer allow.
-        group_size: consecutive columns that go or stay together; pattern="structured" only. In a model these are
-            neurons, so that widths stay multiples of it; attention heads go whole, whatever it is.
-        allocation: "uniform"; "fisher", which gives every weight matrix, and every expert, a sparsity of its own, so
-            that the Fisher loss of the whole model is least; "owl" or "alpha", which give one to every decoder layer.
-            All keep the total `sparsity` of an unstructured pattern. "fisher" passes some of the calibration samples
-            once more, forwards and backwards, also at λ = 1; with pattern="structured" it changes nothing, and the
-            report says so: a compact model has one width in all its blocks. Or a dict of layer → sparsity or "n:m". Its
-            keys are names of layers, or regular expressions searched for in them: a layer's name decides, else the
-            first expression found in it, else `pattern` and `sparsity`.
-        owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 by OWL (arXiv 2310.05175) and the paper.
-        owl_lambda: OWL's λ: densities spread over 2λ. 0.08, as above.
-        alpha_tau: AlphaPruning's τ: sparsities in proportion to 1 - τ … 1 + τ. 0.1, the paper's value for
+            "magnitude" only select them. For whole experts: "osscar" minimizes both objectives, "reap" and "frequency"
+            rank by the criteria of these names. Or the name of a solver registered with `register_solver`, or by an
+            installed package through an entry point in the group `optimum_moonshot.solvers`.
+        pattern: "unstructured"; "n:m" such as "2:4", which keeps 2 of every 4 consecutive inputs; "structured", which
+            removes whole input columns; or "experts", which removes whole experts of every mixture, so that the model
+            is smaller at once. With allocation="fisher" also "n:4" (or any m, with the letter n): each layer gets 1:4,
+            2:4 or 3:4, or stays dense. Not every solver supports every pattern.
+        sparsity: fraction of the weights (of the column groups, of the experts of every layer) to remove, in [0, 1];
+            implied by n:m. For "n:4" it is an upper bound on the fraction over all layers, reached as closely as steps
+            of a quarter of a layer allow.
+        group_size: consecutive columns that are removed together; pattern="structured" only. In a model these are
+            neurons, so that widths remain multiples of it; attention heads are always removed whole.
+        allocation: how the sparsity budget is divided between layers. "uniform"; "fisher", which assigns every weight
+            matrix, and every expert, the sparsity that minimizes the Fisher loss of the whole model; "owl" or "alpha",
+            which assign one sparsity per decoder layer. All preserve the total `sparsity` of an unstructured pattern.
+            "fisher" runs some of the calibration samples forwards and backwards once more, also at λ = 1; with
+            pattern="structured" it has no effect, which the report notes: a compact model has one width in all its
+            blocks. Or a dict of layer → sparsity or "n:m", whose keys are names of layers, or regular expressions
+            searched for in them: the entry with the layer's name applies, else the first matching expression, else
+            `pattern` and `sparsity`.
+        owl_threshold: OWL's M: an outlier exceeds M times the mean. 5 in OWL (arXiv 2310.05175) and the paper.
+        owl_lambda: OWL's λ: densities vary by 2λ. 0.08, as above.
+        alpha_tau: AlphaPruning's τ: sparsities are proportional to 1 - τ … 1 + τ. 0.1, the paper's value for
             Llama-3.2-3B (0.05 for the 1B).
         recompute: the paper's "++": block by block, statistics on the already pruned blocks before it. At λ = 1 every
-            block runs once more; at λ < 1 the passes grow with the square of the number of blocks.
-        expert_tokens: whose inputs the Gram matrix of an expert is of: "routed", of the tokens that the model sends it,
-            or "all", of all tokens. Gradients are those of the model's own routing.
-        under_calibrated_experts: what an expert goes by that reads fewer tokens than one for four inputs: "all" tokens,
-            "magnitude", or "routed", the few that it has. The report names them.
-        lam: λ in [0, 1], the weight of the reconstruction term; 1 - λ goes to the Fisher loss. None is the paper's
-            default: 0.9 for language models, 0.5 for vision. 1 is the single-objective method: no backward pass.
-        fisher: "all" gives every pruned layer the two objectives; "attention" only the attention's (the paper's
-            setting for language models), the others then use λ = 1.
-        damping: share of the mean diagonal added to a Hessian before it is factored, in (0, 1]. It grows tenfold, up
-            to 1, for a layer that needs it; the report says so. None is the solver's own, 0.01 for those here, and
-            afterwards reads as that. It has no effect on a solver without one, such as Wanda.
-        block_size: SparseGPT: columns pruned together, with all rows its comparison group (128). CAP: the most inputs
-            of a row that have a quadratic together (192). None is the solver's own, in brackets; without effect as
+            block runs once more; at λ < 1 the calibration passes grow with the square of the number of blocks.
+        expert_tokens: the inputs in the Gram matrix of an expert: "routed", the tokens that the router sends to it, or
+            "all" tokens. Gradients always follow the model's routing.
+        under_calibrated_experts: the statistics of an expert with fewer tokens than one per four inputs: "all" tokens,
+            "magnitude", or "routed", the few that it has. The report lists these experts.
+        lam: λ in [0, 1], the weight of the reconstruction term; the Fisher loss has 1 - λ. None is the paper's default:
+            0.9 for language models, 0.5 for vision. 1 is the single-objective method, without a backward pass.
+        fisher: "all" applies both objectives to every pruned layer; "attention" only to the attention's (the paper's
+            setting for language models), and λ = 1 to the others.
+        damping: fraction of the mean diagonal added to a Hessian before it is factored, in (0, 1]. It grows tenfold, up
+            to 1, for a layer that cannot be factored otherwise; the report notes it. None is the solver's default
+            (0.01), which the field has afterwards. No effect on a solver without damping, such as Wanda.
+        block_size: SparseGPT: columns pruned together, with all rows as their comparison group (128). CAP: the largest
+            number of inputs of a row with a joint quadratic (192). None is the solver's default; without effect as
             above.
-        solver_options: the solver's hyperparameters, name → value; those that are not given have its defaults. Of
-            `damping` and `block_size`, which may be given here as well, the fields are what is kept.
+        solver_options: the solver's hyperparameters, name → value; the others have its defaults. `damping` and
+            `block_size` may be given here as well, and are moved to their fields.
         targets: regular expressions searched for in module names; None prunes every Linear and Conv2d of the repeated
-            layers (decoder or encoder layers, stages). Embeddings, also of patches, stems and heads are pruned only if
-            one of these names them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
+            layers (decoder or encoder layers, stages). Embeddings, patch embeddings, stems and heads are pruned only if
+            an expression matches them. In a model without repeated layers (a plain `torch.nn.Module`), None prunes all
             but the first and the last layer.
-        ignore: regular expressions searched for in module names that stay dense.
-        num_samples: calibration samples N. Exactly so many: too little data is an error.
+        ignore: regular expressions searched for in the names of modules that stay dense.
+        num_samples: the exact number of calibration samples N; fewer in the data are an error.
         sequence_length: tokens per sample; None is the model's longest, at most 2048.
-        batch_size: samples that pass through a layer at a time. Memory and speed, not the result, depend on it.
-        seed: of the choice of calibration samples. Equal seeds give bit-identical models.
-        max_memory: bytes ("8GiB" works) that statistics and caches may take on the model's device; what exceeds it
-            goes to host memory. None is 60% of what is free when pruning starts. Less of it is used from where the
-            device is out of memory.
-        offload_dir: a folder for caches that exceed host memory too; its files are removed at the end.
+        batch_size: samples per forward pass of a layer. It changes memory and speed, not the result.
+        seed: of the sampling of calibration data. Equal seeds give bit-identical models.
+        max_memory: bytes (or "8GiB") for statistics and caches on the model's device; the rest is stored in host
+            memory. None is 60% of the free memory at the start. The run reduces it after an out-of-memory error.
+        offload_dir: a folder for caches that exceed host memory; its files are removed at the end.
         recover: "blockwise" tunes the surviving weights of one decoder layer after another on the calibration samples,
-            without labels, until it does again what it did dense. "gradual" prunes it once more meanwhile, in six
-            stages, each from its weights and inputs as they are by then. None does neither. Zeros stay zeros.
-        recover_steps: optimizer steps per decoder layer, 8 samples each; it ends earlier once it gains nothing.
-            "gradual" takes a tenth of them after each of its first five stages, the others after the last.
-        recover_lr: the learning rate that those steps begin with, as a share of the root mean square of a layer's
-            surviving weights; it falls to 0 along a cosine.
-        rotation: "learned" changes the basis of the residual stream and of what attention heads carry, before pruning,
-            by orthogonal matrices that leave the model's function as it is and that are learned so that pruning removes
-            little; they are merged into the weights. "heads" leaves the residual stream, and so tied embeddings, as
-            they are. None does neither. Both give neurons an order for n:m, and rows that a solver compares units of
-            the loss where the pattern is a share.
-        rotation_weights: "fisher" weighs every matrix in what is learned by its absolute Fisher loss, which takes one
-            backward pass of the data, at λ = 1 too; "equal" weighs all alike, and leaves rows in their units.
-        rotation_steps: optimizer steps, at most; it ends earlier once it gains nothing.
-        rotation_lr: the learning rate that those steps begin with, in radians; it falls to 0 along a cosine.
-        rotation_rows: rows (or columns) of each matrix that the learning looks at, where its rotations allow; fewer are
-            faster on wide models. None is all.
-        calibration: the data that `MoonshotPruner.prune` takes where it is given none, and with which
-            ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))`` prunes while loading. It
-            is no part of `to_dict`, nor of the equality of two configurations.
+            without labels, to reproduce its dense output. "gradual" also prunes the layer once more, in six stages,
+            each from the weights and inputs of the previous one. None does neither. Zeros stay zeros.
+        recover_steps: maximum optimizer steps per decoder layer, 8 samples each, with early stopping. "gradual" takes a
+            tenth of them after each of its first five stages, the others after the last.
+        recover_lr: initial learning rate of these steps, as a fraction of the root mean square of a layer's surviving
+            weights, with cosine decay to 0.
+        rotation: "learned" changes the basis of the residual stream and of the attention heads before pruning, by
+            orthogonal matrices that preserve the function of the model, are learned to reduce the loss of pruning, and
+            are merged into the weights. "heads" keeps the residual stream, and so tied embeddings. None does neither.
+            Both also compute a channel permutation for n:m and, for patterns with a sparsity, scale rows to units of
+            the loss.
+        rotation_weights: "fisher" weights every matrix in the rotation's objective by its absolute Fisher loss, which
+            takes one backward pass of the data, also at λ = 1; "equal" weights all equally, and does not scale rows.
+        rotation_steps: maximum optimizer steps, with early stopping.
+        rotation_lr: initial learning rate of these steps, in radians, with cosine decay to 0.
+        rotation_rows: rows (or columns) of each matrix in the rotation's objective, where its rotations allow; fewer
+            are faster on wide models. None is all.
+        calibration: the default data of `MoonshotPruner.prune`, also for pruning while loading:
+            ``from_pretrained(name, quantization_config=MoonshotConfig(…, calibration="c4"))``. Excluded from `to_dict`
+            and from comparison.
 
     Raises:
-        MoonshotError: a value of the wrong type or out of range, or two that contradict each other; it names the field.
+        MoonshotError: a value of the wrong type or out of range, or two contradictory values.
     """
 
-    VERSION: ClassVar[int] = 2
-    quant_method: ClassVar[str] = "moonshot"  # under which transformers finds the quantizer of integrations
+    VERSION: ClassVar[int] = 2  # of `to_dict`
+    quant_method: ClassVar[str] = "moonshot"  # the name of the quantizer that transformers selects
 
     solver: str = "sparsegpt"
     pattern: str = "unstructured"
     sparsity: float | None = None
     group_size: int = 1
-    # Equal configurations have equal hashes without it, and a dict has none.
+    # Excluded from the hash, because a dict has none.
     allocation: str | dict[str, float | str] = dataclasses.field(default="uniform", hash=False)
     owl_threshold: float = 5.0
     owl_lambda: float = 0.08
@@ -167,156 +151,70 @@ class MoonshotConfig:
 
     def __post_init__(self) -> None:
         solver = solver_class(self.solver)
-        check_number("sparsity", self.sparsity, optional=True)
-        check_whole("group_size", self.group_size, least=1)
-        self._check_allocation()
-        self._check_patterns(solver)
-        self._check_experts()
-        require(isinstance(self.recompute, bool), f"recompute={self.recompute!r}: use True or False")
-        check_number("lam", self.lam, optional=True)
-        require(self.lam is None or 0 <= self.lam <= 1, f"lam={self.lam}: λ lies between 0 and 1")
-        require(self.fisher in ("all", "attention"), f'fisher={self.fisher!r}: use "all" or "attention"')
-        for field, values in (("expert_tokens", EXPERT_TOKENS), ("under_calibrated_experts", STARVED_EXPERTS)):
-            value = getattr(self, field)
-            names = " or ".join(f'"{name}"' for name in values)
-            require(value in values, f"{field}={value!r}: use {names}")
-        self._settle_options(solver)
-        known = " or ".join(f'"{name}"' for name in RECOVERIES)
-        require(self.recover in (None, *RECOVERIES), f"recover={self.recover!r}: use {known}, or None for none")
-        check_number("recover_lr", self.recover_lr)
-        require(0 < self.recover_lr < 1, f"recover_lr={self.recover_lr}: it lies above 0 and below 1")
-        self._check_rotation()
-        for field in ("num_samples", "batch_size", "recover_steps", "rotation_steps"):
-            check_whole(field, getattr(self, field), least=1)
-        check_whole("seed", self.seed, least=0)
-        if self.sequence_length is not None:
-            check_whole("sequence_length", self.sequence_length, least=2)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_values(values)
+        check_combinations(values)
+        if isinstance(self.allocation, dict):
+            object.__setattr__(self, "allocation", dict(self.allocation))
+        check_supported(solver, self.pattern_rules, values)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.pattern == Experts.kind:
+            check_experts(values, defaults)
+        self._set_solver_options(solver)
         for field in ("targets", "ignore"):
-            object.__setattr__(self, field, check_expressions(field, getattr(self, field)))
+            object.__setattr__(self, field, check_expressions(field, values[field]))
         _ = self.max_memory_bytes
-        if self.offload_dir is not None:
-            check_path("offload_dir", self.offload_dir)
-            require(isinstance(self.offload_dir, str), f"offload_dir={self.offload_dir!r}: give the path as a string")
 
-    def _check_rotation(self) -> None:
-        how = self.rotation
-        require(how in (None, "learned", "heads"), f'rotation={how!r}: use "learned" or "heads", or None for none')
-        require(
-            how is None or self.pattern != "structured",
-            f"rotation={how!r}: pattern='structured' removes neurons and heads as they are; leave one of them out",
-        )
-        weights = self.rotation_weights
-        require(weights in ("fisher", "equal"), f'rotation_weights={weights!r}: use "fisher" or "equal"')
-        check_number("rotation_lr", self.rotation_lr)
-        require(0 < self.rotation_lr < 1, f"rotation_lr={self.rotation_lr}: it lies above 0 and below 1")
-        if self.rotation_rows is not None:
-            check_whole("rotation_rows", self.rotation_rows, least=1)
-
-    def _check_allocation(self) -> None:
-        how = self.allocation
-        check_allocation(how)
-        named = isinstance(how, dict)
-        mixed = isinstance(self.pattern, str) and self.pattern.startswith("n:")
-        require(
-            not mixed or how == "fisher",
-            f"pattern={self.pattern!r}: which layer gets which of its patterns is an allocation's choice; add "
-            'allocation="fisher", or give a number for n',
-        )
-        mend = 'pattern="unstructured"' + (' or "n:m"' if named else ', or a dict of layer → "n:m"')
-        mend += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if how == "fisher" else ""
-        takes = mixed or (how == "fisher" if self.pattern == "structured" else named)
-        require(
-            how == "uniform" or self.pattern == "unstructured" or takes,
-            f"allocation={how!r}: pattern={self.pattern!r} takes the same share of every layer; use {mend}",
-        )
-        if isinstance(how, dict):
-            object.__setattr__(self, "allocation", dict(how))
-        for field, limit in (("owl_threshold", math.inf), ("owl_lambda", 1), ("alpha_tau", 1)):
-            value = getattr(self, field)
-            check_number(field, value)
-            low = value > 0 if field == "owl_threshold" else value >= 0
-            require(low and value < limit, f"{field}={value}: it lies between 0 and {limit:g}")
-
-    def _settle_options(self, solver: type[Solver]) -> None:
-        """Check the solver's hyperparameters, and keep each in one place: the shared ones in their fields."""
-        require(
-            isinstance(self.solver_options, Mapping) and all(isinstance(name, str) for name in self.solver_options),
-            f"solver_options={self.solver_options!r}: give a dict of name → value",
-        )
-        known, given = options_of(self.solver), dict(self.solver_options)
+    def _set_solver_options(self, solver: type[Solver]) -> None:
+        """Check the solver's hyperparameters, and store each once: the shared ones in their fields."""
+        options = self.solver_options
+        named = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+        require(named, "give a dict of name → value", field="solver_options", value=options)
+        declared, values = options_of(self.solver), dict(options)
         for name in SHARED_OPTIONS:
-            short, long = self._given(name), given.get(name)
-            require(
-                name not in given or short is None or short == long,
-                f"{name}={short!r} and solver_options[{name!r}]={long!r}: two values for one; give it once",
-            )
-            if short is not None:  # also what has no effect: with another solver it may have one
-                check_option((known if name in known else options_of("sparsegpt"))[name], short)
+            shared = self._explicit(name)
+            if name in values and shared is not None and shared != values[name]:
+                other = Option(f"solver_options[{name!r}]", values[name])
+                raise MoonshotError(Text("{} is another value; give it once", other), field=name, value=shared)
+            if shared is not None:  # checked without effect too: the next solver may use it
+                check_option((declared if name in declared else options_of("sparsegpt"))[name], shared)
         try:
-            check_options(solver, given, f"solver={self.solver!r}")
+            check_options(solver, values, f"solver={self.solver!r}")
         except MoonshotError as error:
-            raise MoonshotError(f"solver_options: {error}") from None
+            raise error.within(Option("solver_options")) from None
         for name in SHARED_OPTIONS:
-            value = self._given(name) if given.get(name) is None else given.pop(name)
-            object.__setattr__(self, name, value)
-        own = known["damping"].default if "damping" in known and "damping" not in given else None
-        if self.damping is None and isinstance(own, float):
-            object.__setattr__(self, "damping", _SolversOwn(own))
-        object.__setattr__(self, "solver_options", {name: given[name] for name in known if name in given})
-        self.make_solver()  # which may have something to say on its hyperparameters together
+            object.__setattr__(self, name, self._explicit(name) if values.get(name) is None else values.pop(name))
+        default = declared["damping"].default if "damping" in declared and "damping" not in values else None
+        if self.damping is None and isinstance(default, float):
+            object.__setattr__(self, "damping", _SolverDefault(default))
+        object.__setattr__(self, "solver_options", {name: values[name] for name in declared if name in values})
+        self.make_solver()  # raises for hyperparameters that do not fit together
 
-    def _given(self, name: str) -> Any:
-        """A shared option's value; None where it is the solver's own."""
+    def _explicit(self, name: str) -> Any:
+        """Return a shared option's value; None for the solver's default."""
         value = getattr(self, name)
-        return None if isinstance(value, _SolversOwn) else value
-
-    def _check_patterns(self, solver: type[Solver]) -> None:
-        """Every pattern that a layer may get is one that the solver takes."""
-        takes, rules = " or ".join(kind.kind for kind in solver.patterns), self.pattern_rules
-        default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
-        others = " or ".join(f'"{name}"' for name in solver_names(Experts))
-        mend = f"solver={others}" if isinstance(default, Experts) else "another pattern or solver"
-        require(
-            default is None or isinstance(default, solver.patterns),
-            f"pattern={self.pattern!r}: solver={self.solver!r} takes {takes}; choose {mend}",
-        )
-        named = self.allocation if isinstance(self.allocation, dict) else {}
-        for key, rule in rules.rules.items():
-            require(
-                isinstance(rule, solver.patterns),
-                f"allocation[{key!r}]={named[key]!r}: solver={self.solver!r} takes {takes}",
-            )
-
-    def _check_experts(self) -> None:
-        """Whole experts go by the model's own routing, as many of every layer, and leave a smaller model."""
-        if self.pattern != Experts.kind:
-            return
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, why in _NOT_OF_EXPERTS.items():
-            value = getattr(self, name)
-            empty = name == "ignore" and not value
-            require(value == fields[name] or empty, f"{name}={value!r}: pattern='experts' {why}; leave one of them out")
+        return None if isinstance(value, _SolverDefault) else value
 
     @property
     def pattern_rules(self) -> PatternRules:
-        """Which pattern each layer gets."""
+        """The pattern of each layer."""
         return PatternRules.parse(self.pattern, self.sparsity, self.group_size, self.allocation)
 
     @property
     def parsed_pattern(self) -> Pattern | MixedNM | None:
-        """`pattern`, `sparsity` and `group_size` as one object; None where an allocation by name is all there is."""
+        """`pattern`, `sparsity` and `group_size` as one object; None if only an allocation by name is given."""
         return self.pattern_rules.default
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """Every layer's pattern, as far as it is known before the model is: what OWL and others divide is not.
+        """Return the pattern of each layer, before OWL and other methods that need the model divide the budget.
 
         Raises:
-            MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
+            MoonshotError: an allocation without an entry for a layer, or an entry that no layer uses.
         """
         return self.pattern_rules.of(names)
 
     def nm_patterns(self) -> list[NM]:
-        """The n:m patterns that layers may get, short groups first."""
+        """Return the n:m patterns that layers may get, short groups first."""
         return self.pattern_rules.nm()
 
     @property
@@ -325,41 +223,41 @@ class MoonshotConfig:
         return None if self.max_memory is None else memory_size("max_memory", self.max_memory)
 
     def make_solver(self) -> Solver:
-        """The solver with the hyperparameters that were given, and its own defaults."""
-        known = options_of(self.solver)
-        shared = {name: self._given(name) for name in SHARED_OPTIONS if name in known}
+        """Build the solver with its hyperparameters."""
+        declared = options_of(self.solver)
+        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
         shared = {name: value for name, value in shared.items() if value is not None}
         return make_solver(self.solver, {**shared, **self.solver_options})
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Every hyperparameter of the solver with the value that it has."""
+        """Return all hyperparameters of the solver with their values."""
         solver = self.make_solver()
         return {name: getattr(solver, name) for name in options_of(self.solver)}
 
     def resolve_lam(self, kind: str = "language") -> float:
-        """λ; where none was given, the default of the method for this kind of model ("language" or "vision").
+        """Return λ, by default the paper's for this kind of model ("language" or "vision").
 
-        Magnitude pruning has no objective to balance: its λ is 1 unless one was asked for, for the report.
+        Magnitude pruning has no objective to balance: the default in its report is 1.
         """
         if self.lam is not None:
             return float(self.lam)
         return DEFAULT_LAM[kind] if solver_class(self.solver).calibrated else 1.0
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
-        shown = []
+        """The fields that differ from the defaults."""
+        changed = []
         for field in (field for field in dataclasses.fields(self) if field.repr):
             value, default = getattr(self, field.name), {} if field.name == "solver_options" else field.default
-            if value != default and not isinstance(value, _SolversOwn):
-                shown.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+            if value != default and not isinstance(value, _SolverDefault):
+                changed.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoonshotConfig":
-        """Itself: nothing in it changes, and calibration data may be large, or an iterator that cannot be copied."""
+        """Return this object: it is immutable, and its data may be large, or an iterator that cannot be copied."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types, with the version of this format; without `calibration`."""
+        """Return the fields as JSON types, with the version of this format, without `calibration`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         values["allocation"] = dict(self.allocation) if isinstance(self.allocation, dict) else self.allocation
@@ -368,7 +266,7 @@ class MoonshotConfig:
         return {"version": self.VERSION, **values}
 
     def fingerprint(self) -> str:
-        """All that results depend on, as text: equal where the settings are, in whatever way they were given."""
+        """Return all settings that change the result, as text: equal for equal settings, however they were given."""
         values = {**self.to_dict(), "hyperparameters": self.hyperparameters()}
         for name in ("offload_dir", "max_memory", "solver_options", *SHARED_OPTIONS):
             del values[name]
@@ -376,67 +274,64 @@ class MoonshotConfig:
 
     @classmethod
     def recipe(cls, pattern: str | float, budget: str = "one-shot", **changes: Any) -> "MoonshotConfig":
-        """What the measurements recommend (docs/choosing.md), in one word.
+        """Return the settings that the measurements recommend (docs/choosing.md).
 
         Args:
-            pattern: the share of the weights to remove, "n:m", or "n:4" with a `sparsity`.
-            budget: "paper" is the paper's own setting, λ · reconstruction + (1 - λ) · Fisher in the same share of every
-                layer. "one-shot" adds a learned basis and sparsity where it is cheap, without any training.
-                "recovered" tunes the surviving weights layer by layer besides, several times as long.
-            changes: fields that are set otherwise.
+            pattern: the fraction of the weights to remove, "n:m", or "n:4" with a `sparsity`.
+            budget: "paper" is the paper's own setting, λ · reconstruction + (1 - λ) · Fisher with equal sparsity in
+                every layer. "one-shot" adds a learned basis and a sparsity budget for each layer, without training.
+                "recovered" also tunes the surviving weights layer by layer, and takes several times as long.
+            changes: fields with other values.
 
         Raises:
-            MoonshotError: an unknown budget, a pattern without a recipe, or fields that contradict each other.
+            MoonshotError: an unknown budget, a pattern without a recipe, or contradictory fields.
         """
         return cls(**recipe(pattern, budget, changes))
 
     @classmethod
     def check_version(cls, version: Any) -> None:
         """Raise `MoonshotError` unless this release reads dictionaries of this version."""
-        known = version in range(1, cls.VERSION + 1)
-        require(known, f"version={version}: this release reads configurations up to version {cls.VERSION}; update it")
+        hint = f"this release reads configurations of version {cls.VERSION}"
+        require(version == cls.VERSION, hint, field="version", value=version)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoonshotConfig":
-        """The inverse of `to_dict`, also of earlier versions.
+        """Return the configuration of `to_dict`.
 
         Raises:
-            MoonshotError: a newer version, an unknown field, or a value that is out of range.
+            MoonshotError: another version, an unknown field, or a value that is out of range.
         """
         values = dict(values)
-        version = values.pop("version", cls.VERSION)
-        cls.check_version(version)
-        if version == 1 and values.get("damping") == _DAMPING_OF_VERSION_1:
-            del values["damping"]
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(known))}")
+        cls.check_version(values.pop("version", cls.VERSION))
+        names = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - names)
+        require(not unknown, f"unknown field {', '.join(unknown)}: a MoonshotConfig has {', '.join(sorted(names))}")
         return cls(**values)
 
 
 def _whole_numbers(values: Any) -> Any:
-    """The same JSON, with 1 for 1.0."""
+    """Replace 1.0 by 1, so that equal settings have equal text."""
     if isinstance(values, dict):
         return {name: _whole_numbers(value) for name, value in values.items()}
     return int(values) if isinstance(values, float) and values.is_integer() else values
 
 
 def memory_size(field: str, value: Any) -> int:
-    """Bytes of a size.
+    """Parse a size in bytes.
 
     Args:
-        field: the argument that it came with.
+        field: the argument.
         value: bytes, or text such as "8GiB".
 
     Raises:
         MoonshotError: anything else, or less than one byte.
     """
-    given = value if isinstance(value, str) else shown(value, most=400)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", given.lower())
+    text = value if isinstance(value, str) else shown(value, most=400)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", text.lower())
     if match is None or isinstance(value, bool):
-        raise MoonshotError(f'{field}={shown(value)}: give bytes or a size such as "8GiB"')
+        raise MoonshotError('give bytes or a size such as "8GiB"', field=field, value=value)
     unit = match[2]
     power = 0 if not unit else "kmgt".index(unit[0]) + 1
     size = float(match[1]) * (1024 if unit.endswith("ib") else 1000) ** power
-    require(1 <= size <= MOST, f"{field}={shown(value)}: give between 1 and {MOST} bytes")
+    require(1 <= size <= MAX_INT, f"give between 1 and {MAX_INT} bytes", field=field, value=value)
     return int(size)

@@ -1,13 +1,31 @@
-"""Errors a user can act on: each names the field, the value and a hint."""
+"""Errors that users can fix: each names the field, its value and a hint."""
 
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
+MAX_INT = 2**63 - 1  # the largest integer that torch accepts
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Unset(Enum):
+    """A field without a value; pickling and copying return the same object."""
+
+    UNSET = "unset"
+
+
+UNSET = Unset.UNSET
+
+
+class _Repr(str):
+    """The representation of a value that an error leaves behind when it is pickled."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -21,38 +39,46 @@ class Option:
         return self.name if self.value is UNSET else f"{self.name}={shown(self.value)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Text:
-    """A message that mentions fields: a `str.format` template whose `{}` stand for them.
+    """A message that mentions fields: each `{}` of a template stands for one of them.
 
     Args:
         template: such as "raise {}, or lower {}".
-        options: the fields, in order; a name stands for one without a value.
+        options: the fields, in order: a name, an `Option` with a value, or a `Text` that mentions others.
     """
 
     template: str
-    options: tuple["Option | str", ...]
+    options: tuple["Option | Text | str", ...]
 
-    def __init__(self, template: str, *options: "Option | str"):
+    def __init__(self, template: str, *options: "Option | Text | str"):
         object.__setattr__(self, "template", template)
         object.__setattr__(self, "options", options)
 
     def render(self, option: Callable[[Option], str]) -> str:
-        """The message, with each field as `option` writes it."""
-        fields = (Option(each) if isinstance(each, str) else each for each in self.options)
-        return self.template.format(*map(option, fields))
+        """Return the message, with each field as `option` formats it."""
+        # Not `str.format`: file names and values that callers have put into the template may contain braces.
+        first, *others = self.template.split("{}", len(self.options))
+        fields = zip(self.options, others, strict=True)
+        return first + "".join(_rendered(field, option) + text for field, text in fields)
 
     def __str__(self) -> str:
         return self.render(str)
 
 
-class MoonshotError(ValueError):
-    """Input that cannot be pruned as asked. The model is left as it was.
+def _rendered(field: Option | Text | str, option: Callable[[Option], str]) -> str:
+    if isinstance(field, Text):
+        return field.render(option)
+    return option(Option(field) if isinstance(field, str) else field)
 
-    Reads ``field=value: message; hint``; `render` writes the fields in another form, as the command line does.
+
+class MoonshotError(ValueError):
+    """Input that cannot be pruned as requested. The model is unchanged.
+
+    Reads ``field=value: message; hint``; `render` formats the fields in another way, as the command line does.
 
     Args:
-        message: the reason, with the layer or file in front where there is one.
+        message: the reason.
         field: the argument or the field of `MoonshotConfig` that is wrong, if it is one.
         value: of the field.
         hint: the fix.
@@ -63,111 +89,59 @@ class MoonshotError(ValueError):
     ):
         super().__init__(message)
         self.message, self.field, self.value, self.hint = message, field, value, hint
-        self.prefixes: tuple[str, ...] = ()
+        self.prefixes: tuple[str | Option, ...] = ()
 
-    def within(self, name: str) -> "MoonshotError":
-        """The same error with the name of a layer or file in front."""
+    @classmethod
+    def of(cls, error: "MoonshotError") -> "MoonshotError":
+        """Return an error of this class with the structure of another."""
+        copy = cls(error.message, field=error.field, value=error.value, hint=error.hint)
+        copy.prefixes = error.prefixes
+        return copy
+
+    def within(self, name: str | Option) -> "MoonshotError":
+        """Return this error with a layer, a file or a field prepended."""
         self.prefixes = (name, *self.prefixes)
         return self
 
     def render(self, option: Callable[[Option], str] = str) -> str:
-        """The whole message, with each field as `option` writes it."""
+        """Return the whole message, with each field as `option` formats it."""
         texts = [each.render(option) if isinstance(each, Text) else each for each in (self.message, self.hint)]
-        body = "; ".join(filter(None, texts))
-        heads = [*self.prefixes, *([option(Option(self.field, self.value))] if self.field else [])]
-        return ": ".join([*heads, *([body] if body else [])])
+        heads = [option(each) if isinstance(each, Option) else each for each in self.prefixes]
+        if self.field:
+            heads.append(option(Option(self.field, self.value)))
+        return ": ".join(filter(None, [*heads, "; ".join(filter(None, texts))]))
 
     def __str__(self) -> str:
         return self.render()
 
-
-# The mend where something forbids a backward pass.
-NO_BACKWARD = 'set lam=1, without allocation="fisher"'
-MOST = 2**63 - 1  # the largest whole number that torch takes
-
-
-def shown(value: Any, most: int = 80) -> str:
-    """What a value looks like in a message, cut to `most` characters."""
-    try:
-        text = repr(value)
-    except Exception:  # a whole number of thousands of digits, or an object of a user's
-        return f"a {type(value).__name__}"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The value may be anything that a user passed: a model, a generator, a lambda.
+        return type(self), (self.message,), {**self.__dict__, "value": _picklable(self.value)}
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless a field's value is a whole number that 64 bits hold.
-
-    Args:
-        name: of the field.
-        value: what was given for it.
-        least: it may have.
-    """
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    require(ok and value >= least, f"{name}={shown(value)}: give a whole number of at least {least}")
-    require(value <= MOST, f"{name}={shown(value)}: give a whole number of at most {MOST}")
-
-
-def check_number(name: str, value: Any, optional: bool = False) -> None:
-    """Raise `MoonshotError` unless a field's value is a number, and not NaN.
-
-    Args:
-        name: of the field.
-        value: what was given for it.
-        optional: whether None will do.
-    """
-    if value is None and optional:
-        return
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-    require(ok, f"{name}={shown(value)}: give a number")
-
-
-def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
-    """Regular expressions, checked.
-
-    Args:
-        field: the argument that they came with, "targets" or "ignore".
-        value: a sequence of strings; for "targets" also None.
-
-    Returns:
-        A tuple of them; None where "targets" are not given.
-
-    Raises:
-        MoonshotError: another type, such as a string alone, or one that is no regular expression.
-    """
-    if value is None and field == "targets":
-        return None
-    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    such = f", such as [{value!r}]" if isinstance(value, str) else ""
-    require(listed, f"{field}={value!r}: give a list of expressions{such}")
-    expressions = tuple(value)
-    for expression in expressions:
-        require(isinstance(expression, str), f"{field}: {expression!r} is not a string")
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise MoonshotError(f"{field}: {expression!r} is not a regular expression ({error})") from None
-    return expressions
-
-
-def check_path(name: str, value: Any) -> None:
-    """Raise `MoonshotError` unless a field's value is a path, or something else in a string that is not empty.
-
-    Args:
-        name: of the field.
-        value: what was given for it.
-    """
-    ok = isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value)
-    require(ok, f"{name}={shown(value)}: give a path")
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what an error says, or its name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _picklable(value: Any) -> Any:
+    items = value if isinstance(value, list | tuple) else [value]
+    plain = all(isinstance(item, _PLAIN) for item in items)
+    return value if plain or value is UNSET else _Repr(shown(value))
 
 
 class FactorizationError(MoonshotError):
     """A layer's quadratic stayed singular at the largest damping tried."""
+
+
+# The hint where something forbids a backward pass.
+NO_BACKWARD = Text("set {}, without {}", Option("lam", 1), Option("allocation", "fisher"))
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """Return the representation of a value for a message, cut to `most` characters; paths are not cut."""
+    if isinstance(value, os.PathLike):
+        return repr(str(value))
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object whose `__repr__` fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def require(
@@ -176,16 +150,104 @@ def require(
     """Raise a `MoonshotError` unless a condition holds.
 
     Args:
-        condition: to hold.
-        message, field, value, hint: of the error.
+        condition: the check.
+        message: as for `MoonshotError`.
+        field: as for `MoonshotError`.
+        value: as for `MoonshotError`.
+        hint: as for `MoonshotError`.
     """
     if not condition:
         raise MoonshotError(message, field=field, value=value, hint=hint)
 
 
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise `MoonshotError` unless a value is an integer that 64 bits hold.
+
+    Args:
+        name: the field.
+        value: its value.
+        least: the smallest allowed value.
+    """
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    require(ok and value >= least, f"give a whole number of at least {least}", field=name, value=value)
+    require(value <= MAX_INT, f"give a whole number of at most {MAX_INT}", field=name, value=value)
+
+
+def check_number(name: str, value: Any, optional: bool = False) -> None:
+    """Raise `MoonshotError` unless a value is a number, and not NaN.
+
+    Args:
+        name: the field.
+        value: its value.
+        optional: whether None is allowed.
+    """
+    if value is None and optional:
+        return
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    require(ok, "give a number", field=name, value=value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str], optional: bool = False) -> None:
+    """Raise `MoonshotError` unless a value is one of some strings.
+
+    Args:
+        name: the field.
+        value: its value.
+        choices: the allowed strings.
+        optional: whether None is allowed.
+    """
+    ok = (isinstance(value, str) and value in choices) or (value is None and optional)
+    names = " or ".join(f'"{choice}"' for choice in choices)
+    require(ok, f"use {names}{', or None' if optional else ''}", field=name, value=value)
+
+
+def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
+    """Validate regular expressions.
+
+    Args:
+        field: the argument, "targets" or "ignore".
+        value: a sequence of strings; for "targets" also None.
+
+    Returns:
+        The expressions; None if "targets" is None.
+
+    Raises:
+        MoonshotError: another type, such as a single string, or an invalid regular expression.
+    """
+    if value is None and field == "targets":
+        return None
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    such = f", such as [{value!r}]" if isinstance(value, str) else ""
+    require(listed, f"give a list of expressions{such}", field=field, value=value)
+    expressions = tuple(value)
+    for expression in expressions:
+        require(isinstance(expression, str), f"{expression!r} is not a string", field=field)
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise MoonshotError(f"{expression!r} is not a regular expression ({error})", field=field) from None
+    return expressions
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raise `MoonshotError` unless a value is a path, or another string that is not empty.
+
+    Args:
+        name: the field.
+        value: its value.
+    """
+    ok = isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value)
+    require(ok, "give a path", field=name, value=value)
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Each `MoonshotError` inside begins with the layer's name, also given as that of its weight."""
+    """Prepend the name of a layer, also given as that of its weight, to every `MoonshotError` raised inside."""
     try:
         yield
     except MoonshotError as error:

@@ -41,9 +41,9 @@ def test_fields_that_are_given_hold():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ((0.5, "fast"), 'budget=\'fast\': use one of "paper", "one-shot", "recovered"'),
-        ((None,), 'recipe of None: give a sparsity such as 0.7, "n:m"'),
-        ((True,), "recipe of True: give a sparsity"),
+        ((0.5, "fast"), 'budget=\'fast\': use "paper" or "one-shot" or "recovered"'),
+        ((None,), 'no recipe of None; give a sparsity such as 0.7, "n:m"'),
+        ((True,), "no recipe of True; give a sparsity"),
         ((1.5,), "sparsity=1.5"),
         (("structured",), "sparsity=None"),
         (("5:4",), "pattern='5:4'"),
@@ -56,7 +56,7 @@ def test_what_is_no_recipe(given, message):
 
 
 def test_structured_pruning_has_no_recipe():
-    with pytest.raises(MoonshotError, match="recipe of 'structured': give a sparsity"):
+    with pytest.raises(MoonshotError, match="no recipe of 'structured'; give a sparsity"):
         MoonshotConfig.recipe("structured", sparsity=0.5)
 
 
@@ -64,4 +64,4 @@ def test_the_command_needs_a_pattern_or_a_sparsity(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["prune", "examples/demo_model", "--recipe", "one-shot", "--output", str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "--recipe one-shot: give a --sparsity, or a --pattern such as 2:4" in capsys.readouterr().err
+    assert "--recipe one-shot: give a --sparsity, or a --pattern 2:4" in capsys.readouterr().err

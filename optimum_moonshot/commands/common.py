@@ -1,42 +1,65 @@
-"""What the subcommands of `optimum-cli moonshot` share: which model, loading, usage errors."""
+"""Shared by the subcommands of `optimum-cli moonshot`: model options, loading, usage errors."""
 
 import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MoonshotError, reason
+from ..errors import UNSET, MoonshotError, Text, reason
 
 if TYPE_CHECKING:
     import torch
 
-OUTPUT_HELP = "where the pruned model goes; a killed run leaves DIR.partial, and the same command goes on from there"
+    from ..config import MoonshotConfig
+    from ..pruner import MoonshotPruner
+
+OUTPUT_HELP = "folder for the pruned model; a killed run leaves DIR.partial, and resumes when you rerun the command"
 IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
-FORMAT_HELP = "dense loads anywhere; packed stores the weights that survive and one bit for each"
+FORMAT_HELP = "dense loads anywhere; packed stores the surviving weights and one bit for each weight"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("dense", "packed")
 
 
 class UsageError(MoonshotError):
-    """A mistake in the command line, found before anything was loaded."""
+    """A mistake on the command line, detected before anything is loaded."""
 
 
-def expect(condition: bool, message: str) -> None:
-    """Raise `UsageError(message)` unless `condition` holds."""
+def expect(
+    condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
+) -> None:
+    """Raise `UsageError` unless a condition holds.
+
+    Args:
+        condition: the check.
+        message: as for `MoonshotError`.
+        field: the destination of the option that is wrong, if it is one.
+        value: of the option.
+        hint: as for `MoonshotError`.
+    """
     if not condition:
-        raise UsageError(message)
+        raise UsageError(message, field=field, value=value, hint=hint)
 
 
-def one_line(error: BaseException) -> str:
-    """What it says; where it says nothing, its type."""
-    return " ".join(str(error).split()) or type(error).__name__
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn every `MoonshotError` raised inside into a `UsageError`."""
+    try:
+        yield
+    except MoonshotError as error:
+        raise UsageError.of(error) from None
+
+
+def one_line(text: str) -> str:
+    """Join the lines of a message."""
+    return " ".join(text.split())
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how to load it."""
+    """Add the options that select a model and how it is loaded."""
     whole_names(parser)
     parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
@@ -45,7 +68,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_offload_option(parser: argparse.ArgumentParser) -> None:
-    """Where the layers of a model are that is larger than the memory."""
+    """Add `--offload`, for models that are larger than the memory."""
     parser.add_argument(
         "--offload",
         choices=("cpu", "disk"),
@@ -54,28 +77,28 @@ def add_offload_option(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_names(parser: argparse.ArgumentParser) -> None:
-    """Take no abbreviated option: one that a command lacks would pass for another that begins alike."""
+    """Reject abbreviated options: one that a command lacks would match another with the same prefix."""
     parser.allow_abbrev = False
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules of `--import`, which may lie in the current folder as for ``python -m``.
+    """Import the modules of `--import`, also from the current folder, as ``python -m`` does.
 
     Raises:
-        UsageError: one that cannot be imported.
+        UsageError: a module cannot be imported.
     """
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever the code of a user raises
-            kind = type(error).__name__
-            raise UsageError(f"--import {name}: it cannot be imported ({kind}: {reason(error)})") from error
+        except Exception as error:  # user code may raise anything
+            message = f"it cannot be imported ({type(error).__name__}: {reason(error)})"
+            raise UsageError(message, field="imports", value=name) from error
 
 
 def find_device(name: str | None) -> "torch.device":
-    """The device of this name; a GPU where there is one, else the CPU, without a name.
+    """Return the device of this name; without a name a GPU if there is one, else the CPU.
 
     Raises:
         UsageError: this machine has no such device.
@@ -90,41 +113,45 @@ def find_device(name: str | None) -> "torch.device":
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise UsageError(f"--device {name}: not a device of this machine") from None
+        raise UsageError("not a device of this machine", field="device", value=name) from None
     return device
 
 
-def check_data(flag: str, sources: list[str]) -> None:
-    """Raise `UsageError` for what is no data set, before anything is loaded.
+def check_data(option: str, sources: list[str]) -> None:
+    """Raise `UsageError` for a data set that does not exist, before anything is loaded.
 
     Args:
-        flag: the option that the names came with.
+        option: the option with the names.
         sources: names of corpora, paths, or names on the Hub.
     """
     from ..data.corpora import CORPORA, is_hub_name
 
     for source in sources:
-        known = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
-        expect(known, f"{flag} {source[:200]}: none of {', '.join(CORPORA)}, no file, no folder and no owner/name")
+        exists = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
+        message = f"none of {', '.join(CORPORA)}, no file, no folder and no owner/name"
+        expect(exists, message, field=option, value=source)
 
 
 def check_source(name: str) -> None:
-    """Raise `UsageError` for what is neither a folder nor may be a name on the Hub."""
+    """Raise `UsageError` unless this is a folder, or possibly a name on the Hub."""
     from ..data.corpora import is_hub_name
 
-    known = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
-    expect(known, f"{name}: not a folder, nor an owner/name on the Hub")
+    valid = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
+    expect(valid, f"{name}: not a folder, nor an owner/name on the Hub")
 
 
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """What `loader` loads, a model or a part of it.
+    """Call a loader of a model, or of a part of it, with the options of a command.
 
     Args:
-        loader: gets ``dtype`` and, where it was asked for, ``trust_remote_code``.
+        loader: takes ``dtype`` and, if the user asked for it, ``trust_remote_code``.
         args: of the command.
 
+    Returns:
+        The result of the loader.
+
     Raises:
-        MoonshotError: it cannot be loaded; it says why in one line.
+        MoonshotError: loading failed, with the reason in one line.
     """
     try:
         return loader(dtype=args.dtype, **remote_code(args))
@@ -134,36 +161,26 @@ def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
         raise MoonshotError(f"{args.model}: cannot be loaded ({reason(error)})") from error
 
 
-def remote_code(args: argparse.Namespace) -> dict[str, Any]:
-    """The option of `from_pretrained` that `--trust-remote-code` is."""
+def remote_code(args: argparse.Namespace) -> dict[str, bool]:
+    """Return the keyword argument of `from_pretrained` for `--trust-remote-code`."""
     return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
-def offload_place(args: argparse.Namespace, device: Any) -> dict[str, str]:
-    """The options of `from_pretrained` by which `--offload` leaves layers elsewhere; none without it.
-
-    Args:
-        args: of a command.
-        device: where one layer at a time comes to.
-    """
-    return {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
-
-
-def load_pruner(args: argparse.Namespace, config: Any, device: Any) -> Any:
-    """The `MoonshotPruner` of a command, its model on the device but for what `--offload` leaves elsewhere.
+def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device") -> "MoonshotPruner":
+    """Load the model of a command, on its device except for the layers that `--offload` keeps offloaded.
 
     Args:
         args: of the command.
-        config: the `MoonshotConfig` that they make.
-        device: where the model works.
+        config: the configuration of the command.
+        device: for the computation.
 
     Raises:
-        MoonshotError: it cannot be loaded; it says why in one line.
+        MoonshotError: loading failed, with the reason in one line.
     """
     from .. import MoonshotPruner
 
-    place = offload_place(args, device)
-    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **place, **kwargs), args)
-    if not place:
+    placement = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
+    pruner = load(lambda **kwargs: MoonshotPruner.from_pretrained(args.model, config, **placement, **kwargs), args)
+    if not placement:
         pruner.model.to(device)
     return pruner

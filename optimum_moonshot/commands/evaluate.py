@@ -1,32 +1,47 @@
-"""`optimum-cli moonshot eval`: perplexity, top-1 accuracy and zero-shot accuracy of a model, into one JSON file."""
+"""`optimum-cli moonshot eval`: perplexity, top-1 accuracy and zero-shot accuracy of a model, in one JSON file."""
 
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import MoonshotError
-from .common import IMAGES_HELP, UsageError, add_model_options, check_data, expect, find_device, load, remote_code
-from .measuring import make_meter
+from ..errors import MoonshotError, Option, Text, check_whole
+from .common import (
+    IMAGES_HELP,
+    UsageError,
+    add_model_options,
+    check_data,
+    expect,
+    find_device,
+    load,
+    remote_code,
+    usage_errors,
+)
+from .measuring import make_metric
 from .messages import guard
-from .method_options import flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..evaluation.report import EvalReport
 
 RUNTIMES = ("dense", "auto", "packed")
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moonshot eval`."""
+    """Add the options of `moonshot eval`."""
     add_model_options(parser)
     parser.add_argument(
         "--runtime",
         choices=RUNTIMES,
         default="dense",
-        help="of a pruned MODEL: auto leaves its layers packed in memory where this device multiplies them faster so, "
-        "packed wherever they can be, dense none (the default)",
+        help="for a pruned MODEL: auto keeps layers packed in memory if their product is faster on this device, packed "
+        "keeps all that it can, dense none (the default)",
     )
     parser.add_argument(
         "--dataset",
@@ -42,39 +57,39 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="TASK",
-        help='zero-shot tasks: "paper" for the seven of the paper, names that lm-eval knows, or YAML task files; '
+        help='zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
         "needs pip install optimum-moonshot[eval]",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
-    parser.add_argument(
-        "--limit", type=int, help="the first so many windows, images, or documents of a task only, for a quick look"
-    )
+    parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
     parser.add_argument(
         "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
     )
     parser.add_argument("--batch-size", type=int, default=4, help="windows, images or requests at a time (4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", metavar="RESULT.json", help="write the results, with versions, as each is known")
+    parser.add_argument("--output", metavar="RESULT.json", help="write the results, with versions, after each one")
     parser.add_argument(
         "--baseline",
         metavar="RESULT.json",
-        help="the --output of another model: its figures are printed too, with the share of the tasks that MODEL wins",
+        help="the --output of another model, to print its results too, and the fraction of the tasks that MODEL wins",
     )
     parser.add_argument(
         "--record",
         action="store_true",
-        help="note the results in the report and the model card of MODEL, a folder that was pruned and saved",
+        help="add the results to the report and the model card of MODEL, a folder that was pruned and saved",
     )
     parser.add_argument(
-        "--dense", metavar="RESULT.json", help="with --record: the --output of the dense model, for what was before"
+        "--dense",
+        metavar="RESULT.json",
+        help="with --record: the --output of the dense model, for the results before pruning",
     )
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: measure, print, and write each result as soon as it is known.
+    """`moonshot eval`: measure, print, and write each result at once.
 
     Raises:
-        UsageError: options that make no sense, before anything is loaded.
+        UsageError: invalid options, detected before anything is loaded.
         MoonshotError: a model or data that cannot be loaded or measured.
     """
     device = find_device(args.device)
@@ -86,7 +101,8 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.record:
         _check_record(args)
     model, tokenizer, processor = _load_for_evaluation(args, device)
-    expect(not tasks or processor is None, "--tasks: zero-shot tasks are for language models; use --dataset")
+    message = Text("zero-shot tasks are for language models; use {}", "dataset")
+    expect(not tasks or processor is None, message, field="tasks")
     for option, reference in references.items():
         _check_windows(args, option, reference, model)
     model.to(device).eval()
@@ -98,72 +114,82 @@ def evaluate(args: argparse.Namespace) -> None:
             print(*_lines(result, baseline), sep="\n", flush=True)
         if args.output:
             report.save(args.output)
-    more = _compared(args, report, baseline)
+    comparison = _comparison(args, report, baseline)
     if args.output:
-        report.save(args.output, **more)
+        report.save(args.output, **comparison)
     if args.json:
-        print(json.dumps({**report.to_dict(), **more}))
-    elif more.get("win_rate") is not None:
-        print(f"win rate    {more['win_rate']:.2%} against {args.baseline}")
+        print(json.dumps({**report.to_dict(), **comparison}))
+    elif comparison.get("win_rate") is not None:
+        print(f"win rate    {comparison['win_rate']:.2%} against {args.baseline}")
     if args.record:
         _record(args, report, dense)
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Everything that can be said without loading anything."""
+    """Check the options before anything is loaded."""
     for name, least in (("sequence_length", 2), ("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
-        value = getattr(args, name)
-        expect(value is None or value >= least, f"{flag(name)} {value}: give a whole number of at least {least}")
+        if getattr(args, name) is not None:
+            with usage_errors():
+                check_whole(name, getattr(args, name), least)
     args.dataset = list(dict.fromkeys(args.dataset))
-    expect(bool(args.dataset or args.tasks), "nothing to measure: give --dataset or --tasks")
-    expect(args.record or not args.dense, "--dense: only --record has a place for it")
+    expect(bool(args.dataset or args.tasks), Text("nothing to measure: give {} or {}", "dataset", "tasks"))
+    expect(args.record or not args.dense, Text("only for {}", "record"), field="dense")
     if args.output:
-        place = Path(args.output)
-        expect(not place.is_dir() and place.parent.is_dir(), f"--output {args.output}: give a file in a folder")
-    check_data("--dataset", args.dataset)
+        path = Path(args.output)
+        valid = not path.is_dir() and path.parent.is_dir()
+        expect(valid, "give a file in a folder", field="output", value=args.output)
+    check_data("dataset", args.dataset)
 
 
-def _reference(args: argparse.Namespace, option: str) -> Any:
-    """The results of another model, which must have something in common with what is asked for."""
+def _reference(args: argparse.Namespace, option: str) -> "EvalReport | None":
+    """Return the results of another model, which must include a requested data set or zero-shot tasks."""
     from ..evaluation.report import EvalReport
 
-    given = getattr(args, option)
-    if given is None:
+    path = getattr(args, option)
+    if path is None:
         return None
+    with _option_errors(option):
+        report = EvalReport.load(path)
+    common = any(report.of(dataset) for dataset in args.dataset) or (args.tasks and report.zero_shot)
+    expect(bool(common), "it has none of the results to measure", field=option, value=path)
+    return report
+
+
+@contextmanager
+def _option_errors(option: str) -> Iterator[None]:
+    """Turn every `MoonshotError` raised inside into a `UsageError` about an option."""
     try:
-        found = EvalReport.load(given)
+        yield
     except MoonshotError as error:
-        raise UsageError(f"--{option}: {error}") from None
-    common = any(found.of(dataset) for dataset in args.dataset) or (args.tasks and found.zero_shot)
-    expect(bool(common), f"--{option} {given}: it has nothing of what is to be measured")
-    return found
+        raise UsageError.of(error).within(Option(option)) from None
 
 
 def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
-    """Perplexities compare on windows of one length."""
+    """Require windows of equal length: perplexities are comparable only then."""
     from ..data.text import window_length
     from ..model.model_info import max_positions
 
     length = window_length(args.sequence_length, max_positions(model))
     for dataset in args.dataset if reference is not None else ():
         other = getattr(reference.of(dataset), "sequence_length", length)
-        advice = f"has windows of {other} tokens of {dataset}; --sequence-length {other} makes such"
-        expect(other == length, f"--{option} {getattr(args, option)}: it {advice}")
+        message, hint = (
+            f"it has windows of {other} tokens of {dataset}",
+            Text("use {}", Option("sequence_length", other)),
+        )
+        expect(other == length, message, field=option, value=getattr(args, option), hint=hint)
 
 
 def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
-    """The zero-shot tasks; unknown ones, and those that do not compare with the references', are found here."""
+    """Find the zero-shot tasks, and check that they exist and are comparable with those of the references."""
     if not args.tasks:
         return None
     from ..evaluation.zeroshot import find_tasks
 
-    try:
+    with usage_errors():
         tasks = find_tasks(args.tasks)
         for reference in references:
             if reference is not None and reference.zero_shot is not None:
                 reference.zero_shot.check_comparable(tasks.names, args.num_fewshot, args.limit)
-    except MoonshotError as error:
-        raise UsageError(f"--{error}") from None
     return tasks
 
 
@@ -171,45 +197,44 @@ def _check_record(args: argparse.Namespace) -> None:
     from ..checkpoint.saving import saved_report
     from ..data.corpora import short_name
 
-    try:
+    with _option_errors("record"):
         saved_report(Path(args.model))
-    except MoonshotError as error:
-        raise UsageError(f"--record: {error}") from None
     names = [short_name(dataset) for dataset in args.dataset]
     twice = next((name for name in names if names.count(name) > 1), None)
-    expect(twice is None, f"--record: two data sets are called {twice}, and a report knows them by their names")
+    expect(twice is None, f"two data sets have the name {twice}, which is their key in the report", field="record")
 
 
 def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any) -> Iterator[Any]:
-    """One result after another."""
+    """Yield one result after another."""
     from ..evaluation.zeroshot import zero_shot
 
     if args.dataset:
-        meter = make_meter(model, tokenizer, processor, args.sequence_length, args.batch_size, args.limit)
-        yield from map(meter.measure, args.dataset)
+        metric = make_metric(model, tokenizer, processor, args.sequence_length, args.batch_size, args.limit)
+        yield from map(metric.measure, args.dataset)
     if tasks:
         options = {"batch_size": args.batch_size, "num_fewshot": args.num_fewshot, "limit": args.limit}
         yield zero_shot(model, tokenizer, tasks, progress=True, **options)
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
-    """For people: a result's figures, and the baseline's where they were measured in the same way."""
-    known = {} if baseline is None else baseline.measurements()
+    """Format a result, with that of the baseline; notes a different way of measuring."""
+    references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():
-        shown = ".2%" if metric == "accuracy" else ".3f"
+        spec = ".2%" if metric == "accuracy" else ".3f"
         stderr = getattr(result, "stderr", {}).get(name)
-        spread = "" if stderr is None else f" ± {stderr:{shown}}"
+        spread = "" if stderr is None else f" ± {stderr:{spec}}"
         other = ""
-        if name in known:
-            same = known[name][::2] == (metric, settings)
-            other = f" (baseline {known[name].value:{shown}}{'' if same else ', measured in another way'})"
-        lines.append(f"{metric:<12}{value:{shown}}{spread} on {getattr(result, 'dataset', name)}{other}")
+        if name in references:
+            same = references[name][::2] == (metric, settings)
+            note = "" if same else ", measured in another way"
+            other = f" (baseline {references[name].value:{spec}}{note})"
+        lines.append(f"{metric:<12}{value:{spec}}{spread} on {getattr(result, 'dataset', name)}{other}")
     return lines
 
 
-def _compared(args: argparse.Namespace, report: Any, baseline: Any) -> dict[str, Any]:
-    """What the JSON says of the baseline."""
+def _comparison(args: argparse.Namespace, report: Any, baseline: Any) -> dict[str, Any]:
+    """Return the entries of the JSON on the baseline."""
     if baseline is None:
         return {}
     both = report.zero_shot is not None and baseline.zero_shot is not None
@@ -220,13 +245,13 @@ def _record(args: argparse.Namespace, report: Any, dense: Any) -> None:
     from ..checkpoint.saving import record
 
     card = record(args.model, report, dense)
-    where = "the report and the model card" if card else "the report; the model card is not one of this package"
+    places = "the report and the model card" if card else "the report; the model card is not one of this package"
     if not args.json:
-        print(f"recorded    in {where}")
+        print(f"recorded    in {places}")
 
 
-def _load_for_evaluation(args: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
-    """A model, and its tokenizer or its image processor; packed layers are on the device already."""
+def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, Any]:
+    """Load a model, and its tokenizer or image processor; packed layers are loaded on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..checkpoint.loading import load_pruned
@@ -241,7 +266,8 @@ def _load_for_evaluation(args: argparse.Namespace, device: Any) -> tuple[Any, An
         loader = (cls if images else AutoModelForCausalLM).from_pretrained
     else:
         pruned = PruningRecord.read(config) is not None
-        expect(pruned, f"--runtime {args.runtime}: {args.model} is not pruned; leave the option out")
+        message = f"{args.model} is not pruned; leave the option out"
+        expect(pruned, message, field="runtime", value=args.runtime)
         loader = partial(load_pruned, runtime=args.runtime, device_map=device)
     model = load(lambda **kwargs: loader(args.model, **kwargs), args)
     if images:

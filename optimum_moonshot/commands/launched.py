@@ -1,48 +1,48 @@
-"""A command that a launcher such as torchrun has started in several processes."""
+"""Commands that a launcher such as torchrun has started in several processes."""
 
 import os
 import sys
 
-from ..errors import MoonshotError, reason
+from ..errors import MoonshotError, Option, Text, reason
 from .common import UsageError, expect
 
 
 def several() -> bool:
-    """Whether a launcher has started more processes than this."""
+    """Whether a launcher has started more than one process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def join(device: str | None, shared: bool) -> None:
-    """Come together with the other processes that the launcher started, if it did: one for each GPU, or on the CPU.
+    """Join the process group if a launcher has started several processes, with one GPU each or on the CPU.
 
     Args:
-        device: what `--device` says.
-        shared: whether the command can be divided between processes.
+        device: the value of `--device`.
+        shared: whether the processes can share the work of the command.
 
     Raises:
-        UsageError: a command for one process, or more processes than GPUs.
-        MoonshotError: the others cannot be reached.
+        UsageError: the command runs in one process, or there are more processes than GPUs.
+        MoonshotError: the other processes cannot be reached.
     """
     if not several():
         return
     count = os.environ["WORLD_SIZE"]
     if not shared and not is_first():
-        sys.exit(2)  # one says it
+        sys.exit(2)  # the first process prints the error
     expect(shared, f"{count} processes: this command runs in one; start it without torchrun or accelerate")
-    one = device is not None and ":" in device
-    expect(not one, f"--device {device}: {count} processes have a GPU each; leave it out, or give cpu")
+    indexed = device is not None and ":" in device
+    expect(not indexed, f"{count} processes have a GPU each; leave it out, or give cpu", field="device", value=device)
     import torch
     import torch.distributed as dist
 
     gpus = 0 if device is not None and not device.startswith("cuda") else torch.cuda.device_count()
     if gpus:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        mend = "start one for each, or give --device cpu"
         if local >= gpus:
-            raise UsageError(f"{count} processes: this machine has {gpus} GPUs; {mend}")
+            hint = Text("start one for each, or give {}", Option("device", "cpu"))
+            raise UsageError(f"{count} processes: this machine has {gpus} GPUs", hint=hint)
         torch.cuda.set_device(local)
     if not is_first():
-        _show_no_bars()
+        _disable_progress_bars()
     if dist.is_initialized():
         return
     try:
@@ -51,7 +51,7 @@ def join(device: str | None, shared: bool) -> None:
         raise MoonshotError(f"{count} processes: they cannot reach each other ({reason(error)})") from error
 
 
-def _show_no_bars() -> None:
+def _disable_progress_bars() -> None:
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -60,12 +60,12 @@ def _show_no_bars() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and prints."""
+    """Whether this process writes and prints."""
     return not several() or os.environ["RANK"] == "0"
 
 
-def part() -> None:
-    """The command has ended well: leave the group of the processes."""
+def leave_group() -> None:
+    """Leave the process group at the end of a command."""
     if not several():
         return
     import torch.distributed as dist
@@ -74,18 +74,18 @@ def part() -> None:
         dist.destroy_process_group()
 
 
-def last_words(error: BaseException, message: str) -> tuple[str, str] | None:
-    """Of a command that failed: what to print, where no other process prints it; the others are told.
+def failure_message(message: str) -> str | None:
+    """Report the failure of this process to the others, and return what this process prints.
 
     Args:
-        error: that ended it.
-        message: what it says, in one line.
+        message: of the error, in one line.
 
     Returns:
-        Who failed, for the beginning of the line, and the message; None where another process prints them.
+        The message, with the rank that failed in front if there are several; None if another process prints it.
     """
     if not several():
-        return "", message
+        return message
     from ..distributed.ranks import leave
 
-    return leave(error if isinstance(error, MoonshotError) else MoonshotError(message))
+    parts = leave(MoonshotError(message))
+    return None if parts is None else "".join(parts)

@@ -1,50 +1,56 @@
-"""What the package says of fields, said of the command line's options; and the end of a command that failed."""
+"""Errors on the command line: fields formatted as options, in one line on stderr, with an exit status."""
 
 import argparse
 import os
-import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..errors import MoonshotError
+from ..errors import UNSET, MoonshotError, Option, shown
 from .common import UsageError, one_line
-from .launched import join, last_words, part
+from .launched import failure_message, join, leave_group
 from .method_options import CONFIG_OPTIONS, flag
 
-# What the package calls the folders in which a command writes.
+# Arguments of the package for the folders that `--output` determines.
 FOLDERS = ("output", "directory", "resume_dir", "work_dir")
-SWITCHES = tuple(name for name, options in CONFIG_OPTIONS.items() if options.get("action") == "store_true")
-# Fields that a sweep has several values of, and that the commands share with other functions.
-_LISTS = ("lambdas", "sparsities", "patterns", "metric", "calibration", "format", "prompts", "temperature")
-_NAMES = "|".join(sorted((*CONFIG_OPTIONS, *FOLDERS, *_LISTS), key=len, reverse=True))
-_QUOTES = "'\""
-_VALUE = r"""'[^']*'|"[^"]*"|\[[^]]*\]|\{[^}]*\}|[^\s:;,()]+"""
-_FIELD = re.compile(rf"(?<![\w./-])(?P<name>{_NAMES})(?!\w)(?:=(?P<value>{_VALUE}))?")
+POSITIONAL = ("model",)
+LONGEST_VALUE = 200  # characters
 
 
-def as_options(message: str, plurals: Mapping[str, str], output: str | None) -> str:
-    """What the package says of a field, said of the option that the field is on the command line.
+def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str]) -> Callable[[Option], str]:
+    """Return the function that formats a field as the option of a command, for `MoonshotError.render`.
+
+    A field that the command has no option for is formatted as in Python.
 
     Args:
-        message: such as ``lam=1.5: λ lies between 0 and 1``.
-        plurals: fields whose option of this command has another name.
-        output: what was given as `--output`, if the command has one; its folders have several names in the package.
+        args: of the command.
+        plurals: fields whose option of this command takes several values, and has another name.
     """
+    options = {} if args is None else vars(args)
 
-    def option(match: re.Match[str]) -> str:
-        name, value = match["name"], match["value"]
-        heads = match.start() == 0 and message[match.end() :][:1] in (":", "[")
-        if value is None and "_" not in name and not heads:
-            return match[0]  # a word of English
-        if name in FOLDERS:
-            return flag("output") if output is None or value is None else f"{flag('output')} {output}"
-        shown = flag(plurals.get(name, name))
-        if value is None or value == "None" or (name in SWITCHES and value == "True"):
-            return shown
-        items = re.sub(r"[\[\],'\"]+", "", value) if value.startswith("[") else value.strip(_QUOTES)
-        return f"{shown} {items}"
+    def format_option(option: Option) -> str:
+        name, bracket, key = option.name.partition("[")  # an entry of a field, such as allocation['mlp']
+        value = option.value
+        if name in FOLDERS and options.get("output") is not None:
+            name, value = "output", value if value is UNSET else options["output"]
+        elif name in POSITIONAL or name not in (*CONFIG_OPTIONS, *options):
+            return str(option)
+        text = flag(plurals.get(name, name)) + bracket + key
+        without_value = any(value is each for each in (UNSET, None, True))
+        return text if without_value else f"{text} {_argument(value)}"
 
-    return _FIELD.sub(option, message)
+    return format_option
+
+
+def _argument(value: Any) -> str:
+    """Format a value as it is typed in a shell."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_argument, value))
+    if isinstance(value, str | os.PathLike):
+        text = str(value)[:LONGEST_VALUE]
+        return text if text.split() == [text] else shlex.quote(text)
+    return shown(value)
 
 
 def guard(
@@ -53,13 +59,13 @@ def guard(
     plurals: Mapping[str, str] | None = None,
     shared: bool = False,
 ) -> None:
-    """Do the work; what a user can mend is one line on stderr, without a traceback unless MOONSHOT_DEBUG=1.
+    """Run a command; print an error that users can fix as one line, without a traceback unless MOONSHOT_DEBUG=1.
 
     Args:
-        work: what a command does.
-        args: for it.
-        plurals: as for `as_options`.
-        shared: whether several processes do the work together, where a launcher has started them.
+        work: the command.
+        args: its arguments.
+        plurals: as for `option_formatter`.
+        shared: whether the processes that a launcher has started share the work.
 
     Raises:
         SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
@@ -67,18 +73,17 @@ def guard(
     try:
         join(getattr(args, "device", None), shared)
         work(args)
-        part()
+        leave_group()
         return
     except (MoonshotError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("MOONSHOT_DEBUG") == "1":
             raise
-        if isinstance(error, KeyboardInterrupt):
-            status, message = 130, "interrupted"
-        else:
-            status, message = 2 if isinstance(error, UsageError) else 1, one_line(error)
-        told = last_words(error, message)
-    if told is not None:
-        who, message = told
-        shown = as_options(message, plurals or {}, getattr(args, "output", None)) if status != 130 else message
-        print(f"error: {who}{shown}", file=sys.stderr)
+        status, text = 2 if isinstance(error, UsageError) else 1, str(error)
+        if isinstance(error, MoonshotError):
+            text = error.render(option_formatter(args, plurals or {}))
+        elif isinstance(error, KeyboardInterrupt):
+            status, text = 130, "interrupted"
+        message = failure_message(one_line(text) or type(error).__name__)
+    if message is not None:
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(status)

@@ -1,23 +1,23 @@
-"""The options of a method: one for each field of `MoonshotConfig`, and the configuration that they are."""
+"""The options of a method, one for each field of `MoonshotConfig`, and the configuration that they make."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MoonshotError
-from .common import UsageError, expect, one_line
+from ..errors import MoonshotError, Option, Text
+from .common import UsageError, expect, one_line, usage_errors
 
 if TYPE_CHECKING:
     from ..config import MoonshotConfig
 
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
 RECIPE = (
-    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot takes a "
-    "better solver, a learned basis and sparsity where it is cheap, recovered tunes the weights besides; options that "
-    "are given override it"
+    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a better "
+    "solver, a learned basis and a sparsity budget for each layer, recovered also tunes the weights; other options "
+    "override it"
 )
-# One option per field of MoonshotConfig. There are no defaults here: an option that is not given is not passed on.
+# One option per field of MoonshotConfig. The defaults are those of the fields: only the options given are passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
         "metavar": "NAME",
@@ -27,15 +27,15 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "pattern": {
         "help": '"unstructured" (the default), n:m such as 2:4: n of every m consecutive inputs survive, '
-        '"structured": whole input columns go, or "experts": whole experts of a mixture go; n:4, with the letter n, '
+        '"structured": removes whole input columns, or "experts": removes whole experts; n:4, with the letter n, '
         "gives each layer 1:4, 2:4, 3:4 or leaves it dense, with --allocation fisher and a --sparsity"
     },
-    "sparsity": {"type": float, "help": "share of the weights (of the experts) to remove, 0 to 1; follows from n:m"},
-    "group_size": {"type": int, "help": "neurons that go or stay together, with --pattern structured (1)"},
+    "sparsity": {"type": float, "help": "fraction of the weights (of the experts) to remove, 0 to 1; follows from n:m"},
+    "group_size": {"type": int, "help": "neurons that are removed together, with --pattern structured (1)"},
     "allocation": {
         "metavar": "HOW",
         "help": '"uniform" (the default), "fisher" (by what each weight matrix costs the model), "owl" or "alpha" '
-        "(AlphaPruning): how unstructured sparsity is divided between the layers; or a JSON file of layer names or "
+        "(AlphaPruning): how the sparsity budget is divided between the layers; or a JSON file of layer names or "
         "regular expressions, each with a sparsity or n:m",
     },
     "owl_threshold": {"type": float, "metavar": "M", "help": "OWL: an outlier exceeds M times the mean (5)"},
@@ -48,19 +48,19 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "lam": {
         "type": float,
         "metavar": "LAMBDA",
-        "help": "weight of the reconstruction term, 0 to 1; the rest goes to the Fisher loss, and 1 needs no "
+        "help": "weight of the reconstruction term, 0 to 1; the Fisher loss has the remaining weight, and 1 needs no "
         "backward pass. Default: 0.9 for language models, 0.5 for vision",
     },
     "fisher": {"metavar": "LAYERS", "help": '"all" (the default) or "attention": the layers that use the Fisher loss'},
     "expert_tokens": {
         "metavar": "HOW",
-        "help": "routed (the default): an expert's statistics are of the tokens that the model sends it; all: of all",
+        "help": "routed (the default): an expert's statistics use the tokens routed to it; all: all tokens",
     },
     "under_calibrated_experts": {
         "metavar": "HOW",
-        "help": "experts that few tokens reach have all tokens instead (the default), go by magnitude, or stay routed",
+        "help": "experts with few routed tokens: all tokens instead (the default), magnitude, or routed as they are",
     },
-    "damping": {"type": float, "help": "share of the mean diagonal added to a Hessian before it is factored (0.01)"},
+    "damping": {"type": float, "help": "fraction of the mean diagonal added to a Hessian before it is factored (0.01)"},
     "block_size": {
         "type": int,
         "help": "columns that SparseGPT prunes together (128), or inputs of CAP's blocks (192)",
@@ -84,22 +84,22 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "batch_size": {
         "type": int,
-        "help": "samples at a time (8); memory and speed depend on it, the result does not",
+        "help": "samples at a time (8); changes memory and speed, not the result",
     },
-    "seed": {"type": int, "help": "of the choice of calibration samples (0)"},
+    "seed": {"type": int, "help": "seed of the sampling of calibration data (0)"},
     "max_memory": {
         "metavar": "SIZE",
-        "help": 'what statistics and caches may take on the device, such as "8GiB"; default: 60%% of what is free',
+        "help": 'memory for statistics and caches on the device, such as "8GiB"; default: 60%% of the free memory',
     },
-    "offload_dir": {"metavar": "DIR", "help": "folder for caches that exceed the host's memory too"},
+    "offload_dir": {"metavar": "DIR", "help": "folder for caches that exceed the host memory"},
     "recover": {
         "nargs": "?",
         "const": "blockwise",
         "metavar": "HOW",
         "help": "blockwise (also when no HOW is given): tune the surviving weights of one decoder layer after another "
-        "on the calibration data; gradual: prune each in stages meanwhile; zeros stay zeros. Default: none",
+        "on the calibration data; gradual: also prune each in stages; zeros stay zeros. Default: none",
     },
-    "recover_steps": {"type": int, "help": "steps of that per decoder layer, at most (150)"},
+    "recover_steps": {"type": int, "help": "maximum steps of --recover per decoder layer (150)"},
     "rotation": {
         "nargs": "?",
         "const": "learned",
@@ -109,29 +109,32 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "rotation_weights": {
         "metavar": "HOW",
-        "help": '"fisher" (the default) weighs every matrix in that by its Fisher loss; "equal" needs no backward pass',
+        "help": '"fisher" (the default) weights every matrix by its Fisher loss; "equal" needs no backward pass',
     },
-    "rotation_steps": {"type": int, "help": "steps of that, at most (100)"},
-    "rotation_lr": {"type": float, "help": "their first learning rate, in radians (0.02)"},
-    "rotation_rows": {"type": int, "help": "rows of each matrix that it looks at (all); fewer are faster"},
-    "recover_lr": {"type": float, "help": "their first learning rate, relative to the weights (0.05)"},
+    "rotation_steps": {"type": int, "help": "maximum steps of --rotation (100)"},
+    "rotation_lr": {"type": float, "help": "initial learning rate of --rotation, in radians (0.02)"},
+    "rotation_rows": {"type": int, "help": "rows of each matrix that --rotation uses (all); fewer are faster"},
+    "recover_lr": {"type": float, "help": "initial learning rate of --recover, relative to the weights (0.05)"},
 }
 
 
+# Options that are repeated once for each value have their names in the singular.
+_REPEATED = ("solver_options", "imports")
+
+
 def flag(name: str) -> str:
-    """The option of a field; one that is given again and again has its name in the singular."""
-    name = name.removesuffix("s") if CONFIG_OPTIONS.get(name, {}).get("action") == "append" else name
-    return "--" + name.replace("_", "-")
+    """Return the option of a field."""
+    return "--" + (name.removesuffix("s") if name in _REPEATED else name).replace("_", "-")
 
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """One option per field of MoonshotConfig, and `--import`.
+    """Add one option per field of MoonshotConfig, and `--import`.
 
     Args:
-        parser: gets them.
-        without: fields that the command has in another form.
+        parser: of the command.
+        without: fields that the command has other options for.
     """
-    group = parser.add_argument_group("method", "fields of MoonshotConfig, whose defaults hold for what is not given")
+    group = parser.add_argument_group("method", "fields of MoonshotConfig, with its defaults")
     if not without:
         group.add_argument("--recipe", choices=BUDGETS, help=RECIPE)
     for name, options in CONFIG_OPTIONS.items():
@@ -148,69 +151,70 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def make_config(args: argparse.Namespace) -> "MoonshotConfig":
-    """The configuration that the options of a command are.
+    """Build the configuration from the options of a command.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the options do not make a valid configuration.
     """
     from .. import MoonshotConfig
 
-    given = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
-    if "allocation" in given:
-        given["allocation"] = read_allocation(given["allocation"])
-    try:
-        if "solver_options" in given:
-            given["solver_options"] = read_options(given.get("solver", MoonshotConfig.solver), given["solver_options"])
+    fields = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
+    if "allocation" in fields:
+        fields["allocation"] = read_allocation(fields["allocation"])
+    with usage_errors():
+        if "solver_options" in fields:
+            fields["solver_options"] = read_options(
+                fields.get("solver", MoonshotConfig.solver), fields["solver_options"]
+            )
         budget = getattr(args, "recipe", None)
         if budget is None:
-            return MoonshotConfig(**given)
-        wanted = "pattern" if "pattern" in given else "sparsity"
-        expect(wanted in given, f"--recipe {budget}: give a --sparsity, or a --pattern such as 2:4")
-        return MoonshotConfig.recipe(given.pop(wanted), budget, **given)
-    except MoonshotError as error:
-        raise UsageError(str(error)) from None
+            return MoonshotConfig(**fields)
+        pattern = "pattern" if "pattern" in fields else "sparsity"
+        hint = Text("give a {}, or a {}", "sparsity", Option("pattern", "2:4"))
+        expect(pattern in fields, hint, field="recipe", value=budget)
+        return MoonshotConfig.recipe(fields.pop(pattern), budget, **fields)
 
 
-def read_allocation(given: str) -> str | dict[str, Any]:
-    """One of the methods, or what a JSON file says.
+def read_allocation(value: str) -> str | dict[str, Any]:
+    """Return the name of a method, or the contents of a JSON file.
 
     Raises:
         UsageError: neither of both.
     """
     from ..objective.allocation_rules import METHODS
 
-    if given in METHODS:
-        return given
-    usage = f"--allocation {given}: neither one of {', '.join(METHODS)} nor a JSON file with an object of layers"
+    if value in METHODS:
+        return value
+    usage = f"neither one of {', '.join(METHODS)} nor a JSON file with an object of layers"
     try:
-        rules = json.loads(Path(given).read_text(encoding="utf-8"))
+        rules = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{usage} ({one_line(error)})") from None
-    expect(isinstance(rules, dict), usage)
+        raise UsageError(f"{usage} ({one_line(str(error))})", field="allocation", value=value) from None
+    expect(isinstance(rules, dict), usage, field="allocation", value=value)
     return rules
 
 
-def read_options(solver: str, given: list[str]) -> dict[str, Any]:
-    """A solver's hyperparameters, of the types that it declares.
+def read_options(solver: str, texts: list[str]) -> dict[str, Any]:
+    """Parse a solver's hyperparameters, with the types that it declares.
 
     Args:
         solver: its name.
-        given: NAME=VALUE, as on the command line.
+        texts: NAME=VALUE, as on the command line.
 
     Raises:
-        MoonshotError: no such solver or hyperparameter, one that is given twice, or a value that it cannot have.
+        MoonshotError: no such solver or hyperparameter, one that is given twice, or an invalid value.
     """
     from ..solvers.base import parse_option, solver_options
 
-    known, found = solver_options(solver), {}
-    for text in given:
+    options, values = solver_options(solver), {}
+    for text in texts:
         name, sign, value = text.partition("=")
-        usage = f"{flag('solver_options')} {text}"
-        expect(bool(name and sign), f"{usage}: give NAME=VALUE")
-        expect(name in known, f"{usage}: solver={solver!r} has {', '.join(known) or 'none'}")
-        expect(name not in found, f"{usage}: {name} is given twice")
+        expect(bool(name and sign), "give NAME=VALUE", field="solver_options", value=text)
+        message = Text(f"{{}} has {', '.join(options) or 'none'}", Option("solver", solver))
+        expect(name in options, message, field="solver_options", value=text)
+        expect(name not in values, f"{name} is given twice", field="solver_options", value=text)
         try:
-            found[name] = parse_option(known[name], value)
+            values[name] = parse_option(options[name], value)
         except MoonshotError as error:
-            raise UsageError(f"{usage}: {error}") from None
-    return found
+            raise error.within(Option("solver_options", text)) from None
+    return values

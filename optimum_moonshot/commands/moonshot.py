@@ -1,16 +1,16 @@
-"""`optimum-cli moonshot`: prune a model, or convert it, from the shell; `sweep`, `rotate`, `eval` are beside this file.
+"""`optimum-cli moonshot`: its subcommands, of which `prune` and `convert` are in this file.
 
-`optimum-cli` imports this module on every call: torch and transformers wait for `run`.
+`optimum-cli` imports this module on every call, so torch and transformers are imported in `run`.
 """
 
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import MoonshotError
+from ..errors import MoonshotError, Option, Text
 from .calibration import add_calibration_options, calibration_source
 from .common import (
     FORMAT_HELP,
@@ -30,7 +30,7 @@ from .common import (
 )
 from .evaluate import EvalCommand
 from .launched import is_first
-from .measuring import BeforeAndAfter, make_meter
+from .measuring import BeforeAndAfter, make_metric
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
@@ -39,27 +39,34 @@ from .rotate import RotateCommand
 from .sweep import SweepCommand
 from .verify import VerifyCommand
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import MoonshotConfig
+    from ..pruner import MoonshotPruner
+    from ..reports.prune_report import PruneReport
+
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moonshot prune`."""
+    """Add the options of `moonshot prune`."""
     add_model_options(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
-    parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
+    parser.add_argument("--overwrite", action="store_true", help="write to DIR even if it is not empty")
     parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
-    add_calibration_options(parser, "the default; magnitude needs none")
+    add_calibration_options(parser, "the default; magnitude needs no data")
     parser.add_argument(
         "--eval",
         nargs="+",
         action="extend",
         default=[],
         metavar="DATA",
-        help="measure perplexity, or an image model's top-1 accuracy, on these before and after",
+        help="measure perplexity, or top-1 accuracy of an image model, on these data sets before and after",
     )
     parser.add_argument(
         "--compact",
         action="store_true",
-        help="after --pattern structured: remove the dead neurons and heads, so that the model is smaller; --pattern "
-        "experts always makes it so",
+        help="after --pattern structured: remove the dead neurons and heads, for a smaller model; --pattern experts "
+        "always does",
     )
     add_offload_option(parser)
     add_plan_options(parser)
@@ -67,16 +74,16 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moonshot convert`."""
+    """Add the options of `moonshot convert`."""
     whole_names(parser)
     parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint, or name on the Hub")
     parser.add_argument("--format", choices=FORMATS, required=True, help=FORMAT_HELP)
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="where the new checkpoint goes; default: DIR-FORMAT, of a name on the Hub its last part",
+        help="folder for the new checkpoint; default: DIR-FORMAT, for a name on the Hub its last part",
     )
-    parser.add_argument("--overwrite", action="store_true", help="write to the output although it holds files")
+    parser.add_argument("--overwrite", action="store_true", help="write to the output even if it is not empty")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -84,17 +91,18 @@ def prune(args: argparse.Namespace) -> None:
     """`moonshot prune`: load, measure, prune, measure, save, report.
 
     Raises:
-        UsageError: options that make no sense, before the model is loaded.
+        UsageError: invalid options, detected before the model is loaded.
         MoonshotError: a model or data that cannot be loaded, pruned or saved.
     """
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
-    structured = config.pattern in ("structured", "experts")  # of which the latter does it by itself
-    expect(structured or not args.compact, "--compact: only --pattern structured leaves neurons and heads to remove")
+    compactable = config.pattern in ("structured", "experts")  # the latter always compacts
+    message = Text("only {} leaves neurons and heads to remove", Option("pattern", "structured"))
+    expect(compactable or not args.compact, message, field="compact")
     device = find_device(args.device)
     calibration = calibration_source(args, config)
-    check_data("--eval", args.eval)
+    check_data("eval", args.eval)
     check_plan_options(args)
     if args.dry_run:
         print(make_plan(args, config, device, calibration))
@@ -105,20 +113,22 @@ def prune(args: argparse.Namespace) -> None:
         print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
-def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any, output: Output) -> list[str]:
-    """The work of `prune`, and what to tell of it."""
+def _prune(
+    args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any, output: Output
+) -> list[str]:
+    """Prune and save the model, and return the lines to print."""
     pruner = load_pruner(args, config, device)
-    meter = make_meter(
-        pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, min(config.batch_size, 4)
-    )
-    if meter.metric == "accuracy" and calibration == "c4":
-        raise UsageError("--calibration: an image model needs images, such as a folder with a sub-folder per class")
-    measured = BeforeAndAfter(meter, args.eval if is_first() else [])
+    size = min(config.batch_size, 4)
+    metric = make_metric(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
+    if metric.name == "accuracy" and calibration == "c4":
+        hint = "an image model needs images, such as a folder with a sub-folder per class"
+        raise UsageError(hint, field="calibration")
+    measured = BeforeAndAfter(metric, args.eval if is_first() else [])
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact or config.pattern == "experts":
-        lines.append(_compact(pruner))
+        lines.append(_compact(pruner, report))
     lines += measured.lines(report.record)
     output.begin()
     pruner.save_pretrained(output.path, format=args.format)
@@ -126,22 +136,22 @@ def _prune(args: argparse.Namespace, config: Any, device: Any, calibration: Any,
     return [report.table(), "", *lines, f"saved       {args.output}"]
 
 
-def _compact(pruner: Any) -> str:
-    """Make the pruned model smaller; where that fails, it is saved as it is."""
+def _compact(pruner: "MoonshotPruner", report: "PruneReport") -> str:
+    """Compact the pruned model; if that fails, it is saved with its zeros."""
     try:
         before, after = pruner.compact().parameters
     except MoonshotError as error:
-        pruner.report.notes.append(f"not compacted: {error}")
+        report.notes.append(f"not compacted: {error}")
         return f"not compacted: {error}"
     return f"parameters  {before:,} → {after:,}"
 
 
 def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: the same weights in the other format.
+    """`moonshot convert`: save the same weights in the other format.
 
     Raises:
-        UsageError: a model that is neither a folder nor a name on the Hub, or an output that cannot be.
-        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+        UsageError: a model that is neither a folder nor a name on the Hub, or an invalid output.
+        MoonshotError: no pruned checkpoint, one that already has the format, or a damaged one.
     """
     check_source(args.model)
     name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]

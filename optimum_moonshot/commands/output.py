@@ -1,9 +1,9 @@
-"""Where a command writes: DIR, and DIR.partial beside it, which the same command goes on from.
+"""The output folder DIR of a command, and DIR.partial, from which it resumes.
 
-DIR.partial/command.json   what was asked for, and whether DIR is being written
+DIR.partial/command.json   the request, and whether DIR is being written
 DIR.partial/run            results of `moonshot prune`, layer by layer
-DIR.partial/seed-N         those of `moonshot sweep`
-DIR.partial/seed-N.json    the report of a seed that is finished
+DIR.partial/seed-N         results of `moonshot sweep`
+DIR.partial/seed-N.json    the report of a finished seed
 """
 
 import argparse
@@ -14,54 +14,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError
+from ..errors import MoonshotError, Text
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
-from .common import UsageError, expect
+from .common import UsageError, expect, usage_errors
 from .launched import is_first
 
 _MANIFEST = "command.json"
-_WRITTEN = ("seed-*.json*", "command.json*")  # also what a kill leaves of them
-# Options that say where and how, not what.
-_PLACES = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
+_WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
+# Options that do not change the result.
+_NEUTRAL = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
 _PATHS = ("model", "calibration", "prompts", "metric", "allocation")
 
 
 class Output:
-    """A command's output folder, of which it has sole use inside of `open_output`.
+    """The output folder of a command, locked by `open_output`.
 
     Args:
-        args: of the command, as they were parsed.
+        args: of the command.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.path = Path(args.output).resolve()
         self.partial = self.path.with_name(self.path.name + ".partial")
-        self.asked = asked(args)
+        self.request = request(args)
 
     def check(self) -> None:
-        """Raise `UsageError` for a place where nothing can be written."""
-        shown = f"--output {self.args.output}"
-        try:
+        """Raise `UsageError` for a path that cannot be written to."""
+        with usage_errors():
             check_folder("output", self.args.output)
-        except MoonshotError as error:
-            raise UsageError(str(error)) from None
         model = Path(self.args.model)
         inside = model.is_dir() and model.resolve() in (self.path, *self.path.parents)
-        expect(not inside, f"{shown}: it is the model's own folder, or in it; choose another")
+        self._expect(not inside, "it is the model's own folder, or in it; choose another")
 
     def check_empty(self) -> None:
-        """Raise `UsageError` where files lie that are not of this command, unless it may overwrite them."""
+        """Raise `UsageError` for a folder with files of other commands, unless this one may overwrite them."""
         if self.args.overwrite or not self.path.is_dir() or self._begun():
             return
-        expect(not _filled(self.path), f"--output {self.args.output}: it is not empty; --overwrite writes there anyway")
+        self._expect(not _filled(self.path), Text("it is not empty; {} writes there anyway", "overwrite"))
+
+    def _expect(self, condition: bool, message: str | Text) -> None:
+        expect(condition, message, field="output", value=self.args.output)
 
     def begin(self) -> None:
-        """From here on, what lies in the folder is of this command, until `finish`."""
+        """Record that this command writes to the folder, until `finish`."""
         self._record(writing=True)
 
     def finish(self) -> None:
-        """All is written: remove what a command would go on from."""
+        """Remove the partial results once everything is written."""
         from ..results.run_folder import RunFolder
 
         for folder in (self.work(), *self.partial.glob("seed-*/")):
@@ -70,26 +70,27 @@ class Output:
             path.unlink()
 
     def work(self, seed: int | None = None) -> Path:
-        """The folder for the results of a run, or of a seed's sweep."""
+        """Return the folder for the results of a run, or of the sweep of a seed."""
         return self.partial / ("run" if seed is None else f"seed-{seed}")
 
     def discard(self, seed: int) -> None:
-        """Remove the results of a seed whose report is kept."""
+        """Remove the results of a seed whose report is stored."""
         from ..results.run_folder import RunFolder
 
         RunFolder.remove_all(self.work(seed))
 
     def report(self, seed: int) -> dict[str, Any] | None:
-        """What `keep_report` kept for the same request; None where there is nothing."""
+        """Return the report that `keep_report` stored for the same request, if any."""
         path = self._report_path(seed)
         with contextlib.suppress(MoonshotError, KeyError):
-            kept = read_json(path) if path.is_file() else {}
-            return kept["report"] if kept["asked"] == asked(self.args, ("seeds", "save", "format")) else None
+            stored = read_json(path) if path.is_file() else {}
+            same = stored["request"] == request(self.args, ("seeds", "save", "format"))
+            return stored["report"] if same else None
         return None
 
     def keep_report(self, seed: int, report: dict[str, Any]) -> None:
-        """Keep the report of a finished seed, as JSON types."""
-        values = {"asked": asked(self.args, ("seeds", "save", "format")), "report": report}
+        """Store the report of a finished seed, as JSON types."""
+        values = {"request": request(self.args, ("seeds", "save", "format")), "report": report}
         with writing("output", self.args.output):
             replace_file(self._report_path(seed), json.dumps(values))
 
@@ -97,45 +98,42 @@ class Output:
         return self.partial / f"seed-{seed}.json"
 
     def _begun(self) -> bool:
-        """Whether the same command was writing here when it ended too early."""
+        """Whether the same command was writing here when it was interrupted."""
         with contextlib.suppress(MoonshotError, OSError):
-            return read_json(self.partial / _MANIFEST) == {"asked": self.asked, "writing": True}
+            return read_json(self.partial / _MANIFEST) == {"request": self.request, "writing": True}
         return False
 
     def _record(self, writing: bool) -> None:
-        replace_file(self.partial / _MANIFEST, json.dumps({"asked": self.asked, "writing": writing}))
+        replace_file(self.partial / _MANIFEST, json.dumps({"request": self.request, "writing": writing}))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Sole use of the folder; what was nothing to go on from leaves no trace.
+        """Lock the folder; at the end, remove DIR.partial if it has nothing to resume from.
 
         Raises:
-            UsageError: another command writes there, or it holds files that are not of this command.
+            UsageError: another command writes there, or DIR.partial has files of other programs.
         """
-        shown = f"--output {self.args.output}"
         with contextlib.ExitStack() as lock:
-            self._take(lock)
-            own = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
-            expect(own, f"{shown}: {self.partial} holds other files; remove it, or choose another folder")
+            self._lock(lock)
+            usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
+            self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
             self.check_empty()
             if not self._begun():
                 self._record(writing=False)
             try:
                 yield
             finally:
-                self._leave()
+                self._clean_up()
 
-    def _take(self, lock: contextlib.ExitStack) -> None:
-        """Lock the folder that keeps results, made if need be."""
+    def _lock(self, lock: contextlib.ExitStack) -> None:
+        """Lock DIR.partial, after making it if it is missing."""
         while True:
             self.partial.mkdir(parents=True, exist_ok=True)
             try:
                 descriptor = lock.enter_context(locked(self.partial))
             except BlockingIOError:
-                shown = f"--output {self.args.output}"
-                raise UsageError(
-                    f"{shown}: another command writes there; wait for its end, or choose another"
-                ) from None
+                message = "another command writes there; wait for its end, or choose another"
+                raise UsageError(message, field="output", value=self.args.output) from None
             except OSError:  # a file system without locks
                 return
             with contextlib.suppress(OSError):
@@ -143,7 +141,7 @@ class Output:
                     return
             lock.close()  # the command that has just ended removed it
 
-    def _leave(self) -> None:
+    def _clean_up(self) -> None:
         from ..results.run_folder import RunFolder
 
         for folder in (self.work(), *self.partial.glob("seed-*/")):
@@ -156,35 +154,36 @@ class Output:
             self.partial.rmdir()
 
 
-class Elsewhere(Output):
-    """The output folder of a command of several processes, for those that do not write."""
+class ReadOnlyOutput(Output):
+    """The output folder of a command of several processes, in those that do not write."""
 
     def begin(self) -> None:
-        """The first process does."""
+        """Nothing: the first process writes."""
 
     def finish(self) -> None:
-        """The first process does."""
+        """Nothing: the first process writes."""
 
     def discard(self, seed: int) -> None:
-        """The first process does."""
+        """Nothing: the first process writes."""
 
     def keep_report(self, seed: int, report: dict[str, Any]) -> None:
-        """The first process does.
+        """Nothing: the first process writes.
 
         Args:
-            seed, report: as for `Output.keep_report`.
+            seed: as for `Output.keep_report`.
+            report: as for `Output.keep_report`.
         """
 
 
 @contextlib.contextmanager
 def open_output(args: argparse.Namespace) -> Iterator[Output]:
-    """The output folder of a command, for it alone; of several processes the first one alone writes there.
+    """Lock the output folder of a command; of several processes only the first one writes there.
 
     Raises:
-        UsageError: it is a file or a link to nothing, lies in the model's folder, holds something without
-            `--overwrite`, or another command writes there.
+        UsageError: it is a file, a dangling link, in the model's folder, or not empty without `--overwrite`, or another
+            command writes there.
     """
-    output = Output(args) if is_first() else Elsewhere(args)
+    output = Output(args) if is_first() else ReadOnlyOutput(args)
     if not is_first():
         yield output
         return
@@ -197,24 +196,26 @@ def open_output(args: argparse.Namespace) -> Iterator[Output]:
 
 
 def _filled(folder: Path) -> bool:
-    """Whether files lie there, beside those that a file system or a kill leaves."""
+    """Whether a folder has files, other than those of the file system or of an interrupted write."""
     names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _MANIFEST + UNFINISHED}
     return any(not name.startswith(STAGING_PREFIX) for name in names)
 
 
-def asked(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a command is to do, as JSON types: its options, and the size and time of the files that they name.
+def request(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the options of a command, and the size and time of the files that they name, as JSON types.
 
     Args:
-        args: as they were parsed.
-        without: further options that make no difference.
+        args: of the command.
+        without: further options that do not change the result.
     """
-    known = {k: v for k, v in vars(args).items() if k not in (*_PLACES, *without) and not callable(v)}
-    files = {name: _files(Path(os.path.expanduser(str(known[name])))) for name in _PATHS if known.get(name) is not None}
-    return json.loads(json.dumps({"options": known, "files": files}, default=str))
+    options = {k: v for k, v in vars(args).items() if k not in (*_NEUTRAL, *without) and not callable(v)}
+    files = {
+        name: _files(Path(os.path.expanduser(str(options[name])))) for name in _PATHS if options.get(name) is not None
+    }
+    return json.loads(json.dumps({"options": options, "files": files}, default=str))
 
 
 def _files(path: Path) -> list[Any]:
-    """The files that a path names, each with its size and time; none where it is no path here."""
+    """List the files of a path, each with its size and time."""
     paths = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.is_file()]

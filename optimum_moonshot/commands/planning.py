@@ -1,54 +1,60 @@
-"""`optimum-cli moonshot prune --dry-run`: what the command would take, without doing it."""
+"""`optimum-cli moonshot prune --dry-run`: an estimate of memory and time, without pruning."""
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..errors import Text
 from .common import check_source, expect, load, load_pruner, remote_code
 
-_OF_PLANS = ("device_memory", "host_memory")
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import MoonshotConfig
+
+_MEMORY_OPTIONS = ("device_memory", "host_memory")
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """`--dry-run`, and the memory of another machine."""
-    group = parser.add_argument_group("an estimate first")
+    """Add `--dry-run`, and the options for the memory of another machine."""
+    group = parser.add_argument_group("estimate")
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what the command would take of memory, passes over the data and time, and what would not fit; "
-        "nothing is pruned, downloaded (but config.json) or written. Time is measured where MODEL is a folder with "
-        "weights",
+        help="estimate memory, passes over the data and time, and print what does not fit; nothing is pruned, "
+        "downloaded (except config.json) or written. Time is measured if MODEL is a folder with weights",
     )
-    for name, what in (("device", "memory of the device in all"), ("host", "host memory that is free")):
+    for name, description in (("device", "total memory of the device"), ("host", "free host memory")):
         group.add_argument(
-            f"--{name}-memory", metavar="SIZE", help=f"with --dry-run: {what}, such as 80GB; default: this machine's"
+            f"--{name}-memory",
+            metavar="SIZE",
+            help=f"with --dry-run: {description}, such as 80GB; default: this machine's",
         )
 
 
 def check_plan_options(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for the memory of another machine, where this one is going to work."""
-    for name in _OF_PLANS:
-        flag = "--" + name.replace("_", "-")
-        expect(args.dry_run or getattr(args, name) is None, f"{flag}: it is for --dry-run alone")
+    """Raise `UsageError` if the memory of another machine is given without `--dry-run`."""
+    for name in _MEMORY_OPTIONS:
+        expect(args.dry_run or getattr(args, name) is None, Text("only for {}", "dry_run"), field=name)
 
 
-def make_plan(args: argparse.Namespace, config: Any, device: Any, calibration: Any) -> Any:
-    """The `Plan` of a command.
+def make_plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any) -> Any:
+    """Return the `Plan` of a command.
 
     Args:
         args: of `moonshot prune`.
-        config: the `MoonshotConfig` that they make.
-        device: where the model would be.
-        calibration: what it would be calibrated on, which is not read.
+        config: the configuration of the command.
+        device: of the model.
+        calibration: the calibration data, which are not read.
 
     Raises:
         UsageError: a model that is neither a folder nor a name on the Hub.
-        MoonshotError: a model that cannot be loaded, or of which no plan can be made.
+        MoonshotError: a model that cannot be loaded, or that cannot be planned.
     """
     from .. import MoonshotPruner
 
     check_source(args.model)
-    memory = {name: getattr(args, name) for name in _OF_PLANS}
+    memory = {name: getattr(args, name) for name in _MEMORY_OPTIONS}
     folder = args.output + ".partial"
     if any(Path(args.model).glob("*.safetensors")) or any(Path(args.model).glob("*.bin")):
         return load_pruner(args, config, device).plan(calibration, resume_dir=folder, **memory)

@@ -1,18 +1,17 @@
-"""`optimum-cli moonshot sweep`: many λ, sparsities and patterns on one calibration, and the best of them."""
+"""`optimum-cli moonshot sweep`: prune by many λ, sparsities and patterns on one calibration, and select the best."""
 
 import argparse
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import MoonshotError, require
+from ..errors import Text, require
 from .calibration import add_calibration_options, calibration_source
 from .common import (
     FORMAT_HELP,
     FORMATS,
-    UsageError,
     add_model_options,
     add_offload_option,
     check_data,
@@ -20,39 +19,48 @@ from .common import (
     find_device,
     import_modules,
     load_pruner,
+    usage_errors,
 )
 from .launched import is_first
-from .measuring import make_meter
+from .measuring import make_metric
 from .messages import guard
 from .method_options import add_method_options, make_config
 from .output import Output, open_output
 
-# Options of a single pruning, and their plural forms here.
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import MoonshotConfig
+    from ..pruner import MoonshotPruner
+
+# Options of `moonshot prune`, and their plural forms here.
 SWEPT = {"lam": "lambdas", "sparsity": "sparsities", "pattern": "patterns", "seed": "seeds"}
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moonshot sweep`."""
+    """Add the options of `moonshot sweep`."""
     add_model_options(parser)
     parser.add_argument(
         "--output",
         required=True,
         metavar="DIR",
-        help="for table, plots and, with --save, the model; the variants' weights lie in DIR.partial meanwhile, and "
-        "the same command goes on from there after a kill",
+        help="folder for table, plots and, with --save, the model; the weights of the variants are stored in "
+        "DIR.partial, and a killed sweep resumes when you rerun the command",
     )
-    parser.add_argument("--overwrite", action="store_true", help="write to DIR although it holds files")
+    parser.add_argument("--overwrite", action="store_true", help="write to DIR even if it is not empty")
     parser.add_argument("--lambdas", nargs="+", type=float, metavar="LAMBDA", help="default: 0 .1 .25 .5 .75 .9 1")
-    parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="shares of the weights to remove")
+    parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="fractions of the weights to remove")
     parser.add_argument("--patterns", nargs="+", default=["unstructured"], help='default: "unstructured"; or 2:4, …')
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="calibration samples, one sweep each (0)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="seeds of the calibration samples, one sweep each (0)"
+    )
     add_calibration_options(parser, "the default")
     parser.add_argument(
         "--metric",
         default="calibration",
         metavar="DATA",
-        help="what to select by: perplexity or loss on the calibration data (the default), or perplexity or accuracy "
-        "on other data",
+        help="select by perplexity or loss on the calibration data (the default), or by perplexity or accuracy on "
+        "other data",
     )
     parser.add_argument(
         "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
@@ -66,7 +74,7 @@ def sweep(args: argparse.Namespace) -> None:
     """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots.
 
     Raises:
-        UsageError: options that make no sense, before the model is loaded.
+        UsageError: invalid options, detected before the model is loaded.
         MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
     """
     from ..objective.patterns import own_sparsity
@@ -74,31 +82,39 @@ def sweep(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     import_modules(args.imports)
     needed = any(not own_sparsity(pattern) for pattern in args.patterns)
-    expect(not needed or args.sparsities, f"--patterns {' '.join(args.patterns)}: give --sparsities too")
+    expect(not needed or bool(args.sparsities), Text("add {}", "sparsities"), field="patterns", value=args.patterns)
     several = len(args.patterns) * max(1, len(args.sparsities or [])) > 1
-    expect(not (args.save and several), "--save: give one pattern and one sparsity, of which the best λ is saved")
+    message = "give one pattern and one sparsity; the model with the best λ is saved"
+    expect(not (args.save and several), message, field="save")
     configs = [_config(args, seed) for seed in args.seeds]
     device = find_device(args.device)
     calibration = calibration_source(args, configs[0]) or "c4"
     if args.metric != "calibration":
-        check_data("--metric", [args.metric])
+        check_data("metric", [args.metric])
     with open_output(args) as output:
         _sweep(args, configs, device, calibration, output)
     if is_first():
         print(f"written     {output.path}\nseconds     {time.perf_counter() - started:.1f}")
 
 
-def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibration: Any, output: Output) -> None:
-    """Sweep every seed that is not finished, write what all have in common, and save the best model."""
+def _sweep(
+    args: argparse.Namespace,
+    configs: "list[MoonshotConfig]",
+    device: "torch.device",
+    calibration: Any,
+    output: Output,
+) -> None:
+    """Sweep every unfinished seed, write the table and plots, and save the best model."""
     from ..distributed.ranks import on_main_process
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
     pruner = load_pruner(args, configs[0], device)
 
-    def run(config: Any, **what: Any) -> SweepReport:
+    def run(config: "MoonshotConfig", **variants: Any) -> SweepReport:
         pruner.config = config
-        return pruner.sweep(calibration, work_dir=output.work(config.seed), **what, **_metric(args, pruner, config))
+        metric = _metric(args, pruner, config)
+        return pruner.sweep(calibration, work_dir=output.work(config.seed), **variants, **metric)
 
     reports: list[SweepReport] = []
     swept = None
@@ -107,7 +123,7 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
         kept = on_main_process(partial(output.report, config.seed))
         if kept is None:
             swept = config
-            reports.append(run(config, **_what(args)))
+            reports.append(run(config, **_variants(args)))
             output.keep_report(config.seed, reports[-1].to_dict())
         else:
             reports.append(SweepReport.from_dict(kept))
@@ -121,8 +137,8 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
         print(table(reports), "", sep="\n")
     if args.save:
         lam = choice(reports, *reports[-1].settings()[0])
-        require(lam is not None, "--save: the metric is NaN for every λ, so that there is none to save")
-        last = reports[-1] if swept is configs[-1] else run(configs[-1], **{**_what(args), "lambdas": [lam]})
+        require(lam is not None, "the metric is NaN for every λ, so no model is saved", field="save")
+        last = reports[-1] if swept is configs[-1] else run(configs[-1], **{**_variants(args), "lambdas": [lam]})
         pruner.choose(next(entry for entry in last.entries if entry.lam == lam))
         pruner.save_pretrained(output.path / "model", format=args.format)
         if is_first():
@@ -130,8 +146,8 @@ def _sweep(args: argparse.Namespace, configs: list[Any], device: Any, calibratio
     output.finish()
 
 
-def _config(args: argparse.Namespace, seed: int) -> Any:
-    """What all variants of one seed share; every one of them is checked here, before anything is loaded."""
+def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
+    """Return the configuration that the variants of a seed share; checks all variants before anything is loaded."""
     from ..objective.patterns import own_sparsity
     from ..runs.sweep import variants
 
@@ -139,30 +155,28 @@ def _config(args: argparse.Namespace, seed: int) -> Any:
     if not own_sparsity(args.patterns[0]):
         single["sparsity"] = args.sparsities[0]
     config = make_config(argparse.Namespace(**{**vars(args), **single}))
-    try:
-        variants(config, *_what(args).values())
-    except MoonshotError as error:
-        raise UsageError(str(error)) from None
+    with usage_errors():
+        variants(config, *_variants(args).values())
     return config
 
 
-def _what(args: argparse.Namespace) -> dict[str, Any]:
+def _variants(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("lambdas", "sparsities", "patterns")}
 
 
-def _metric(args: argparse.Namespace, pruner: Any, config: Any) -> dict[str, Any]:
+def _metric(args: argparse.Namespace, pruner: "MoonshotPruner", config: "MoonshotConfig") -> dict[str, Any]:
     if args.metric == "calibration":
         return {}
     options = (config.sequence_length, min(config.batch_size, 4))
-    meter = make_meter(pruner.model, pruner.tokenizer, pruner.processor, *options)
+    metric = make_metric(pruner.model, pruner.tokenizer, pruner.processor, *options)
 
     def measure(model: Any) -> float:
-        return meter.measure(args.metric).value
+        return metric.measure(args.metric).value
 
     from ..data.corpora import short_name
 
-    measure.__name__ = f"{meter.metric} on {short_name(args.metric)}"
-    return {"metric": measure, "maximize": meter.metric == "accuracy"}
+    measure.__name__ = f"{metric.name} on {short_name(args.metric)}"
+    return {"metric": measure, "maximize": metric.name == "accuracy"}
 
 
 class SweepCommand(BaseOptimumCLICommand):

@@ -1,10 +1,10 @@
-"""The step of transformers' weight loader that rebuilds a dense weight from its packed tensors."""
+"""Conversion of packed tensors to dense weights in the weight loader of transformers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..errors import naming
@@ -14,11 +14,11 @@ _WEIGHT = "weight"
 
 
 class Unpack(ConversionOps):
-    """The tensors of a packed weight, of whatever format, → the weight.
+    """The tensors of a packed weight, in any format, → the weight.
 
     Args:
         layers: the packed weights by their names in the model.
-        dtypes: what each shall be: most releases of transformers leave what a quantizer loads as it was saved.
+        dtypes: of the loaded weights: most releases of transformers do not cast the weights of a quantizer.
         last: the last part of their names.
     """
 
@@ -28,24 +28,25 @@ class Unpack(ConversionOps):
         self.last = last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unpack":
-        """transformers copies a converter for every tensor; this part of it never changes."""
+        """Return this object: transformers copies a converter for every tensor, and this part is immutable."""
         return self
 
-    def convert(
-        self, input_dict: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        tensors = {name: found[0] if isinstance(found, list) else found for name, found in input_dict.items()}
-        with naming(full_layer_name):
-            weight = self.layers[full_layer_name].unpack(self.last, tensors)
-        return {self.last: weight.to(self.dtypes[full_layer_name])}
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        name = kwargs["full_layer_name"]
+        tensors: dict[str, Tensor] = {
+            key: part[0] if isinstance(part, list) else part for key, part in input_dict.items()
+        }
+        with naming(name):
+            weight = self.layers[name].unpack(self.last, tensors)
+        return {self.last: weight.to(self.dtypes[name])}
 
 
 class Unpacking(WeightConverter):
-    """Unpacks every packed weight but those of the modules `kept`, which stay packed in memory.
+    """Unpacks every packed weight, except those of the modules `kept`, which stay packed in memory.
 
     Args:
         layers: the packed weights by their names in the model.
-        dtypes: of everything that is loaded, by its name in the model.
+        dtypes: of all loaded tensors, by their names in the model.
         kept: names of modules.
         last: the last part of the weights' names: "weight", or that of a parameter of fused experts.
     """

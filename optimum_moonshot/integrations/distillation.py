@@ -1,4 +1,4 @@
-"""Logits distillation: a pruned model learns from the dense one beside its labels."""
+"""Logits distillation: a pruned model learns from the dense one and from the labels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..errors import check_number, require
 from ..model.calls import evaluation_mode, model_device, to_device
 from ..model.losses import IGNORED, labels_of
 
-# Inputs that belong to the student's loss alone.
+# Inputs of the student's loss, which the teacher does not get.
 LOSS_INPUTS = ("labels", "num_items_in_batch")
 
 
@@ -20,24 +20,24 @@ class Distillation:
 
         (1 - weight) · loss + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
 
-    (Hinton et al., arXiv 1503.02531), the divergence over the positions that have labels, divided as the model divides
-    its loss: by `num_items_in_batch` where the Trainer gives it, else by their number.
+    (Hinton et al., arXiv 1503.02531), the divergence over the positions with labels, normalized as the model normalizes
+    its loss: by `num_items_in_batch` if the Trainer passes it, else by their number.
 
     Args:
         teacher: a model with the same vocabulary; it runs in evaluation mode, without gradients.
         temperature: T > 0.
-        weight: in [0, 1], the teacher's share.
+        weight: of the teacher, in [0, 1].
 
     Raises:
-        MoonshotError: a teacher that is no module, or a number out of range.
+        MoonshotError: a teacher that is not a module, or a number out of range.
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
         require(isinstance(teacher, nn.Module), f"teacher is a {type(teacher).__name__}: give the dense model")
         check_number("temperature", temperature)
         check_number("teacher_weight", weight)
-        require(temperature > 0, f"temperature={temperature}: give a number above 0")
-        require(0 <= weight <= 1, f"teacher_weight={weight}: it lies between 0 and 1")
+        require(temperature > 0, "give a number above 0", field="temperature", value=temperature)
+        require(0 <= weight <= 1, "give a number from 0 to 1", field="teacher_weight", value=weight)
         self.teacher, self.temperature, self.weight = teacher, temperature, weight
         self._handle: RemovableHandle | None = None
 
@@ -47,13 +47,13 @@ class Distillation:
         Raises:
             MoonshotError: the student is the teacher.
         """
-        require(self.teacher is not student, "teacher: it is the model that trains; give the dense model, a copy")
+        require(self.teacher is not student, "it is the model that trains; give a dense copy", field="teacher")
         self.detach()
         self.teacher.to(model_device(student))
         self._handle = student.register_forward_hook(self._mix, with_kwargs=True)
 
     def detach(self) -> None:
-        """Remove the hook, if there is one."""
+        """Remove the hook, if any."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -61,37 +61,40 @@ class Distillation:
     def _mix(self, student: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
         if not student.training:
             return output
-        given = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs
+        usable = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs
         require(
-            given,
-            "teacher: distillation adds to a loss that the student makes of labels and logits; here it gives none: use "
-            "transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label smoothing",
+            usable,
+            "distillation adds to a loss that the student computes from labels and logits, and this one returns none",
+            field="teacher",
+            hint="use transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label "
+            "smoothing",
         )
-        known = {name: value for name, value in inputs.items() if name not in LOSS_INPUTS}
+        teacher_inputs = {name: value for name, value in inputs.items() if name not in LOSS_INPUTS}
         with torch.no_grad(), evaluation_mode(self.teacher):
-            wanted = self.teacher(*to_device(args, model_device(self.teacher)), **known).logits
+            targets = self.teacher(*to_device(args, model_device(self.teacher)), **teacher_inputs).logits
         labels = labels_of(student, {"labels": inputs["labels"]}).to(output.logits.device)
-        divergence = self.divergence(output.logits, wanted.to(output.logits.device), labels)
+        divergence = self.divergence(output.logits, targets.to(output.logits.device), labels)
         items = inputs.get("num_items_in_batch")
         count = (labels != IGNORED).sum() if items is None else items
         output["loss"] = (1 - self.weight) * output.loss + self.weight * divergence / count
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """T² · Σ KL over the labelled positions.
+        """Return T² · Σ KL over the labelled positions.
 
         Args:
             student: logits, [..., V].
             teacher: logits of the same shape, on the same device.
-            labels: [...], -100 where there is none.
+            labels: [...], -100 for positions without a label.
 
         Raises:
             MoonshotError: logits of different shapes.
         """
         require(
             student.shape == teacher.shape,
-            f"teacher: its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}: "
-            "give the model that the student was pruned from",
+            f"its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}",
+            field="teacher",
+            hint="give the model that the student was pruned from",
         )
         rows = labels != IGNORED
         student, teacher = (

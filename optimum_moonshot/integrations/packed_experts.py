@@ -1,9 +1,9 @@
-"""How transformers reads packed weights of experts, whose names its own conversions would spoil.
+"""Loading of packed expert weights in transformers, around the model's own weight conversions.
 
-The Hub's files have a weight for each expert, and transformers' converters stack them to fused parameters; others have
-names of their own in the files. Such a conversion knows the weight, but not its packed tensors, and in some releases it
-takes one of these for the weight itself. So all tensors of a parameter are led past the model's conversions, under
-numbers, to one converter, which unpacks and lets the model's own do the rest.
+Files on the Hub have one weight per expert, and transformers' converters stack them to fused parameters, or rename
+them. Such a conversion matches the weight, but not its packed tensors, and in some releases it takes one of these for
+the weight. So the tensors of a parameter are renamed to numbers, which no conversion matches; one converter unpacks
+them and then applies the model's own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,21 +21,21 @@ from ..checkpoint.weight_names import Merged, conversions_of, followed_names, me
 from ..errors import naming
 from ..packing import weight_of
 
-_NAME = "moonshot-expert"  # no pattern of any model has it
+_NAME = "moonshot-expert"  # matches no pattern of a model
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """The stored weights of all parameters that need this, of which some are packed."""
+    """The stored weights of all parameters with such a conversion and a packed weight."""
 
-    layers: Layers  # the packed ones, by their names in the files
-    parameters: Mapping[str, str]  # all of them, by the same names: what they become, in the model
-    merged: Mapping[str, Merged]  # those that are merged, by the same names
-    keys: Mapping[str, str]  # what transformers calls their tensors once it has renamed them → the stored weight
+    layers: Layers  # the packed weights, by their names in the files
+    parameters: Mapping[str, str]  # name in the files → parameter of the model, for all weights
+    merged: Mapping[str, Merged]  # merged weights, by their names in the files
+    keys: Mapping[str, str]  # name of a tensor after transformers has renamed it → stored weight
 
     @classmethod
     def find(cls, model: nn.Module, files: Iterable[str]) -> "PackedExperts | None":
-        """Those of some files; None where there are none.
+        """Find them in some files; None if there are none.
 
         Args:
             model: on the meta device.
@@ -46,38 +46,39 @@ class PackedExperts:
         for path in files:
             with safe_open(path, "pt") as file:
                 stored += file.keys()
-                layers |= Description.read(file.metadata()).layers
+                description = Description.read(file.metadata())
+                layers |= {} if description is None else description.layers
         owners = {name: weight_of(name) if weight_of(name) in layers else name for name in stored}
         merged = merged_weights(model, dict.fromkeys(owners.values()))
         parameters = parameter_names(model, layers) | {name: each.weight for name, each in merged.items()}
         packed = {parameters[name] for name in layers.keys() & parameters.keys() - followed_names(model, layers).keys()}
-        mine = {name: parameter for name, parameter in parameters.items() if parameter in packed}
-        keys = renamed(model, [name for name, owner in owners.items() if owner in mine])
-        known = {name: layer for name, layer in layers.items() if name in mine}
-        return cls(known, mine, merged, {key: owners[name] for name, key in keys.items()}) if known else None
+        selected = {name: parameter for name, parameter in parameters.items() if parameter in packed}
+        keys = renamed(model, [name for name, owner in owners.items() if owner in selected])
+        layers = {name: layer for name, layer in layers.items() if name in selected}
+        return cls(layers, selected, merged, {key: owners[name] for name, key in keys.items()}) if layers else None
 
     def conversions(self, dtypes: Mapping[str, torch.dtype]) -> list[Any]:
-        """For transformers, beside the model's own.
+        """Return the conversions for transformers, to add to the model's own.
 
         Args:
-            dtypes: of everything that is loaded, by its name in the model.
+            dtypes: of all loaded tensors, by their names in the model.
         """
         numbers = {key: f"{_NAME}-{number}" for number, key in enumerate(self.keys)}
         targets = {numbers[key]: self.parameters[owner] for key, owner in self.keys.items()}
-        return [_Leading(numbers), _Fusing(targets, _Fuse(self, dtypes))]
+        return [_Numbering(numbers), _Fusing(targets, _Fuse(self, dtypes))]
 
-    def restore(self, model: nn.Module) -> None:
-        """Let transformers keep the model's own conversions, which saving reverses, in the place of these.
+    def restore(self, model: Any) -> None:
+        """Restore the model's own conversions, which saving reverses.
 
         Args:
-            model: loaded.
+            model: after loading.
         """
-        others = [entry for entry in model._weight_conversions if not isinstance(entry, _Leading | _Fusing)]
+        others = [entry for entry in model._weight_conversions if not isinstance(entry, _Numbering | _Fusing)]
         model._weight_conversions = conversions_of(model, self.parameters, others)
 
 
-class _Leading(WeightRenaming):
-    """Gives the tensors numbers for names."""
+class _Numbering(WeightRenaming):
+    """Renames the tensors to numbers."""
 
     def __init__(self, numbers: Mapping[str, str]):
         super().__init__(_NAME, _NAME)
@@ -92,11 +93,11 @@ class _Fusing(WeightConverter):
 
     def __init__(self, targets: Mapping[str, str], operation: "_Fuse"):
         super().__init__(_NAME, _NAME, operations=[operation])
-        self.targets = targets
+        self.targets, self.fuse = targets, operation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusing":
-        """transformers copies a converter for every tensor."""
-        return _Fusing(self.targets, self.operations[0])
+        """transformers copies a converter for every tensor; the operation is shared."""
+        return _Fusing(self.targets, self.fuse)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         target = self.targets.get(source_key)
@@ -113,19 +114,18 @@ class _Fuse(ConversionOps):
         self.experts = experts
         self.dtypes = dtypes
 
-    def convert(
-        self, input_dict: dict[str, list[Tensor]], full_layer_name: str, model: nn.Module, config: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        parameter = kwargs["full_layer_name"]
         layers, merged = self.experts.layers, self.experts.merged
-        tensors = {name: found[0] for name, found in input_dict.items()}
+        tensors: dict[str, Tensor] = {name: parts[0] for name, parts in input_dict.items()}
         owners = {weight_of(name) if weight_of(name) in layers else name for name in tensors}
-        converter = None
+        converter: Any = None
         for name in sorted(owners, key=dot_natural_key):
             with naming(name):
                 weight = layers[name].unpack(name, tensors) if name in layers else tensors[name]
-            weight = weight.to(self.dtypes[full_layer_name])
+            weight = weight.to(self.dtypes[parameter])
             if name not in merged:
-                return {full_layer_name: weight}
+                return {parameter: weight}
             converter = deepcopy(merged[name].converter) if converter is None else converter
-            converter.add_tensor(full_layer_name, name, merged[name].pattern, weight)
-        return converter.convert(full_layer_name, model=model, config=config)
+            converter.add_tensor(parameter, name, merged[name].pattern, weight)
+        return converter.convert(parameter, model=kwargs["model"], config=kwargs["config"])

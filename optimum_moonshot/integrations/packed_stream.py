@@ -1,4 +1,4 @@
-"""A stream of a checkpoint's tensors in which packed weights become dense ones."""
+"""Unpacking of packed weights in a stream of a checkpoint's tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,16 +12,16 @@ from ..packing import weight_of
 def unpacked(
     tensors: Iterable[tuple[str, Tensor]], find_layers: Callable[[], Layers], prefix: str = ""
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors by the names of a dense checkpoint, each packed weight as soon as all its tensors were there.
+    """Yield the tensors of a dense checkpoint, each packed weight as soon as its last tensor is read.
 
     Args:
         tensors: names and tensors of any shape, in any order.
-        find_layers: the packed weights of the files, by their names there; called when the first tensor comes that has
-            a packed one's name, and not at all for others' checkpoints.
-        prefix: of all names in the stream, which the files do not have.
+        find_layers: returns the packed weights by their names in the files; called at the first tensor with the name
+            of a packed one, and never for checkpoints of other programs.
+        prefix: of all names in the stream, absent in the files.
 
     Raises:
-        MoonshotError: what `find_layers` says; tensors that make no weight, or a weight of which one is missing.
+        MoonshotError: raised by `find_layers`; tensors that do not unpack, or a weight with a missing tensor.
     """
     layers: Layers | None = None
     waiting: dict[str, Tensors] = {}
@@ -40,4 +40,5 @@ def unpacked(
                 dense = layer.unpack(weight, waiting.pop(weight))
             yield prefix + weight, dense
     missing = next(iter(waiting), "")
-    require(not waiting, f"{missing.removesuffix('.weight')}: not all of its packed tensors were read")
+    with naming(missing):
+        require(not waiting, "not all of its packed tensors were read")

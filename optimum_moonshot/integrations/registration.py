@@ -1,7 +1,7 @@
-"""Make transformers and PEFT know what is "moonshot" in their files as soon as this package is imported.
+"""Register "moonshot" with transformers and PEFT when this package is imported.
 
-transformers takes seconds to import and has no entry points, nor has PEFT. So where they are not imported yet, nothing
-is imported either: a finder waits for each and registers ours the moment it is there.
+Both take seconds to import and have no entry points. If they are not imported yet, an import hook registers it right
+after their import.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as Python would, and registers once it has run; many look for a module without importing it."""
+    """Finds one module as Python does, and registers after its execution: many specs are found, but never imported."""
 
     def __init__(self, name: str, register: Callable[[], None]):
         self.name, self.register = name, register
@@ -24,7 +25,8 @@ class _Waiting(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
+            loader: Any = spec.loader  # to replace a method
+            run = loader.exec_module
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
@@ -32,12 +34,12 @@ class _Waiting(MetaPathFinder):
                     sys.meta_path.remove(self)
                 self.register()
 
-            spec.loader.exec_module = run_and_register
+            loader.exec_module = run_and_register
         return spec
 
 
 def register_soon() -> None:
-    """Register now with what is imported, else when it is."""
+    """Register now with the imported libraries, and with the others after their import."""
     waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _Waiting)}
     for name, register_there in _REGISTERS.items():
         if name in sys.modules:
@@ -47,22 +49,24 @@ def register_soon() -> None:
 
 
 def register() -> None:
-    """Tell transformers' automatic classes about ours; again is harmless."""
+    """Register the quantizer with transformers' automatic classes; idempotent."""
     from transformers.quantizers import auto
 
-    from .transformers import METHOD, MoonshotPrunedCheckpoint, MoonshotQuantizer
+    from ..checkpoint.packed_format import METHOD
+    from .transformers import MoonshotPrunedCheckpoint, MoonshotQuantizer
 
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(MoonshotPrunedCheckpoint)
         auto.register_quantizer(METHOD)(MoonshotQuantizer)
-        # Those of which the caller's choices are taken over, where config.json has an entry of its own.
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MoonshotPrunedCheckpoint,)
+        # The caller's `get_loading_attributes` override an entry in config.json for these types.
+        types: tuple[Any, ...] = auto.LOADING_ATTRIBUTES_CONFIG_TYPES
+        vars(auto)["LOADING_ATTRIBUTES_CONFIG_TYPES"] = (*types, MoonshotPrunedCheckpoint)
 
 
 def register_adapters() -> None:
-    """Tell PEFT about masked adapters; a release of it that is too old for them stops at their mark all the same."""
+    """Register masked adapters with PEFT; releases too old for them raise an error at their mark anyway."""
     with contextlib.suppress(ImportError):
-        import_module(f"{__package__}.peft")  # it may be what imports PEFT: then it is not through yet
+        import_module(f"{__package__}.peft")  # it may be the importer of PEFT, and incomplete
 
 
 _REGISTERS = {"transformers.quantizers.auto": register, "peft": register_adapters}

@@ -1,28 +1,26 @@
-"""`MoonshotCallback`: pruned models under `transformers.Trainer`, and its descendants such as TRL's `SFTTrainer`."""
+"""`MoonshotCallback`: pruned models in `transformers.Trainer`, and its subclasses such as TRL's `SFTTrainer`."""
 
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from ..config import MoonshotConfig
 from ..data.sources import open_source
 from ..devices import own_random_numbers
-from ..errors import MoonshotError, check_expressions, check_whole, require
+from ..errors import MoonshotError, Text, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.layers import PrunableLayer, adapted_layers
-from ..model.losses import IGNORED
 from ..model.model_info import takes_images
 from ..objective.patterns import NM, Experts
 from ..pipeline.selection import select
@@ -30,45 +28,46 @@ from ..pruner import MoonshotPruner
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation
+from .training_data import training_inputs
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
-# What flash attention is told beside the positions, when the samples of a batch lie end to end in one row.
-FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_SCHEDULE_OPTIONS = ("begin_step", "end_step", "every", "calibration")
 _log = logging.getLogger(__name__)
 
 
 class MoonshotCallback(TrainerCallback):
-    """Keeps a pruned model sparse while a `Trainer` trains it, or prunes it in the course of the training.
+    """Keeps a pruned model sparse while a `Trainer` trains it, or prunes it during training.
 
     ```python
-    Trainer(model, args, train_dataset=data, callbacks=[MoonshotCallback()])        # a model that is pruned already
+    Trainer(model, args, train_dataset=data, callbacks=[MoonshotCallback()])        # an already pruned model
     MoonshotCallback(config, begin_step=100)                                        # prune before step 100
-    MoonshotCallback(config, begin_step=100, end_step=500, every=50)                # in nine steps, to config.sparsity
+    MoonshotCallback(config, begin_step=100, end_step=500, every=50)                # nine prunings
     ```
 
-    Removed weights are exactly zero after every optimizer step. The Trainer's log gets `moonshot_sparsity` and, after a
+    Removed weights are exactly zero after every optimizer step. The Trainer's log has `moonshot_sparsity` and, after a
     pruning, `moonshot_loss`, the relative loss L_λ of the pruned layers, a mean over their weights. (The Trainer calls
-    TensorBoard and its like before this callback: `trainer.callback_handler.callbacks.insert(0, …)` shows it to them.)
-    A resumed run equals the uninterrupted one: masks are what is zero in a checkpoint, and the choice of calibration
-    samples follows from seed and step. At the end the zeros and an n:m pattern are verified and stated.
+    TensorBoard and other loggers before this callback; `trainer.callback_handler.callbacks.insert(0, …)` changes that.)
+    A resumed run equals the uninterrupted one: the masks are the zeros of the checkpoint, and calibration samples are
+    drawn by seed and step. At the end of training, the zeros and an n:m pattern are verified and printed.
 
     Args:
-        config: how to prune, in the course of the training; None keeps the zeros that the model has.
+        config: the settings of pruning during training; None keeps the zeros of the model.
         begin_step: the optimizer step before which the model is pruned, counted from 0.
-        end_step: the last of several prunings; the j-th of n goes to the sparsity s·(1 - (1 - j/n)³), after Zhu & Gupta
-            (arXiv 1710.01878). Each chooses anew among all weights. Needs a pattern other than n:m, and
+        end_step: the step of the last of several prunings; the j-th of n has the sparsity s·(1 - (1 - j/n)³), after Zhu
+            & Gupta (arXiv 1710.01878). Each selects among all weights. Requires a pattern other than n:m, and
             allocation="uniform".
-        every: steps between prunings; needed with `end_step`.
-        calibration: what `MoonshotPruner.prune` takes. None is `config.calibration` or else the training data:
-            `config.num_samples` random samples through the Trainer's collator. The run's random state does not move.
-        teacher: a dense model whose logits the student learns from too, on the positions that have labels; moved to the
-            student's device.
-        temperature, teacher_weight: see `Distillation`.
-        targets, ignore: which layers' zeros are kept where config is None, as in `find_pruned`.
+        every: steps between prunings; required with `end_step`.
+        calibration: as for `MoonshotPruner.prune`. None is `config.calibration` or else the training data:
+            `config.num_samples` random samples through the Trainer's collator. The run's random state is preserved.
+        teacher: a dense model for logits distillation on the positions with labels; moved to the student's device.
+        temperature: as for `Distillation`.
+        teacher_weight: as `weight` for `Distillation`.
+        targets: of the layers whose zeros are kept if config is None, as for `find_pruned`.
+        ignore: as for `find_pruned`.
 
     Raises:
-        MoonshotError: (in training) a model without zeros, a pruning that the run never reaches, or at the end zeros or
-            a pattern that do not hold.
+        MoonshotError: (in training) a model without zeros, a pruning after the end of the run, or at the end a removed
+            weight or a pattern that does not hold.
     """
 
     def __init__(
@@ -85,22 +84,25 @@ class MoonshotCallback(TrainerCallback):
         targets: Sequence[str] | None = None,
         ignore: Sequence[str] = (),
     ):
-        good = config is None or isinstance(config, MoonshotConfig)
-        require(good, f"config is a {type(config).__name__}: give a MoonshotConfig")
+        valid = config is None or isinstance(config, MoonshotConfig)
+        require(valid, f"config is a {type(config).__name__}: give a MoonshotConfig")
         if config is None:
-            alone = (begin_step, end_step, every, calibration) == (0, None, None, None)
-            require(alone, "config=None: nothing is pruned; begin_step, end_step, every and calibration need a config")
+            unused = (begin_step, end_step, every, calibration) == (0, None, None, None)
+            names = Text("nothing is pruned; {}, {}, {} and {} need a config", *_SCHEDULE_OPTIONS)
+            require(unused, names, field="config", value=None)
         else:
             require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
-            why = "its optimizer's state is in the basis that the model has: rotate it before the training"
-            require(config.rotation is None, f"rotation={config.rotation!r}: {why}")
-            smaller = "pattern='experts': the optimizer has the weights of all experts; prune before the training"
-            require(config.pattern != Experts.kind, smaller)
+            message = "the optimizer's state is in the current basis of the model"
+            hint = "rotate it before the training"
+            require(config.rotation is None, message, field="rotation", value=config.rotation, hint=hint)
+            message, hint = "the optimizer has the weights of all experts", "prune before the training"
+            require(config.pattern != Experts.kind, message, field="pattern", value=config.pattern, hint=hint)
             calibration = config.calibration if calibration is None else calibration
-            once = end_step is not None and hasattr(calibration, "__next__")
-            require(not once, "calibration: an iterator serves one pruning; a schedule needs a list, or other data")
+            exhausted = end_step is not None and hasattr(calibration, "__next__")
+            message, hint = "an iterator is enough for one pruning only", "give a list, or other data"
+            require(not exhausted, message, field="calibration", hint=hint)
         self.config, self.calibration = config, calibration
-        self.targets, self.ignore = check_expressions("targets", targets), check_expressions("ignore", ignore)
+        self.targets, self.ignore = check_expressions("targets", targets), check_expressions("ignore", ignore) or ()
         self.schedule = {} if config is None else cubic_schedule(config, begin_step, end_step, every)
         self.distillation = None if teacher is None else Distillation(teacher, temperature, teacher_weight)
         self.masks: Masks | None = None
@@ -128,27 +130,28 @@ class MoonshotCallback(TrainerCallback):
                 warn_of_unmasked(model, layers)
                 self._keep(layers, model, optimizer)
                 return
-            self._check(model, max(state.max_steps, 1), train_dataloader)
-            layers = prunable(model, self.config)  # tells now what the configuration does not fit
+            self._check(self.config, model, max(state.max_steps, 1), train_dataloader)
+            layers = prunable(model, self.config)  # raises now if the configuration does not fit
             if min(self.schedule) < state.global_step:
                 losses = [entry[LOSS] for entry in state.log_history if LOSS in entry]
                 self.relative_loss = losses[-1] if losses else None
                 self._keep(layers, model, optimizer)
 
-    def _check(self, model: nn.Module, steps: int, dataloader: Any) -> None:
-        last, needed = max(self.schedule), self.config.num_samples
-        require(last < steps, f"the pruning before step {last} never comes: the training has {steps} steps")
+    def _check(self, config: MoonshotConfig, model: nn.Module, steps: int, dataloader: Any) -> None:
+        last, samples = max(self.schedule), config.num_samples
+        require(last < steps, f"the pruning before step {last} is never reached: the training has {steps} steps")
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        require(not sharded, "a model that fully_shard has sharded cannot be pruned: prune it first, then train it")
-        dataset = getattr(dataloader, "dataset", None)
+        require(not sharded, "a model sharded by fully_shard cannot be pruned", hint="prune it first, then train it")
+        dataset: Any = getattr(dataloader, "dataset", None)
         if isinstance(self.calibration, str | PathLike) and not takes_images(model):
-            open_source(self.calibration)  # such as a file that is not there
+            open_source(self.calibration)  # raises for a missing file
         elif self.calibration is None and hasattr(dataset, "__len__"):
-            few = f"num_samples={needed}: the training data has {len(dataset)} samples to prune with; lower num_samples"
-            require(len(dataset) >= needed, few)
+            message = f"the training data has {len(dataset)} samples"
+            hint = Text("lower {}", "num_samples")
+            require(len(dataset) >= samples, message, field="num_samples", value=samples, hint=hint)
 
     def _keep(self, layers: list[PrunableLayer], model: nn.Module, optimizer: Any) -> None:
-        """Keep the zeros that these layers have now, until `detach`."""
+        """Keep the current zeros of these layers, until `detach`."""
         self._detach_masks()
         self.masks = Masks(layers)
         self._patterns = held_patterns(layers, nm_patterns(self.config, model))
@@ -165,7 +168,7 @@ class MoonshotCallback(TrainerCallback):
         processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
-        if state.global_step not in self.schedule:
+        if self.config is None or state.global_step not in self.schedule:
             return
         config = replace(self.config, sparsity=self.schedule[state.global_step])
         calibration = self.calibration
@@ -175,7 +178,7 @@ class MoonshotCallback(TrainerCallback):
                 calibration = training_inputs(train_dataloader, config.batch_size, seed)
             self.report = MoonshotPruner(model, config, processing_class).prune(calibration, progress=False)
             layers = prunable(model, config)
-            share_from_first_process(layers)
+            broadcast_weights(layers)
             self._keep(layers, model, optimizer)
         self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
@@ -190,7 +193,7 @@ class MoonshotCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.masks is not None:
-            self.masks.refresh()  # a weight that training brought to zero stays there, as for who resumes from here
+            self.masks.refresh()  # new zeros join the mask, as they do when a run resumes from this checkpoint
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -205,11 +208,11 @@ class MoonshotCallback(TrainerCallback):
         if state.is_world_process_zero:
             print(
                 f"sparsity {sparsity:.4f} over {len(self.masks.layers)} layers: every removed weight is zero"
-                + stated(self._patterns, len(self.masks.layers))
+                + pattern_counts(self._patterns, len(self.masks.layers))
             )
 
     def _values(self) -> dict[str, float]:
-        values = {SPARSITY: self.masks.sparsity()}
+        values = {} if self.masks is None else {SPARSITY: self.masks.sparsity()}
         return values if self.relative_loss is None else {**values, LOSS: self.relative_loss}
 
     @contextmanager
@@ -225,106 +228,108 @@ class MoonshotCallback(TrainerCallback):
             self.masks.detach()
 
     def detach(self) -> None:
-        """Remove every hook, as the end of the training does. After one that was interrupted, call it."""
+        """Remove every hook, as at the end of training. Call it after an interrupted training."""
         self._detach_masks()
         if self.distillation is not None:
             self.distillation.detach()
 
 
 def warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
-    """Say, before a training, that adapters lie on pruned layers whose merge would fill the zeros."""
+    """Log a warning if merging adapters would fill the zeros of pruned layers."""
     if not adapted_layers(model):
         return
     from .peft import unmasked_adapters
 
-    found = unmasked_adapters(model, [layer.parameter for layer in layers])
-    if found:
+    unmasked = unmasked_adapters(model, [layer.parameter for layer in layers])
+    if unmasked:
         _log.warning(
-            "adapters without a mask lie on %d pruned layers (%s%s): merging them fills the zeros; call "
-            "sparse_lora(trainer.model) of optimum_moonshot.integrations.peft before train(), or make them with its "
+            "%d pruned layers have adapters without a mask (%s%s): merging them fills the zeros; call "
+            "sparse_lora(trainer.model) of optimum_moonshot.integrations.peft before train(), or create them with its "
             "SparseLoraConfig",
-            len(found),
-            ", ".join(found[:3]),
-            ", …" if len(found) > 3 else "",
+            len(unmasked),
+            ", ".join(unmasked[:3]),
+            ", …" if len(unmasked) > 3 else "",
         )
 
 
 def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
-    """The layers that a pruning by this configuration covers.
+    """Return the layers that a configuration prunes.
 
     Args:
         model: any module.
-        config: which layers, and by which patterns.
+        config: the settings of pruning.
 
     Raises:
-        MoonshotError: nothing is chosen, or the pattern fits no layer.
+        MoonshotError: no layer is selected, or the pattern fits none.
     """
     return select(model, config).layers
 
 
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
-    """Step → sparsity of every pruning; None is the configuration's own.
+    """Return step → sparsity of every pruning; None is the configuration's sparsity.
 
     Args:
-        config: with the sparsity s of the last one.
-        begin: the step before which the first one comes, from 0.
-        end: that of the last one; None for one alone.
-        every: steps between prunings; None for one alone.
+        config: with the sparsity s of the last pruning.
+        begin: the step of the first pruning, from 0.
+        end: the step of the last pruning; None for a single one.
+        every: steps between prunings; None for a single one.
 
     Returns:
         s·(1 - (1 - j/n)³) at the j-th of n (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
 
     Raises:
-        MoonshotError: steps that are no whole numbers or in no order, or a pattern or allocation that has no schedule.
+        MoonshotError: steps that are not integers or not in order, or a pattern or allocation without a schedule.
     """
     check_whole("begin_step", begin, 0)
     if end is None:
-        require(every is None, f"every={every}: it needs end_step, the step of the last pruning")
+        require(
+            every is None, Text("it needs {}, the step of the last pruning", "end_step"), field="every", value=every
+        )
         return {begin: config.sparsity}
     check_whole("end_step", end, begin)
-    require(every is not None, "every=None: with end_step, give the steps between prunings")
+    message = Text("with {}, give the steps between prunings", "end_step")
+    if every is None:
+        raise MoonshotError(message, field="every", value=None)
     check_whole("every", every, 1)
-    require(
-        not isinstance(config.parsed_pattern, NM),
-        f"pattern={config.pattern!r} has one sparsity, which no schedule can lead up to: prune in one step, begin_step",
-    )
-    require(
-        config.allocation == "uniform",
-        f"allocation={config.allocation!r}: its sparsities of the layers do not grow from pruning to pruning, as a "
-        "schedule needs it: prune in one step, begin_step",
-    )
-    sparsity = config.parsed_pattern.sparsity
+    pattern, hint = config.parsed_pattern, Text("prune in one step, {}", "begin_step")
+    if isinstance(pattern, NM):
+        reason = "it has one sparsity, which a schedule cannot reach gradually"
+        raise MoonshotError(reason, field="pattern", value=config.pattern, hint=hint)
+    if config.allocation != "uniform" or pattern is None:
+        reason = "a schedule needs sparsities that increase from pruning to pruning in every layer"
+        raise MoonshotError(reason, field="allocation", value=config.allocation, hint=hint)
+    sparsity = pattern.sparsity
     steps = sorted({*range(begin, end, every), end})
     return {step: sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
-    """The n:m patterns that layers of a model were pruned to, the smallest m first; none where nothing says which.
+    """Return the n:m patterns of a model's layers, the smallest m first; none without a record.
 
     Args:
-        config: by which they were, or are, pruned; None is the record of the model.
+        config: of their pruning; None is the record of the model.
         model: any module.
     """
-    told = PruningRecord.of(model) if config is None else config
-    return [] if told is None else told.nm_patterns()
+    record = PruningRecord.of(model) if config is None else config
+    return [] if record is None else record.nm_patterns()
 
 
 def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:
-    """Layer → the first of the patterns that it has, as far as it has one."""
+    """Return layer → the first of the patterns that it has, if any."""
     held = {}
     for layer in layers:
-        found = next((pattern for pattern in patterns if layer_follows(layer, pattern)), None)
-        if found is not None:
-            held[layer.name] = found
+        match = next((pattern for pattern in patterns if layer_follows(layer, pattern)), None)
+        if match is not None:
+            held[layer.name] = match
     return held
 
 
-def stated(patterns: dict[str, NM], layers: int) -> str:
-    """How many layers have which pattern, as the end of a sentence.
+def pattern_counts(patterns: dict[str, NM], layers: int) -> str:
+    """Return the number of layers of each pattern, as the end of a sentence.
 
     Args:
-        patterns: layer → its pattern, as far as it has one.
-        layers: how many there are.
+        patterns: layer → its pattern, if any.
+        layers: the number of layers.
     """
     counts = Counter(str(pattern) for pattern in patterns.values())
     if list(counts.values()) == [layers]:
@@ -334,7 +339,7 @@ def stated(patterns: dict[str, NM], layers: int) -> str:
 
 @contextmanager
 def own_random_state(seed: int) -> Iterator[None]:
-    """Random numbers of every kind start from `seed` inside, and go on outside as if nothing had happened."""
+    """Seed all random number generators, and restore their states at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with own_random_numbers():
@@ -347,67 +352,21 @@ def own_random_state(seed: int) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
-    """The model's own forward in place of accelerate's mixed-precision one: a block that runs alone has none either."""
+    """Replace accelerate's mixed-precision forward by the model's: a single block has no autocast either."""
     wrapped, original = (model.__dict__.get(name) for name in ("forward", "_original_forward"))
-    swapped = wrapped is not None and original is not None
+    if wrapped is None or original is None:
+        yield
+        return
+    model.forward = original
     try:
-        if swapped:
-            model.forward = original
         yield
     finally:
-        if swapped:
-            model.forward = wrapped
-
-
-def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Random samples of a data loader's data set through its collator; the loader itself is not touched.
-
-    Args:
-        dataloader: of torch; its data set may be a stream, which is then read from its start.
-        size: samples of a batch.
-        seed: of the order.
-    """
-    dataset, examples = dataloader.dataset, None
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
-        examples = (dataset[index] for index in order)
-    else:
-        examples = iter(dataset)
-    while chunk := list(islice(examples, size)):
-        for batch in collated(dataloader.collate_fn, chunk):
-            batch = labelled(batch)
-            if batch is not None:
-                yield batch
-
-
-def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
-    """Samples as batches: one, or one each where the collator lays them end to end in one row.
-
-    Args:
-        collate: from a list of samples to a batch.
-        samples: of one batch.
-    """
-    batch = dict(collate(samples))
-    if FLATTENED.isdisjoint(batch):
-        return [batch]
-    batches = [batch] if len(samples) == 1 else [dict(collate([sample])) for sample in samples]
-    return [{name: value for name, value in batch.items() if name not in FLATTENED} for batch in batches]
-
-
-def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
-    """The samples of a batch in which some token has a label to predict; None where there is no such sample."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim != 2:
-        return batch
-    rows = (labels[:, 1:] != IGNORED).any(1)
-    if bool(rows.all()):
-        return batch
-    return {name: value[rows] for name, value in batch.items()} if bool(rows.any()) else None
+        model.forward = wrapped
 
 
 @torch.no_grad()
-def share_from_first_process(layers: list[PrunableLayer]) -> None:
-    """Under data parallelism every process has pruned its copy; from here on all have the first one's, to the bit."""
+def broadcast_weights(layers: list[PrunableLayer]) -> None:
+    """Make the pruned weights of all data-parallel processes bit-identical to those of the first one."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         for layer in layers:
             torch.distributed.broadcast(layer.parameter.data, 0)

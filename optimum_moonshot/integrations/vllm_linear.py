@@ -1,4 +1,4 @@
-"""Linear layers of vLLM whose weights are packed in memory."""
+"""Linear layers of vLLM with weights packed in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,25 +10,25 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
-from ..errors import require
+from ..errors import naming, require
 from ..malloc_trim import trim_host_memory
 from ..packing import Codec
 from ..runtime.packed_linear import held_parts
 from ..runtime.smallest import pack_if_smaller
 
-_log = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
+_log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
 _WEIGHT = "weight"
-_DONE = "_already_called_process_weights_after_loading"  # vLLM takes it away when it loads a layer again
+_DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when it reloads a layer
 
 
 @dataclass
 class Tally:
-    """What became of a model's linear layers, for one line in vLLM's log."""
+    """Counts of a model's linear layers, for one line in vLLM's log."""
 
     packed: int = 0
     dense: int = 0
-    experts: int = 0  # layers of fused experts, which vLLM's own code multiplies by
-    bytes: int = 0  # of the weights as they are
+    experts: int = 0  # layers of fused experts, which stay dense for vLLM's kernels
+    bytes: int = 0  # of the weights in memory
     dense_bytes: int = 0  # of the same weights, dense
     reported: bool = False
 
@@ -37,7 +37,7 @@ class Tally:
 
         Args:
             dense_bytes: of its dense weight.
-            packed_bytes: of its packed one; None: it stays dense.
+            packed_bytes: of its packed weight; None if it stays dense.
         """
         self.packed += packed_bytes is not None
         self.dense += packed_bytes is None
@@ -45,25 +45,25 @@ class Tally:
         self.dense_bytes += dense_bytes
 
     def report(self) -> None:
-        """Log it, once all are loaded, and give back what loading has left."""
+        """Log the counts once after loading, and release unused host memory."""
         if not self.reported:
             self.reported = True
             trim_host_memory()
             sizes = f"{self.bytes / 2**20:.1f} MiB in place of {self.dense_bytes / 2**20:.1f}"
             _log.info("%d linear layers are packed in memory, %d dense: %s", self.packed, self.dense, sizes)
             if self.experts:
-                _log.info("the experts of %d layers are dense in memory, as vLLM multiplies by them", self.experts)
+                _log.info("the experts of %d layers are dense in memory, for vLLM's kernels", self.experts)
 
 
 class PackedLinearMethod(LinearMethodBase):
     """Loads the weight of a linear layer as a dense one, and packs it as soon as it is complete.
 
-    vLLM makes the dense weight only when all of its parts have been read, as for weights that it quantizes itself. What
-    is packed is this process's part of the weight. A weight that would take no fewer bytes stays dense.
+    vLLM allocates the dense weight when all of its parts have been read, as for weights that it quantizes online. Each
+    process packs its shard. A weight that is not smaller when packed stays dense.
 
     Args:
         prefix: the layer's name in the model.
-        tally: that counts it.
+        tally: counts the layer.
     """
 
     uses_meta_device = True
@@ -73,7 +73,7 @@ class PackedLinearMethod(LinearMethodBase):
         self.prefix = prefix
         self.tally = tally
         self.random = get_current_vllm_config().load_config.load_format == "dummy"
-        self.codec: Codec | None = None  # None: the weight is dense
+        self.codec: Codec | None = None  # None if the weight is dense
         self.shape = (0, 0)
         self.plan: Any = None
 
@@ -82,8 +82,8 @@ class PackedLinearMethod(LinearMethodBase):
             self.dense.create_weights(layer, *sizes, **attributes)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the weight; vLLM calls it when the layer is complete, and once more when all are.
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weight; vLLM calls this when the layer is complete, and again when all layers are.
 
         Args:
             layer: with its dense weight [d_out, d_in].
@@ -95,12 +95,13 @@ class PackedLinearMethod(LinearMethodBase):
             self.tally.report()
             return
         setattr(layer, _DONE, True)
-        again = self.codec is not None  # a graph that was captured holds the old plan
-        require(not again, f"{self.prefix} is packed: weights cannot be loaded into it again; make the engine anew")
+        with naming(self.prefix):  # a captured graph keeps the old plan
+            require(self.codec is None, "it is packed and cannot be reloaded", hint="create a new engine")
         weight = layer.weight
         read = get_layerwise_info(layer).load_numel
         complete = self.random or read >= weight.numel()
-        require(complete, f"{self.prefix}: {read} of its {weight.numel()} weights were read from the files")
+        with naming(self.prefix):
+            require(complete, f"only {read} of its {weight.numel()} weights were read from the files")
         packed = pack_if_smaller(weight.data) if weight.ndim == 2 else None
         self.codec = None if packed is None else packed.codec
         if packed is None:

@@ -1,8 +1,7 @@
-"""How vLLM reads a packed checkpoint: its loader's stream of tensors, in which packed weights become dense ones.
+"""Reading of packed checkpoints in vLLM: unpacks the weights in its loader's stream of tensors.
 
-So every model class of vLLM finds the names and shapes of a dense checkpoint: it merges q, k and v, transposes, cuts
-for tensor parallelism and leaves out as it does for any other. One weight at a time is dense; vllm_linear.py packs what
-a linear layer was given as soon as it is complete.
+So every model class of vLLM gets the names and shapes of a dense checkpoint, and merges q, k and v, transposes, shards
+and skips weights as usual. One weight at a time is dense; vllm_linear.py packs each layer as soon as it is complete.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,20 +16,21 @@ from vllm.model_executor.model_loader.weight_utils import download_safetensors_i
 from ..checkpoint.file_integrity import checksums_wanted, verify
 from ..checkpoint.packed_format import Description, Layers
 from ..checkpoint.weight_files import PACKED_INDEX, read_header
-from ..errors import require
+from ..errors import MoonshotError, require
 from .packed_stream import unpacked
 
 _METHOD = "_get_weights_iterator"
 
 
 def unpack_while_loading() -> None:
-    """Make vLLM's loader unpack the packed checkpoints that it reads, in this process; again is harmless.
+    """Make vLLM's loader unpack packed checkpoints, in this process; idempotent.
 
     Raises:
-        MoonshotError: this release of vLLM reads checkpoints in another way.
+        MoonshotError: this release of vLLM has another loader.
     """
     read: Callable[..., Iterable[tuple[str, Tensor]]] | None = getattr(DefaultModelLoader, _METHOD, None)
-    require(read is not None, "this vLLM reads checkpoints in another way: install a release that docs/vllm.md names")
+    if read is None:
+        raise MoonshotError("this vLLM has another loader", hint="install a release that docs/vllm.md lists")
     if getattr(read, "unpacks_moonshot", False):
         return
 
@@ -38,19 +38,19 @@ def unpack_while_loading() -> None:
     def read_unpacked(loader: DefaultModelLoader, source: Any) -> Iterator[tuple[str, Tensor]]:
         return unpacked(read(loader, source), lambda: _packed_layers(loader, source), source.prefix)
 
-    read_unpacked.unpacks_moonshot = True
+    vars(read_unpacked)["unpacks_moonshot"] = True
     setattr(DefaultModelLoader, _METHOD, read_unpacked)
 
 
 def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
-    """The packed weights of the files that vLLM reads, verified; none where this package did not write them.
+    """Verify the files that vLLM reads and return their packed weights; none for files of other programs.
 
     Raises:
-        MoonshotError: they are damaged, or not the checkpoint's own files.
+        MoonshotError: they are damaged, or not the files of the checkpoint's index.
     """
     where = (source.model_or_path, source.subfolder, source.revision)
-    found, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
-    folder, paths = Path(found), sorted(map(Path, files))
+    path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
+    folder, paths = Path(path), sorted(map(Path, files))
     described = [Description.read(read_header(path).metadata) for path in paths if path.suffix == ".safetensors"]
     ours = [description for description in described if description is not None]
     if not ours:
@@ -64,5 +64,5 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
     checked = sorted(verify(folder, version, checksums_wanted()))
     require(paths == checked, f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}")
     if loader.enable_weights_track is None:
-        loader.enable_weights_track = True  # a parameter that no file holds is an error, as of a dense checkpoint
+        loader.enable_weights_track = True  # missing parameters are an error, as for a dense checkpoint
     return {name: layer for description in ours for name, layer in description.layers.items()}

@@ -1,7 +1,7 @@
-"""The plugin by which vLLM serves packed checkpoints: an entry point `vllm.general_plugins`.
+"""The plugin for serving packed checkpoints with vLLM, an entry point in `vllm.general_plugins`.
 
-vLLM calls `register` in each of its processes, before it looks at a model. What loads a model is imported when a packed
-checkpoint is there: for others nothing changes.
+vLLM calls `register` in each of its processes, before it reads a model. The loader is imported only for packed
+checkpoints: others are unaffected.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ _EXPERTS = ("FusedMoE", "RoutedExperts")  # vLLM's layers of fused experts, in e
 
 
 class MoonshotQuantization(QuantizationConfig):
-    """`quantization_config` of a packed checkpoint, or what `quantization="moonshot"` makes of a dense one."""
+    """The `quantization_config` of a packed checkpoint, or of a dense one with `quantization="moonshot"`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class MoonshotQuantization(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "MoonshotQuantization":
-        """From what config.json has.
+        """Read the entry in config.json.
 
         Raises:
             MoonshotError: a version that this release does not read, or an unknown field.
@@ -54,10 +54,10 @@ class MoonshotQuantization(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How a layer is loaded and multiplied by; embeddings and fused experts are dense, as vLLM has them.
+        """Return the linear method of a layer; embeddings and fused experts stay dense.
 
         Args:
-            layer: of the model that is being made.
+            layer: of the model under construction.
             prefix: its name.
         """
         from vllm.model_executor.layers.linear import LinearBase
@@ -74,5 +74,5 @@ class MoonshotQuantization(QuantizationConfig):
 
 
 def register() -> None:
-    """Tell vLLM about `quant_method` "moonshot"; again is harmless."""
+    """Register the `quant_method` "moonshot" with vLLM; idempotent."""
     register_quantization_config(METHOD)(MoonshotQuantization)

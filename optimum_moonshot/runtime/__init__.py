@@ -1,1 +1,1 @@
-"""Layers that multiply by packed or 2:4 weights, and which is used when."""
+"""Layers that multiply by packed or 2:4 weights, and the selection between them."""

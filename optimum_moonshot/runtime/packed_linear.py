@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from ..packing import Codec
 
-_WEIGHT = "weight"  # what a Linear calls it
+_WEIGHT = "weight"  # its name in a Linear
 
 
 def held_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
-    """The tensors of a packed weight that a module holds under the names that they have in files, by their suffixes.
+    """Return the tensors of a packed weight by their suffixes; a module has them under their names in files.
 
     Args:
-        module: which has them as buffers or parameters.
+        module: with the tensors as buffers or parameters.
         codec: the packed format.
     """
     return {suffix: getattr(module, name) for suffix, name in codec.names(_WEIGHT).items()}
@@ -24,14 +24,14 @@ def held_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
 class PackedLinear(nn.Module):
     """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
 
-    Its buffers are the codec's tensors, called as in a checkpoint's files: ``weight`` and a suffix.
+    Its buffers are the codec's tensors, with their names in a checkpoint: ``weight`` and a suffix.
 
     Args:
         codec: the packed format.
         shape: d_out, d_in.
         parts: the packed tensors by their suffixes, or empty ones of their shapes and dtypes to load into.
         bias: the layer's own, [d_out], or None.
-        origin: the layer in whose place it stands, its weight on the meta device; None where it stands in nobody's.
+        origin: the layer that it replaces, with the weight on the meta device, if any.
     """
 
     bias: nn.Parameter | None
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
         origin: nn.Module | None = None,
     ):
         super().__init__()
-        self._origin = (origin,)  # in a tuple it is no part of the model
+        self._origin = (origin,)  # a tuple, so that it is not registered as a submodule
         self.codec = codec
         self.out_features, self.in_features = shape
         for suffix, name in codec.names(_WEIGHT).items():
@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
 
     @property
     def origin(self) -> nn.Module | None:
-        """The layer in whose place it stands, its weight on the meta device."""
+        """The layer that it replaces, with the weight on the meta device."""
         return self._origin[0]
 
     @property
@@ -70,22 +70,22 @@ class PackedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return next(part.dtype for part in self.parts.values() if part.is_floating_point())
 
     @property
     def plan(self) -> Any:
-        """The codec's, of the tensors that are here when it is first asked for, until they are moved or loaded anew."""
+        """The codec's plan of the tensors, cached until they are moved or loaded again."""
         if self._plan is not None:
             return self._plan
-        found = self.codec.plan(self.parts, self.shape)
-        if not torch.compiler.is_compiling():  # a graph keeps no tensor that is made in it
-            self._plan = found
-        return found
+        plan = self.codec.plan(self.parts, self.shape)
+        if not torch.compiler.is_compiling():  # tensors created inside a graph do not outlive it
+            self._plan = plan
+        return plan
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight [d_out, d_in], unpacked anew."""
+        """The dense weight [d_out, d_in], unpacked on every access."""
         return self.codec.unpack(self.parts, self.shape, self.plan)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "PackedLinear":

@@ -1,4 +1,4 @@
-"""How pruned layers are held in memory for inference: the names of the ways, what speaks for one, and what is said."""
+"""Runtimes, which hold the weights of pruned layers in memory for inference, and their selection."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -6,79 +6,78 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import require
+from ..errors import check_choice
 from ..packing import PackedLayer, Verdict
 
 RUNTIMES = ("dense", "packed", "semi_structured", "auto")
-PACKED, DENSE = "packed: ", "dense: "  # how what became of a layer begins
+PACKED, DENSE = "packed: ", "dense: "  # prefixes of a layer's entry in `model.moonshot_runtime`
 
 _log = logging.getLogger(__name__)
 
 
 def check_runtime(runtime: str, names: Sequence[str] = RUNTIMES) -> None:
-    """Raise `MoonshotError` unless this is a way to hold layers.
+    """Raise `MoonshotError` unless this is a runtime.
 
     Args:
-        runtime: what the caller chose.
-        names: of the ways that there are.
+        runtime: the caller's choice.
+        names: the runtimes to choose from.
     """
-    known = isinstance(runtime, str) and runtime in names
-    require(known, f"runtime={runtime!r}: use one of {', '.join(names)}")
+    check_choice("runtime", runtime, names)
 
 
 def wanted(runtime: str, layer: PackedLayer, packed_bytes: int, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Whether a layer that can be packed shall be.
+    """Decide whether a layer that can be packed is packed.
 
     Args:
-        runtime: "packed": all that can be; "auto": what is multiplied faster so, by one row of inputs.
-        layer: what is known of its weight.
-        packed_bytes: that it takes in memory, packed.
+        runtime: "packed": always; "auto": if the product with one row of inputs is faster.
+        layer: the description of its weight.
+        packed_bytes: size of the packed weight in memory.
         dtype: of the weight in memory.
-        device: that it is on.
+        device: of the weight.
     """
     if runtime == "packed":
         return Verdict(True, "asked for")
     d_out, d_in = layer.matrix
-    share = packed_bytes / (d_out * d_in * dtype.itemsize)
-    return layer.codec.decoding(layer.matrix, layer.nm, share, dtype, device)
+    ratio = packed_bytes / (d_out * d_in * dtype.itemsize)
+    return layer.codec.decoding(layer.matrix, layer.nm, ratio, dtype, device)
 
 
 def said(verdict: Verdict) -> str:
-    """What became of a layer, for `model.moonshot_runtime`."""
+    """Return a layer's entry in `model.moonshot_runtime`."""
     return (PACKED if verdict.faster else DENSE) + verdict.why
 
 
 def held_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of some tensors together."""
+    """Return the total size of some tensors in bytes."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def tell(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
-    """Log in one line what "auto" chose, and why.
+    """Log in one line the choices of "auto", and the reasons.
 
     Args:
-        runtime: what the caller chose; nothing is said but for "auto".
-        chosen: what became of every pruned layer.
-        packed_bytes: of those that are packed.
-        dense_bytes: of the same, dense.
+        runtime: the caller's choice; only "auto" is logged.
+        chosen: pruned layer → its entry in `model.moonshot_runtime`.
+        packed_bytes: size of the packed weights.
+        dense_bytes: size of the same weights, dense.
     """
     if runtime != "auto":
         return
     groups: dict[str, int] = {}
-    for what in chosen.values():
-        groups[what] = groups.get(what, 0) + 1
-    packed = {what.removeprefix(PACKED): count for what, count in groups.items() if what.startswith(PACKED)}
-    dense = {what.removeprefix(DENSE): count for what, count in groups.items() if what.startswith(DENSE)}
+    for entry in chosen.values():
+        groups[entry] = groups.get(entry, 0) + 1
+    packed = {entry.removeprefix(PACKED): count for entry, count in groups.items() if entry.startswith(PACKED)}
+    dense = {entry.removeprefix(DENSE): count for entry, count in groups.items() if entry.startswith(DENSE)}
     count, of = sum(packed.values()), f"of {len(chosen)} layers"
-    told = [_reasons(f"dense: {sum(dense.values())} {of}" if not packed else f"dense: {sum(dense.values())}", dense)]
+    parts = [_reasons(f"dense: {sum(dense.values())} {of}" if not packed else f"dense: {sum(dense.values())}", dense)]
     if packed:
         sizes = f"{packed_bytes / 2**20:.1f} MiB in place of {dense_bytes / 2**20:.1f}"
-        told = [_reasons(f"packed: {count} {of}, {sizes}", packed), *(told if dense else [])]
-    _log.warning("runtime='auto': %s", "; ".join(told))
+        parts = [_reasons(f"packed: {count} {of}, {sizes}", packed), *(parts if dense else [])]
+    _log.warning("runtime='auto': %s", "; ".join(parts))
 
 
-def _reasons(what: str, counts: Mapping[str, int]) -> str:
-    """A count with its reasons, the most frequent first."""
+def _reasons(text: str, counts: Mapping[str, int]) -> str:
+    """Append the reasons to a count, the most frequent first."""
     several = len(counts) > 1
     ordered = sorted(counts, key=lambda reason: -counts[reason])
-    return f"{what} ({', '.join(f'{counts[why]} {why}' if several else why for why in ordered)})"
+    return f"{text} ({', '.join(f'{counts[why]} {why}' if several else why for why in ordered)})"

@@ -1,4 +1,4 @@
-"""torch's 2:4 tensors on a GPU that multiplies them faster, layer by layer where a measurement says so."""
+"""2:4 tensors of torch, for the layers whose products are measured to be faster with them on the GPU."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ _REPEATS = 20
 
 
 class PrunedLayer(Protocol):
-    """What is asked of a pruned layer here."""
+    """The properties of a pruned layer that are used here."""
 
     @property
     def pattern(self) -> str:
@@ -30,18 +30,18 @@ class PrunedLayer(Protocol):
 def use_semi_structured(
     model: nn.Module, batch_shape: tuple[int, int], layers: Mapping[str, PrunedLayer]
 ) -> dict[str, str]:
-    """Turn 2:4 Linears into `SparseSemiStructuredTensor`s where that measures faster; the others stay dense.
+    """Convert 2:4 Linears to `SparseSemiStructuredTensor`s if that is measured to be faster; the others stay dense.
 
     Args:
-        model: a pruned one, on its device.
-        batch_shape: samples and tokens that a layer sees at once.
-        layers: what is pruned in it, by the names of the weights.
+        model: a pruned model, on its device.
+        batch_shape: samples and tokens per forward pass of a layer.
+        layers: the pruned layers, by the names of their weights.
 
     Returns:
-        What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
+        Pruned layer → its runtime and the reason, also stored as `model.moonshot_runtime`.
 
     Raises:
-        MoonshotError: a batch shape that is no pair of whole numbers.
+        MoonshotError: a batch shape that is not a pair of integers.
     """
     check_batch_shape(batch_shape)
     tokens, chosen = batch_shape[0] * batch_shape[1], {}
@@ -57,9 +57,9 @@ def use_semi_structured(
 
 
 def check_batch_shape(batch_shape: tuple[int, int]) -> None:
-    """Raise `MoonshotError` unless this is a number of samples and one of tokens."""
+    """Raise `MoonshotError` unless this is a pair of a number of samples and one of tokens."""
     pair = isinstance(batch_shape, tuple | list) and len(batch_shape) == 2
-    require(pair, f"batch_shape={batch_shape!r}: give samples and tokens")
+    require(pair, "give samples and tokens", field="batch_shape", value=batch_shape)
     for size in batch_shape:
         check_whole("batch_shape", size, 1)
 
@@ -79,11 +79,11 @@ def _choose(module: nn.Module, layer: PrunedLayer, tokens: int) -> str:
 
 
 def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
-    """Why torch has no 2:4 product for a layer on the device it is on; None where it has.
+    """Return why torch has no 2:4 product for a layer on its device; None if it has one.
 
     Args:
-        module: which holds the weight.
-        layer: what the record says of it.
+        module: with the weight.
+        layer: the record of its pruning.
     """
     if layer.pattern not in ("2:4", "1:4", "1:2"):
         return f"its pattern {layer.pattern} is not 2:4"
@@ -106,11 +106,11 @@ def unsupported(module: nn.Module, layer: PrunedLayer) -> str | None:
 
 @torch.no_grad()
 def milliseconds(inputs: Tensor, weight: Tensor) -> float:
-    """The median time of one forward pass of a Linear, in milliseconds.
+    """Return the median time of one forward pass of a Linear, in milliseconds.
 
     Args:
         inputs: [tokens, d_in], on a GPU.
-        weight: [d_out, d_in], on the same, dense or a `SparseSemiStructuredTensor`.
+        weight: [d_out, d_in], on the same device, dense or a `SparseSemiStructuredTensor`.
     """
     times = []
     for _ in range(_REPEATS + 3):

@@ -1,4 +1,4 @@
-"""Pack a weight of which only its numbers are known, such as one that was merged from several, or cut to a part."""
+"""Pack a weight without a record of its pattern, such as one that vLLM merged from several, or sharded."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from ..packing import Codec, find_codec
 from ..packing.codec import Parts
 
 _FORMAT = "bitmask"
-_WINDOWS = (4, 8, 16, 32)  # m of the n:m that is looked for: rows of one length need no offsets
-_FILLED = 1 / 64  # of the values that n:m stores, at most so many are zeros
-_SAMPLE = 64  # rows that show what most weights are not
+_WINDOWS = (4, 8, 16, 32)  # candidates for m: n:m needs no row offsets, unlike unstructured nonzeros
+_FILLED = 1 / 64  # largest fraction of zeros among the values that n:m stores
+_SAMPLE = 64  # rows that rule out n:m for most weights
 
 
 class Packed(NamedTuple):
@@ -23,13 +23,13 @@ class Packed(NamedTuple):
 
 
 def pack_if_smaller(matrix: Tensor) -> Packed | None:
-    """A matrix packed, if that takes fewer bytes.
+    """Pack a matrix if that takes fewer bytes.
 
     Args:
         matrix: [d_out, d_in], floating point of 16 bits or more, on any device.
 
     Returns:
-        Its tensors, of n:m where it is one, otherwise exactly its nonzeros; None: it takes no fewer bytes.
+        Its tensors, with n:m if it has such a pattern, otherwise exactly its nonzeros; None if they are not smaller.
     """
     matrix, codec = matrix.detach().cpu().contiguous(), find_codec(_FORMAT)
     pattern = find_pattern(matrix)
@@ -39,7 +39,7 @@ def pack_if_smaller(matrix: Tensor) -> Packed | None:
 
 
 def find_pattern(matrix: Tensor) -> NM | None:
-    """The n:m with the least m that a matrix has; None where storing it as such would store many zeros.
+    """Return the n:m of a matrix with the smallest m; None if storing it that way would store many zeros.
 
     Args:
         matrix: [d_out, d_in], in host memory.

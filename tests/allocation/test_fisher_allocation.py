@@ -309,7 +309,7 @@ def test_trials_are_solves(solver):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (dict(pattern="n:4", sparsity=0.5), 'pattern=.n:4.: .*add allocation="fisher"'),
+        (dict(pattern="n:4", sparsity=0.5), "pattern=.n:4.: .*add allocation='fisher'"),
         (dict(pattern="n:4", allocation="fisher"), 'sparsity=None: pattern="n:4" needs one'),
         (
             dict(pattern="n:4", sparsity=0.8, allocation="fisher"),

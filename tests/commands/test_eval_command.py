@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from models import image_batches, make
-from test_cli import DEMO, failure
+from test_cli import DEMO, UNSTRUCTURED, failure
 from test_zeroshot import TASK
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, convert, perplexity
@@ -83,14 +83,14 @@ def test_json_on_the_screen(data, capsys):
 @pytest.fixture
 def held(monkeypatch):
     """How the layers of the models that a command measures are held."""
-    found, make_meter = [], evaluate.make_meter
+    runtimes, make_metric = [], evaluate.make_metric
 
     def watch(model, *options):
-        found.append(getattr(model, "moonshot_runtime", None))
-        return make_meter(model, *options)
+        runtimes.append(getattr(model, "moonshot_runtime", None))
+        return make_metric(model, *options)
 
-    monkeypatch.setattr(evaluate, "make_meter", watch)
-    return found
+    monkeypatch.setattr(evaluate, "make_metric", watch)
+    return runtimes
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -115,6 +115,7 @@ def test_only_a_pruned_model_has_a_runtime(data, capsys, runtime):
     assert status == 2 and lines[-1].endswith(f"--runtime {runtime}: {DEMO} is not pruned; leave the option out")
 
 
+@UNSTRUCTURED
 def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("x")
     argv = [DEMO, "--dataset", data / "held.txt", tmp_path / "empty.txt", *SHORT, "--output", tmp_path / "out.json"]
@@ -129,10 +130,10 @@ def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsy
         ([], "give --dataset or --tasks"),
         (["--limit", "0"], "--limit 0"),
         (["--num-fewshot", "-1"], "--num-fewshot -1"),
-        (["--dataset", "HELD", "--dense", "OTHER"], "--dense: only --record"),
+        (["--dataset", "HELD", "--dense", "OTHER"], "--dense: only for --record"),
         (["--dataset", "HELD", "--output", "nowhere/out.json"], "--output nowhere/out.json"),
         (["--dataset", "HELD", "--baseline", "missing.json"], "--baseline: missing.json contains no results"),
-        (["--dataset", "HELD", "--baseline", "OTHER"], "it has nothing of what is to be measured"),
+        (["--dataset", "HELD", "--baseline", "OTHER"], "it has none of the results to measure"),
         (["--dataset", "HELD", "--record"], "holds no moonshot_report.json"),
         (["--tasks", "YAML", "--baseline", "OTHER"], "one is of the tasks piqa, the other of letters"),
         (["--tasks", "missing.yaml"], "--tasks: missing.yaml: no such file"),
@@ -153,7 +154,7 @@ def test_windows_that_do_not_compare_are_found_before_measuring(data, tmp_path, 
     EvalReport("m", {"held.txt": Perplexity(30.0, "held.txt", 9, 32, 9 * 31)}).save(tmp_path / "other.json")
     argv = [data / "pruned", "--dataset", data / "held.txt", *SHORT, "--baseline", tmp_path / "other.json"]
     status, lines = failure(capsys, "eval", *argv)
-    assert status == 2 and "--sequence-length 32 makes such" in lines[-1]
+    assert status == 2 and "; use --sequence-length 32" in lines[-1]
 
 
 def test_other_numbers_of_windows_are_said(data, tmp_path, capsys):

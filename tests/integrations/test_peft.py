@@ -324,12 +324,12 @@ def test_ia3_keeps_zeros_by_itself():
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
-        (lambda: peft.LoraConfig(target_modules=["up_proj"], use_dora=True), "DoraLinearVariant mixes the zeros"),
-        (lambda: peft.LoHaConfig(target_modules=["up_proj"]), "cannot be kept under a PEFT loha Linear adapter"),
-        (lambda: peft.LoKrConfig(target_modules=["up_proj"]), "cannot be kept under a PEFT lokr"),
-        (lambda: peft.OFTConfig(target_modules=["up_proj"]), "cannot be kept under a PEFT oft"),
+        (lambda: peft.LoraConfig(target_modules=["up_proj"], use_dora=True), "DoraLinearVariant fills the zeros"),
+        (lambda: peft.LoHaConfig(target_modules=["up_proj"]), "a PEFT loha Linear adapter cannot keep"),
+        (lambda: peft.LoKrConfig(target_modules=["up_proj"]), "a PEFT lokr .* cannot keep"),
+        (lambda: peft.OFTConfig(target_modules=["up_proj"]), "a PEFT oft .* cannot keep"),
         (lambda: peft.LoraConfig(target_modules=["up_proj"], init_lora_weights="pissa"), "init_lora_weights='pissa'"),
-        (lambda: peft.LoraConfig(target_modules=["lm_head"]), "no adapter lies on a pruned layer"),
+        (lambda: peft.LoraConfig(target_modules=["lm_head"]), "no adapter is on a pruned layer"),
     ],
 )  # fmt: skip
 def test_what_cannot_keep_zeros_is_refused(make_config, message):
@@ -356,7 +356,7 @@ def test_mistakes_are_named():
         adapted.add_adapter("pissa", peft.LoraConfig(target_modules=["up_proj"], init_lora_weights="pissa"))
     assert_sparse(adapted, before)
     adapted = sparse_lora(lora(pruned()))
-    with pytest.raises(MoonshotError, match="adapter_names: masked adapters serve one batch"):
+    with pytest.raises(MoonshotError, match="adapter_names: masked adapters do not support mixed batches"):
         adapted.eval()(**token_batches()[0], adapter_names=["default", "__base__"])
 
 

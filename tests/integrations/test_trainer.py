@@ -13,7 +13,8 @@ from models import make, token_batches
 from test_masks import pruned, zeros
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
+from optimum_moonshot.integrations.trainer import own_random_state
+from optimum_moonshot.integrations.training_data import labelled, training_inputs
 from optimum_moonshot.masks import find_pruned
 
 CONFIG = MoonshotConfig(pattern="2:4", lam=0.9, num_samples=6, batch_size=2)
@@ -249,7 +250,7 @@ def test_a_checkpoint_from_before_the_pruning_is_not_passed_off_as_pruned(tmp_pa
 def test_what_cannot_work_is_said_at_the_start(tmp_path):
     with pytest.raises(MoonshotError, match="no layer of the model is pruned"):
         trainer(tmp_path, make("llama"), MoonshotCallback()).train()
-    with pytest.raises(MoonshotError, match="before step 6 never comes: the training has 6 steps"):
+    with pytest.raises(MoonshotError, match="before step 6 is never reached: the training has 6 steps"):
         trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, begin_step=6)).train()
     for wrong, message in [
         (dict(config="2:4"), "config is a str"),
@@ -258,11 +259,11 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path):
         (dict(config=HALF, end_step=2), "every=None"),
         (dict(config=HALF, every=2), "every=2: it needs end_step"),
         (dict(config=HALF, end_step=4, every=0), "every=0"),
-        (dict(config=CONFIG, end_step=4, every=2), "pattern='2:4' has one sparsity"),
+        (dict(config=CONFIG, end_step=4, every=2), "pattern='2:4': it has one sparsity"),
         (dict(config=replace(HALF, allocation="owl"), end_step=4, every=2), "allocation='owl'"),
         (dict(config=replace(HALF, allocation={"attn": 0.2}), end_step=4, every=2), "allocation={'attn'"),
         (dict(begin_step=3), "config=None: nothing is pruned"),
-        (dict(config=HALF, end_step=4, every=2, calibration=iter(())), "an iterator serves one pruning"),
+        (dict(config=HALF, end_step=4, every=2, calibration=iter(())), "an iterator is enough for one pruning only"),
         (dict(config=HALF, targets=("mlp",)), "give them to MoonshotConfig"),
         (dict(targets="mlp"), "targets='mlp': give a list"),
         (dict(teacher="dense"), "teacher is a str"),

@@ -393,9 +393,9 @@ def test_the_command_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--prompts", "a.txt"], "--prompts: it is for --calibration self alone"),
-        (["--calibration", "c4", "--temperature", "1"], "--temperature: it is for --calibration self alone"),
-        (["--calibration", "c4", "--no-thinking"], "--thinking: it is for --calibration self alone"),
+        (["--prompts", "a.txt"], "--prompts: only for --calibration self"),
+        (["--calibration", "c4", "--temperature", "1"], "--temperature: only for --calibration self"),
+        (["--calibration", "c4", "--no-thinking"], "--thinking: only for --calibration self"),
         (["--calibration", "self", "--temperature", "0"], "--temperature 0.0: it must be above 0"),
         (["--calibration", "self", "--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
     ],

@@ -1,0 +1,149 @@
+"""Checks of the fields of `MoonshotConfig`, alone and together."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import Option, Text, check_choice, check_number, check_path, check_whole, require
+from .objective.allocation_rules import PatternRules, check_allocation
+from .objective.patterns import Experts, MixedNM
+from .solvers.base import Solver, solver_names
+
+# Field → its strings.
+_CHOICES = {
+    "fisher": ("all", "attention"),
+    "expert_tokens": ("routed", "all"),
+    "under_calibrated_experts": ("all", "magnitude", "routed"),
+    "rotation_weights": ("fisher", "equal"),
+}
+_OPTIONAL_CHOICES = {"recover": ("blockwise", "gradual"), "rotation": ("learned", "heads")}
+# Field → the smallest value.
+_WHOLE = {
+    "group_size": 1,
+    "num_samples": 1,
+    "batch_size": 1,
+    "recover_steps": 1,
+    "rotation_steps": 1,
+    "seed": 0,
+}
+_OPTIONAL_WHOLE = {"sequence_length": 2, "rotation_rows": 1}
+# Field → why it has no effect with pattern="experts".
+_NOT_WITH_EXPERTS = {
+    "targets": "removes equally many experts of every layer",
+    "ignore": "removes equally many experts of every layer",
+    "expert_tokens": "uses the tokens routed to each expert",
+    "under_calibrated_experts": "uses the tokens routed to each expert, however few",
+    "fisher": "uses the Fisher loss of the experts",
+    "recompute": "computes all statistics on the dense model",
+    "recover": "leaves no zeros to recover around: prune the smaller model once more for that",
+    "rotation": "removes experts as they are",
+}
+# Field → the smallest value, whether it is allowed, and the limit, which is not.
+_INTERVALS = {
+    "owl_threshold": (0, False, math.inf),
+    "owl_lambda": (0, True, 1),
+    "alpha_tau": (0, True, 1),
+    "recover_lr": (0, False, 1),
+    "rotation_lr": (0, False, 1),
+}
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` for a field with the wrong type, or out of range.
+
+    Args:
+        values: of all fields.
+    """
+    check_number("sparsity", values["sparsity"], optional=True)
+    for field, least in _WHOLE.items():
+        check_whole(field, values[field], least)
+    for field, least in _OPTIONAL_WHOLE.items():
+        if values[field] is not None:
+            check_whole(field, values[field], least)
+    for field, choices in _CHOICES.items():
+        check_choice(field, values[field], choices)
+    for field, choices in _OPTIONAL_CHOICES.items():
+        check_choice(field, values[field], choices, optional=True)
+    for field, (least, closed, limit) in _INTERVALS.items():
+        value = values[field]
+        check_number(field, value)
+        bounds = f"{'at least' if closed else 'above'} {least}" + ("" if limit == math.inf else f" and below {limit}")
+        inside = (least <= value if closed else least < value) and value < limit
+        require(inside, f"give a number {bounds}", field=field, value=value)
+    require(isinstance(values["recompute"], bool), "use True or False", field="recompute", value=values["recompute"])
+    lam, folder = values["lam"], values["offload_dir"]
+    check_number("lam", lam, optional=True)
+    require(lam is None or 0 <= lam <= 1, "give a number from 0 to 1", field="lam", value=lam)
+    if folder is not None:
+        check_path("offload_dir", folder)
+        require(isinstance(folder, str), "give the path as a string", field="offload_dir", value=folder)
+
+
+def check_combinations(values: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` for an allocation or a rotation that the pattern excludes.
+
+    Args:
+        values: of all fields.
+    """
+    allocation, pattern, rotation = values["allocation"], values["pattern"], values["rotation"]
+    check_allocation(allocation)
+    named = isinstance(allocation, dict)
+    mixed = isinstance(pattern, str) and pattern.startswith("n:")
+    require(
+        not mixed or allocation == "fisher",
+        "its n:m of each layer is chosen by an allocation",
+        field="pattern",
+        value=pattern,
+        hint=Text("add {}, or give a number for n", Option("allocation", "fisher")),
+    )
+    supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
+    others = ' or "n:m"' if named else ', or a dict of layer → "n:m"'
+    others += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
+    require(
+        allocation == "uniform" or pattern == "unstructured" or supported,
+        Text("{} has equal sparsity in every layer", Option("pattern", pattern)),
+        field="allocation",
+        value=allocation,
+        hint=Text("use {}" + others, Option("pattern", "unstructured")),
+    )
+    require(
+        rotation is None or pattern != "structured",
+        Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern)),
+        field="rotation",
+        value=rotation,
+    )
+
+
+def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` for a pattern of a layer that the solver does not support.
+
+    Args:
+        solver: its class.
+        rules: the patterns of the layers.
+        values: of all fields.
+    """
+    takes = f" takes {' or '.join(kind.kind for kind in solver.patterns)}"
+    message = Text("{}" + takes, Option("solver", values["solver"]))
+    default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
+    hint = "choose another pattern or solver"
+    if isinstance(default, Experts):
+        hint = "choose solver=" + " or ".join(f'"{name}"' for name in solver_names(Experts))
+    supported = default is None or isinstance(default, solver.patterns)
+    require(supported, message, field="pattern", value=values["pattern"], hint=hint)
+    for key, rule in rules.rules.items():
+        supported = isinstance(rule, solver.patterns)
+        require(supported, message, field=f"allocation[{key!r}]", value=values["allocation"][key])
+
+
+def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` for a field that has no effect with whole experts, and is not at its default.
+
+    Args:
+        values: of all fields.
+        defaults: of all fields.
+    """
+    for field, why in _NOT_WITH_EXPERTS.items():
+        value = values[field]
+        unset = value == defaults[field] or (field == "ignore" and not value)
+        message = Text("{} " + why + "; leave one of them out", Option("pattern", Experts.kind))
+        require(unset, message, field=field, value=value)
