@@ -14,7 +14,7 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.objective.removal import Removal
 from optimum_moonshot.solvers import base, solver_names
-from optimum_moonshot.solvers.subsets import best_subset, chosen, exchange
+from optimum_moonshot.solvers.subsets import best_subset, exchange, expert_mask
 
 LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
 
@@ -197,7 +197,7 @@ def test_a_solver_of_ones_own(monkeypatch):
 
         def solve(self, objective, pattern):
             keep = pattern.keep(-torch.arange(len(objective.gram)).double())
-            return chosen(objective, keep)
+            return expert_mask(objective, keep)
 
     assert "last" in solver_names(Experts) and "last" not in solver_names()
     keep = solve("last", random_removal(8, 0.5), Experts(0.25))

@@ -161,10 +161,10 @@ def test_what_no_command_line_could_give_is_not_registered():
             register_solver("own")(cls)
         assert "own" not in solver_names()
 
-    refused(tuple, (), r"^Own\.own has the type .*tuple.*: use one of bool, int, float, str")
-    refused(int | float, 1, r"^Own\.own has the type int \| float: use one of")
+    refused(tuple, (), r"^Own\.own has the type .*tuple.*; use one of bool, int, float, str")
+    refused(int | float, 1, r"^Own\.own has the type int \| float; use one of")
     refused(int, field(), r"^Own\.own has no default")
-    refused(int, hyperparameter(0, help="", least=1), r"^Own: the default own=0: give a whole number of at least 1")
+    refused(int, hyperparameter(0, help="", least=1), r"^Own: default: own=0: give a whole number of at least 1")
     refused("Missing", 1, "^Own: an annotation cannot be read .*Missing")
-    with pytest.raises(MoonshotError, match="^Plain is no dataclass: put @dataclass"):
+    with pytest.raises(MoonshotError, match="^Plain is not a dataclass; put @dataclass"):
         register_solver("plain")(type("Plain", (), {}))
