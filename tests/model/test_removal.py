@@ -173,7 +173,7 @@ def test_what_vanishes_gives_way():
     assert problem.scales.lam == 1 and "reconstruction alone" in problem.scales.notes[0]
     assert problem.losses(keep)[0].total == pytest.approx(problem.losses(keep)[0].reconstruction)
     nothing = removal(0 * contributions, gradients, samples, 0.5)
-    assert nothing.scales.notes == ("its experts contribute nothing: the first ones go",)
+    assert nothing.scales.notes == ("its experts contribute nothing: the first ones are removed",)
     assert solve("osscar", nothing, Experts(1 / 3)).tolist() == [False, False, True, True, True, True]
 
 
@@ -208,7 +208,7 @@ def test_a_solver_of_ones_own(monkeypatch):
     ("options", "told"),
     [
         ({"solver": "sparsegpt"}, 'solver="frequency" or "osscar" or "reap"'),
-        ({"sparsity": None}, 'sparsity=None: pattern="experts" needs one'),
+        ({"sparsity": None}, "sparsity=None: pattern='experts' needs one"),
         ({"targets": ["experts"]}, "targets=.*as many experts of every layer"),
         ({"ignore": ["layers.0"]}, "ignore="),
         ({"allocation": "fisher"}, "allocation='fisher'"),

@@ -80,7 +80,7 @@ def test_the_zero_weight_goes_by_magnitude(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
     quadratic = build(torch.zeros_like(weight), gram, gradients, lam)
     assert quadratic.scales[:2] == (0, 0)
-    assert quadratic.scales.notes == ("no loss at W = 0: weights go by magnitude",)
+    assert quadratic.scales.notes == ("no loss at W = 0: weights are removed by magnitude",)
     assert quadratic.losses(torch.zeros_like(weight))[0].total == 0
 
 
@@ -91,7 +91,7 @@ def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
     quadratic = build(weight, torch.zeros_like(gram), gradients if lam < 1 else None, lam)
     assert torch.equal(quadratic.weight, weight)
     notes = {0.0: (), 0.5: ("no reconstruction loss at W = 0: Fisher alone",)}
-    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights go by magnitude",))
+    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights are removed by magnitude",))
 
 
 @BUILD
@@ -166,7 +166,7 @@ def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam
     found = prune_weight(weight, torch.zeros(16, 16), torch.zeros(5, 8, 16), config=config)
     assert (found.weight == 0).float().mean() == 0.5
     assert torch.equal(found.weight[found.keep], weight[found.keep])
-    assert found.notes == ("no loss at W = 0: weights go by magnitude",)
+    assert found.notes == ("no loss at W = 0: weights are removed by magnitude",)
     if pattern == "2:4":  # whatever the solver compares within a row, of four weights the two smallest go
         smaller = weight.abs().view(-1, 4).argsort(1)[:, :2]
         assert not found.keep.view(-1, 4).gather(1, smaller).any()
