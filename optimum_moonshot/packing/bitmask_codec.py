@@ -40,7 +40,7 @@ class Bitmask(Codec):
     ) -> None:
         values, meta = self._parts(parts)
         check_packed(values, meta, shape)
-        require(dtype in (None, values.dtype), f"its values are {values.dtype}, not {dtype}")
+        require(dtype in (None, values.dtype), f"its values are {values.dtype}, {dtype} was written")
         require(pattern is None or is_nm(meta, shape[1], pattern), f"it is not {pattern}")
 
     def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Plan | None = None) -> Tensor:

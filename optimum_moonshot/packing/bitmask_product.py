@@ -1,8 +1,8 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
-``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library multiplies
-directly with the packed W. For gradients, and where torch is faster, tiles of W are unpacked into a buffer that fits the
-CPU's cache, so that no dense copy of W is written to memory.
+``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
+multiplies directly with the packed W. For gradients, and where torch is faster, tiles of W are unpacked into a buffer
+that fits the CPU's cache, so that no dense copy of W is written to memory.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def _is_for_gpu(inputs: Tensor, values: Tensor) -> bool:
 def _gpu_product(
     inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
 ) -> Tensor:
-    """As `_product`: few rows multiply with the packed matrix, which is bound by memory; more rows with the unpacked."""
+    """As `_product`: few rows, bound by memory bandwidth, use the packed matrix; more rows use the unpacked one."""
     kernels, flat = find_gpu_kernels(), inputs.reshape(-1, inputs.shape[-1])
     assert kernels is not None
     offsets = find_offsets(values, meta, flat.shape[1]) if offsets is None else offsets

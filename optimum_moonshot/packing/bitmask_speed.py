@@ -20,8 +20,8 @@ from .bitmask_product import packed_linear
 from .codec import Verdict
 
 # Largest packed size, as a fraction of the dense size, at which one row was at least 10% faster, by instruction set and
-# bytes of a weight. This is a sparsity of 20% in 16 bits, and of 40% to 50% in 32 bits, where the dense product is bound
-# by memory. A few more rows gain less, and many rows lose nothing significant.
+# bytes of a weight. This is a sparsity of 20% in 16 bits, and of 40% to 50% in 32 bits, where the dense product already
+# reaches the memory bandwidth. A few rows more gain less, and many rows lose nothing significant.
 _WIDE = {2: 0.87, 4: 0.64}
 _MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
 _SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity

@@ -38,7 +38,7 @@ class PackedLayer:
         Raises:
             MoonshotError: a missing, unknown or invalid field, or a format of a later release.
         """
-        require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, not an object")
+        require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, no object")
         fields = ("shape", "transposed", "pattern", "dtype", "codec")
         missing, unknown = [name for name in fields[:4] if name not in entry], sorted(entry.keys() - set(fields))
         require(not missing, f"its entry in the metadata lacks {', '.join(missing)}")

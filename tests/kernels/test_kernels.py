@@ -239,7 +239,7 @@ def test_the_sanitizer_finds_nothing(tmp_path):
 @needs_library
 def test_an_instruction_set_is_chosen_by_name(monkeypatch):
     assert SETS[0] == "portable"
-    with pytest.raises(MoonshotError, match="MOONSHOT_KERNELS='sse9': here are portable"):
+    with pytest.raises(MoonshotError, match="MOONSHOT_KERNELS='sse9': use one of portable"):
         LIBRARY.use("sse9")
     find_library.cache_clear()
     try:

@@ -234,5 +234,5 @@ def test_what_does_not_combine(options, told):
 
 def test_a_matrix_has_no_experts():
     config = MoonshotConfig(solver="osscar", pattern="experts", sparsity=0.25, lam=1.0)
-    with pytest.raises(MoonshotError, match="whole experts leave a model, not a matrix"):
+    with pytest.raises(MoonshotError, match="experts are removed from a model, not from a matrix"):
         prune_weight(torch.ones(2, 4), torch.eye(4), config=config)

@@ -153,7 +153,7 @@ def test_a_solver_that_does_not_rank_has_no_path():
 def test_rows_in_groups_are_for_those_that_declare_it():
     tensors = grouped_layer(3, 4, 24, 5)
     prune_weight(*tensors, config=settings("like-obc"))
-    with pytest.raises(MoonshotError, match="like-cap.*takes no grouped"):
+    with pytest.raises(MoonshotError, match="like-cap.*does not support grouped"):
         prune_weight(*tensors, config=settings("like-cap"))
 
 
