@@ -132,8 +132,8 @@ def _problem(
     lam = config.resolve_lam()
     if gram is None:
         if solver.calibrated:
-            message = Text("{} needs the Gram matrix of the inputs", Option("solver", config.solver))
-            raise MoonshotError(message, field="gram", value=None)
+            reason = Text("{} needs the Gram matrix of the inputs", Option("solver", config.solver))
+            raise MoonshotError(reason, field="gram", value=None)
         gram, lam = torch.eye(d_in, device=weight.device), 1.0
     grouped = isinstance(gram, Tensor) and gram.ndim == 3
     _check_tensor("gram", gram, (None, d_in, d_in) if grouped else (d_in, d_in))

@@ -1,8 +1,8 @@
 """Sparsity-preserving training with any optimizer, in plain PyTorch or under a trainer.
 
 It uses two kinds of hooks. One sets the gradients of removed weights to 0, so that gradient clipping and the
-optimizer's state depend on the sparse model only. The other sets the removed weights to 0 after every optimizer step, to
-undo the effects of momentum, weight decay and rounding.
+optimizer's state depend on the sparse model only. The other sets the removed weights to 0 after every optimizer step,
+to undo the effects of momentum, weight decay and rounding.
 """
 
 import re
@@ -94,8 +94,9 @@ def find_pruned(
     require(PackedLinear not in kinds, 'runtime="packed" cannot be trained', field="model", hint=hint)
     layers = _selected_layers(model, targets, ignore)
     pruned = [layer for layer in layers if targets is not None or is_pruned(layer.parameter)]
-    hint = Text("prune it first, or select layers by {} (a compacted model needs no masks)", "targets")
-    require(bool(pruned), "no layer of the model is pruned", hint=hint)
+    if not pruned:
+        usage = Text("prune it first, or select layers by {} (a compacted model needs no masks)", "targets")
+        raise MoonshotError("no layer of the model is pruned", hint=usage)
     return pruned
 
 

@@ -26,7 +26,8 @@ enum {
 };
 
 /* Planes: a float16 is HIGH + LOW; bfloat16 has only HIGH. Special values (infinity, NaN) are in HIGH only. Multiplied
- * with a LOW of 0 they would create NaN, so if there are any, LOW is multiplied with FINITE, which is HIGH with 0 for special values. */
+ * with a LOW of 0 they would create NaN, so if there are any, LOW is multiplied with FINITE: HIGH with zeros in their
+ * positions. */
 enum { HIGH, LOW, FINITE, PLANES };
 
 static const int own_planes[] = {[BF16] = 1, [F16] = PLANES}, terms[] = {[BF16] = 1, [F16] = 4};

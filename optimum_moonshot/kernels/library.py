@@ -46,7 +46,7 @@ class Library:
         self._product, self._unpack = functions.moonshot_product, functions.moonshot_unpack
         self._offsets, self._use = functions.moonshot_offsets, functions.moonshot_use
         self._name = functions.moonshot_set_name
-        matrix = [c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+        matrix = (c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p)
         self._product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int]
         self._unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
         self._unpack.restype = None

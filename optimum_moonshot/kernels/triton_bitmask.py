@@ -53,8 +53,8 @@ def linear(inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None,
     if window and rows <= FEW_ROWS:
         per = values.shape[1] * 8 // d_in
         grid = (triton.cdiv(d_out, _REGULAR["ROWS"]),)
-        arguments = inputs, values, meta, _places(meta.device), outputs, rows, d_out, d_in, meta.shape[1]
-        _regular[grid](*arguments, M=triton.next_power_of_2(rows), PER=per, **_REGULAR)
+        tensors = inputs, values, meta, _places(meta.device), outputs
+        _regular[grid](*tensors, rows, d_out, d_in, meta.shape[1], M=triton.next_power_of_2(rows), PER=per, **_REGULAR)
         return outputs
     tile = _ANY if rows == 1 else _DOT
     grid = (triton.cdiv(d_out, tile["ROWS"]),)

@@ -44,8 +44,8 @@ class Elimination:
         self.steps = removals(size, pattern)
         self.m = 0
         if isinstance(pattern, NM):
-            self.m, spare = pattern.m, pattern.m - pattern.n
-            self.room = torch.full((rows, size // pattern.m), spare, device=device)
+            self.m = pattern.m
+            self.removable = torch.full((rows, size // pattern.m), pattern.m - pattern.n, device=device)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The inputs in the order of their removal, and the loss of each removal, both [r, steps]."""
@@ -87,9 +87,9 @@ class Elimination:
 
     def _bar(self, group: Tensor) -> None:
         """Count a removal from each row's `group` [r, 1], and bar the rest of the groups at their limit."""
-        room = self.room.gather(1, group) - 1
-        self.room.scatter_(1, group, room)
-        self.barred.masked_fill_((self.inputs // self.m == group) & (room == 0), INFINITY)
+        removable = self.removable.gather(1, group) - 1
+        self.removable.scatter_(1, group, removable)
+        self.barred.masked_fill_((self.inputs // self.m == group) & (removable == 0), INFINITY)
 
     def _flush(self) -> None:
         """Apply the deferred updates to the inverse, and drop dead inputs once that is worth a copy."""
