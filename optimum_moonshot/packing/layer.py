@@ -133,7 +133,7 @@ class PackedLayer:
 
         Args:
             weight: its name.
-            tensors: name → tensor; may include tensors of other weights.
+            tensors: as for `unpack`.
 
         Raises:
             MoonshotError: a tensor is missing.
