@@ -1,4 +1,4 @@
-"""Zeros that stay zero through every kind of training step."""
+"""Zeros are preserved by every kind of training step."""
 
 import copy
 import warnings

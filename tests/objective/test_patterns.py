@@ -1,4 +1,4 @@
-"""Exactly as many weights go as asked, and of equals the first index goes first."""
+"""Patterns remove the exact number of weights; of equal scores, the lowest index is removed first."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Solvers own their hyperparameters: names, types and bounds are stated once, on the dataclass, and checked by it."""
+"""Hyperparameters: names, types and bounds are declared once, by the fields of a solver's dataclass, and checked."""
 
 import re
 from dataclasses import dataclass, field
@@ -132,8 +132,8 @@ def test_bounds_of_the_solvers_here():
     ],
 )
 def test_text_becomes_the_value(options, name, text, value):
-    found = parse_option(options[name], text)
-    assert found == value and type(found) is type(value)
+    result = parse_option(options[name], text)
+    assert result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize(

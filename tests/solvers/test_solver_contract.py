@@ -1,4 +1,4 @@
-"""What every registered solver promises, whatever it minimises."""
+"""The contract of all registered solvers, for any objective."""
 
 import math
 from dataclasses import replace

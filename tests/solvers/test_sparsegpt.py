@@ -1,4 +1,4 @@
-"""SparseGPT with row-specific Hessians against the dense float64 algorithm, and every shortcut against the long way."""
+"""SparseGPT with row-specific Hessians, and its shortcuts, against the dense float64 algorithm."""
 
 from itertools import combinations
 
@@ -27,10 +27,10 @@ def exact(tensors, lam, pattern, **more):
     return reference.sparsegpt(*(tensor.double() for tensor in tensors), lam, **choice, **more)
 
 
-def assert_same(found, expected, tolerance):
+def assert_same(result, expected, tolerance):
     weight, keep = expected
-    assert torch.equal(found.keep, keep)
-    assert (found.weight - weight).norm() <= tolerance * weight.norm()
+    assert torch.equal(result.keep, keep)
+    assert (result.weight - weight).norm() <= tolerance * weight.norm()
 
 
 def hard_layer(seed=0):
@@ -72,8 +72,8 @@ def hard_layer(seed=0):
 def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_size, dense, monkeypatch):
     monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = layer(*shape, seed=sum(shape))
-    found = prune(tensors, lam, pattern, block_size=block_size)
-    assert_same(found, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
+    result = prune(tensors, lam, pattern, block_size=block_size)
+    assert_same(result, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
 
 
 @PATTERNS
@@ -91,16 +91,16 @@ def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatc
 )
 def test_lambda_one_is_the_single_objective_algorithm(shape, pattern, block_size):
     tensors = layer(*shape, seed=5)
-    found = prune(tensors[:2], 1.0, pattern, block_size=block_size)
-    assert_same(found, exact(tensors, 1.0, pattern, block_size=block_size), 2e-5)
+    result = prune(tensors[:2], 1.0, pattern, block_size=block_size)
+    assert_same(result, exact(tensors, 1.0, pattern, block_size=block_size), 2e-5)
 
 
 @pytest.mark.parametrize("damping", [1e-3, 0.1, 1.0])
 def test_damping_is_that_of_the_formula(damping):
     tensors = layer(8, 80, 6, seed=6)
-    found = prune(tensors, 0.5, 0.6, damping=damping)
-    assert_same(found, exact(tensors, 0.5, 0.6, damping=damping), 2e-5)
-    assert found.damping == damping and found.notes == ()
+    result = prune(tensors, 0.5, 0.6, damping=damping)
+    assert_same(result, exact(tensors, 0.5, 0.6, damping=damping), 2e-5)
+    assert result.damping == damping and result.notes == ()
 
 
 @PATTERNS
@@ -194,10 +194,10 @@ def indefinite(gram, share, seed=0):
 def test_damping_grows_where_a_gram_is_not_definite_and_the_result_says_so(lam, pattern, share, taken):
     weight, gram, gradients = layer(6, 40, 5, seed=11)
     tensors = (weight, indefinite(gram, share), gradients)
-    found = prune(tensors, lam, pattern)
-    assert found.damping == pytest.approx(taken)
-    assert found.notes == (f"damping raised from 0.01 to {taken:g}",)
-    assert_same(found, exact(tensors, lam, pattern, damping=taken), 1e-4)
+    result = prune(tensors, lam, pattern)
+    assert result.damping == pytest.approx(taken)
+    assert result.notes == (f"damping raised from 0.01 to {taken:g}",)
+    assert_same(result, exact(tensors, lam, pattern, damping=taken), 1e-4)
 
 
 def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
@@ -209,10 +209,10 @@ def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
         original(ok & (len(calls) > 1))
 
     monkeypatch.setattr(sparsegpt_factors, "check_factored", fail_once)
-    found = prune(tensors, 0.5, 0.5)
-    assert found.damping == 0.1 and found.notes == ("damping raised from 0.01 to 0.1",)
+    result = prune(tensors, 0.5, 0.5)
+    assert result.damping == 0.1 and result.notes == ("damping raised from 0.01 to 0.1",)
     monkeypatch.undo()
-    assert_same(found, exact(tensors, 0.5, 0.5, damping=0.1), 2e-5)
+    assert_same(result, exact(tensors, 0.5, 0.5, damping=0.1), 2e-5)
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])
@@ -229,7 +229,7 @@ def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
     reached, masked = [], []
     for seed in range(8):
         tensors = layer(1, 4, 6, seed=seed)
-        found = prune(tensors, lam, "2:4")
+        result = prune(tensors, lam, "2:4")
         dense = tensors[0].double()[0]
         hessian = reference.hessians(*(tensor.double() for tensor in tensors), lam)[0]
 
@@ -241,8 +241,8 @@ def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
             row = torch.zeros(4, dtype=torch.float64)
             row[kept] = torch.linalg.solve(hessian[kept][:, kept], hessian[kept] @ dense)
             best.append(loss(row))
-        reached.append(loss(found.weight[0].double()))
-        masked.append(loss(dense * found.keep[0]))
+        reached.append(loss(result.weight[0].double()))
+        masked.append(loss(dense * result.keep[0]))
         assert min(best) - 1e-9 <= reached[-1]
     # Errors go right only, so that a single row may lose a little by it.
     assert all(one <= 1.05 * other for one, other in zip(reached, masked, strict=True))
