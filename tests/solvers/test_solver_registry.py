@@ -1,4 +1,4 @@
-"""Capabilities of registered solvers: the declared ones are used for any class, and required ones are checked."""
+"""What a registered solver declares is what it gets, whoever wrote it; and it has to declare enough."""
 
 import dataclasses
 import re
@@ -104,24 +104,24 @@ def prune(solver, model="vit", **more):
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_it_is_given_the_objective_that_it_declares(solver, lam):
     tensors = layer(6, 24, 5)
-    result, expected = (prune_weight(*tensors, config=settings(name, lam=lam)) for name in (f"like-{solver}", solver))
-    assert torch.equal(result.weight, expected.weight) and torch.equal(result.keep, expected.keep)
+    found, expected = (prune_weight(*tensors, config=settings(name, lam=lam)) for name in (f"like-{solver}", solver))
+    assert torch.equal(found.weight, expected.weight) and torch.equal(found.keep, expected.keep)
 
 
 @EACH
 def test_a_run_gathers_what_it_declares(solver):
-    result, expected = prune(f"like-{solver}"), prune(solver)
-    assert all(torch.equal(tensor, expected[0][name]) for name, tensor in result[0].items())
-    assert [layer.loss for layer in result[1].layers] == [layer.loss for layer in expected[1].layers]
+    found, expected = prune(f"like-{solver}"), prune(solver)
+    assert all(torch.equal(tensor, expected[0][name]) for name, tensor in found[0].items())
+    assert [layer.loss for layer in found[1].layers] == [layer.loss for layer in expected[1].layers]
 
 
 @RANKING
 def test_one_elimination_serves_a_path_where_it_ranks(solver):
     tensors, sparsities = layer(6, 24, 5), [0.3, 0.9]
-    result, expected = (
+    found, expected = (
         prune_weight_path(*tensors, config=settings(name), sparsities=sparsities) for name in (f"like-{solver}", solver)
     )
-    assert all(torch.equal(result[sparsity].weight, expected[sparsity].weight) for sparsity in sparsities)
+    assert all(torch.equal(found[sparsity].weight, expected[sparsity].weight) for sparsity in sparsities)
 
 
 @RANKING
@@ -139,9 +139,9 @@ def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks_where_it_ranks(solv
     expected = prune(solver)
     monkeypatch.setattr(schedule.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(schedule, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 5))
-    result = prune(f"like-{solver}")
-    assert any("chunks of rows" in note for note in result[1].notes)
-    for name, tensor in result[0].items():
+    found = prune(f"like-{solver}")
+    assert any("chunks of rows" in note for note in found[1].notes)
+    for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, expected[0][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
@@ -185,10 +185,10 @@ def test_a_damped_attempt_gets_what_is_added_to_the_diagonal_and_tells_what_it_t
         check_factored(torch.tensor(len(tried) == 2))
         return weight, weight > 0
 
-    result = damped(objective, 0.02, attempt)
-    assert tried == pytest.approx([0.02, 0.2]) and result.damping == 0.2
-    assert result.notes == ("damping raised from 0.02 to 0.2",)
-    assert torch.equal(result.weight, weight.clamp(min=0)) and torch.equal(result.keep, weight > 0)
+    found = damped(objective, 0.02, attempt)
+    assert tried == pytest.approx([0.02, 0.2]) and found.damping == 0.2
+    assert found.notes == ("damping raised from 0.02 to 0.2",)
+    assert torch.equal(found.weight, weight.clamp(min=0)) and torch.equal(found.keep, weight > 0)
 
 
 def declared(**members):
