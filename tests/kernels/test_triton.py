@@ -112,12 +112,12 @@ def compiled(kernel, tensors, constants, capability):
     types = {name: tensors.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     warps = {"num_warps": constants.pop("num_warps")}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=warps)
-    assert "cubin" in found.asm
-    print(kernel.__name__, capability, found.metadata.shared)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=warps)
+    assert "cubin" in binary.asm
+    print(kernel.__name__, capability, binary.metadata.shared)
 
 for capability in (80, 90):
-    tensors = {name: "*bf16" for name in ("inputs", "values", "found", "dense")} | {"meta": "*u8", "offsets": "*i64"}
+    tensors = {name: "*bf16" for name in ("inputs", "values", "outputs", "dense")} | {"meta": "*u8", "offsets": "*i64"}
     regular = {"M": kernels.FEW_ROWS, "PER": 4, **kernels._REGULAR}
     compiled(kernels._regular, tensors | {"places": "*u8"}, regular, capability)
     for one, tile in ((True, kernels._ANY), (False, kernels._DOT)):
