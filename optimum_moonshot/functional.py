@@ -1,4 +1,4 @@
-"""The functional entry: one matrix in, one pruned matrix out. Tests and scripts come through here."""
+"""Pruning of a single weight matrix from tensors, without a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import MoonshotConfig
-from .errors import check_number, require
+from .errors import MoonshotError, Option, Text, check_number, require
 from .objective.fisher import SampleGradients
 from .objective.linalg import all_finite
 from .objective.patterns import Experts, MixedNM, Pattern, Unstructured
@@ -22,18 +22,18 @@ from .solvers import PrunedWeight, Solver, solver_class, solver_names
 def prune_weight(
     weight: Tensor, gram: Tensor | None = None, gradients: Tensor | None = None, *, config: MoonshotConfig
 ) -> PrunedWeight:
-    """Prune one weight matrix by `config`.
+    """Prune one weight matrix.
 
     Args:
-        weight: dense weight, [d_out, d_in], floating point.
-        gram: ``X Xᵀ`` summed over every token, [d_in, d_in]; only ``solver="magnitude"`` does without. A grouped
-            convolution has [groups, d_in, d_in], one for each d_out/groups rows.
-        gradients: per-sample gradients of the loss, [N, d_out, d_in]; needed where λ < 1, unused at λ = 1. They may
-            lie on another device than the weight: rows are then streamed.
+        weight: dense weight, [d_out, d_in], floating point; not modified.
+        gram: ``X Xᵀ`` summed over all tokens, [d_in, d_in]; optional for ``solver="magnitude"`` only. For a grouped
+            convolution [groups, d_in, d_in], one for each d_out/groups rows.
+        gradients: per-sample gradients of the loss, [N, d_out, d_in]; required for λ < 1, ignored at λ = 1. They may be
+            on another device than the weight, and are then streamed by slices of rows.
         config: solver, pattern, sparsity, λ (default 0.9) and damping.
 
     Returns:
-        weight, keep, damping and notes; the weight in the dtype and on the device of the input, which is not changed.
+        The pruned weight in the dtype and on the device of the input, the mask, the damping and notes.
 
     Raises:
         MoonshotError: wrong shapes, NaN or infinity, λ < 1 without gradients, or groups that do not divide d_in.
@@ -53,18 +53,20 @@ def prune_weight_path(
     config: MoonshotConfig,
     sparsities: Sequence[float],
 ) -> dict[float, PrunedWeight]:
-    """Prune one weight matrix to several sparsities, by one elimination.
+    """Prune one weight matrix to several sparsities by one elimination.
 
     Args:
-        weight, gram, gradients: as for `prune_weight`.
-        config: solver (OBC or CAP), λ and damping; pattern="unstructured", whose own sparsity is not used.
-        sparsities: shares of the weights to remove.
+        weight: as for `prune_weight`, [d_out, d_in].
+        gram: as for `prune_weight`.
+        gradients: as for `prune_weight`.
+        config: solver (OBC or CAP), λ and damping; pattern="unstructured". Its sparsity is ignored.
+        sparsities: fractions of the weights to remove.
 
     Returns:
-        By sparsity, what `prune_weight` returns.
+        Sparsity → the result of `prune_weight`.
 
     Raises:
-        MoonshotError: as `prune_weight`, and a solver or pattern without such a path.
+        MoonshotError: as `prune_weight`, or the solver or pattern does not support several sparsities.
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     _check_config(config)
@@ -76,26 +78,29 @@ def prune_weight_path(
 
 
 def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
-    """Raise `MoonshotError` unless one elimination serves several sparsities, and a list of them is given.
+    """Raise `MoonshotError` unless the configuration supports several sparsities by one elimination.
 
     Args:
-        config: its solver ranks removals, and its pattern is unstructured.
-        sparsities: numbers, each once.
+        config: its solver must rank removals, and its pattern must be unstructured.
+        sparsities: distinct numbers.
     """
-    able = [name for name in solver_names() if solver_class(name).ranks]
+    ranking = [name for name in solver_names() if solver_class(name).ranks]
     require(
-        config.solver in able,
-        f"solver={config.solver!r} has no path of sparsities: use one of {', '.join(able)}, or prune for each sparsity",
+        config.solver in ranking,
+        "it does not support several sparsities",
+        field="solver",
+        value=config.solver,
+        hint=f"use one of {', '.join(ranking)}, or prune for each sparsity",
     )
-    require(
-        config.pattern == Unstructured.kind,
-        f'pattern={config.pattern!r} has its own sparsity: a path needs pattern="unstructured"',
-    )
+    if config.pattern != Unstructured.kind:
+        hint = Text("set {}", Option("pattern", Unstructured.kind))
+        raise MoonshotError("it implies a single sparsity", field="pattern", value=config.pattern, hint=hint)
     listed = isinstance(sparsities, Sequence) and not isinstance(sparsities, str) and len(sparsities) > 0
-    require(listed, f"sparsities={sparsities!r}: give a list of numbers")
+    require(listed, "give a list of numbers", field="sparsities", value=sparsities)
     for sparsity in sparsities:
         check_number("sparsities", sparsity)
-    require(len(set(sparsities)) == len(sparsities), f"sparsities={list(sparsities)}: a value is given twice")
+    unique = len(set(sparsities)) == len(sparsities)
+    require(unique, "a value is given twice", field="sparsities", value=list(sparsities))
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
@@ -106,36 +111,40 @@ def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
 def _problem(
     weight: Tensor, gram: Tensor | None, gradients: Tensor | None, config: MoonshotConfig
 ) -> tuple[Solver, Objective]:
-    """The solver and its objective, all checked."""
+    """The solver and its objective, after validation."""
     _check_tensor("weight", weight, (None, None))
     require(
         config.allocation == "uniform",
-        f"allocation={config.allocation!r}: it divides the sparsity between layers, and this is one; leave it out",
+        "it allocates sparsity between layers, and this is a single one",
+        field="allocation",
+        value=config.allocation,
+        hint="leave it out",
     )
     pattern = config.parsed_pattern
-    require(
-        not isinstance(pattern, Experts),
-        "pattern='experts': whole experts leave a model, not a matrix; use MoonshotPruner",
-    )
-    assert pattern is not None and not isinstance(pattern, MixedNM)  # only allocations have such
+    experts = isinstance(pattern, Experts)
+    message = "experts are removed from a model, not from a matrix"
+    require(not experts, message, field="pattern", value=config.pattern, hint="use MoonshotPruner")
+    assert pattern is not None and not isinstance(pattern, MixedNM | Experts)  # MixedNM requires an allocation
     d_out, d_in = weight.shape
-    require(
-        pattern.fits((d_out, d_in)), f"pattern={config.pattern!r}: d_in={d_in} is not a multiple of {pattern.width}"
-    )
+    message = f"d_in={d_in} is not a multiple of {pattern.width}"
+    require(pattern.fits((d_out, d_in)), message, field="pattern", value=config.pattern)
     solver = config.make_solver()
     lam = config.resolve_lam()
     if gram is None:
-        require(not solver.calibrated, f"gram=None: solver={config.solver!r} needs the inputs' Gram matrix")
+        if solver.calibrated:
+            reason = Text("{} needs the Gram matrix of the inputs", Option("solver", config.solver))
+            raise MoonshotError(reason, field="gram", value=None)
         gram, lam = torch.eye(d_in, device=weight.device), 1.0
     grouped = isinstance(gram, Tensor) and gram.ndim == 3
     _check_tensor("gram", gram, (None, d_in, d_in) if grouped else (d_in, d_in))
     divides = not grouped or d_out % len(gram) == 0
-    require(divides, f"gram has shape {list(gram.shape)}: d_out={d_out} does not divide into {len(gram)} groups")
-    require(
-        not grouped or solver.grouped, f"solver={config.solver!r} takes no grouped convolution: its rows share columns"
-    )
+    require(divides, f"gram has shape {list(gram.shape)}: d_out={d_out} is not a multiple of {len(gram)} groups")
+    message = "it does not support grouped convolutions, as its rows share columns"
+    require(not grouped or solver.grouped, message, field="solver", value=config.solver)
     if lam < 1:
-        require(gradients is not None, f"gradients=None: lam={lam:g} needs them; give gradients or set lam=1")
+        if gradients is None:
+            hint = Text("pass gradients, or set {}", Option("lam", 1))
+            raise MoonshotError(Text("{} needs them", Option("lam", lam)), field="gradients", value=None, hint=hint)
         _check_tensor("gradients", gradients, (None, d_out, d_in))
     else:
         gradients = None
@@ -145,11 +154,11 @@ def _problem(
 def build_objective(
     solver: Solver, pattern: Pattern, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float
 ) -> Objective:
-    """The objective that a solver asks for, from full statistics.
+    """Build the objective that a solver requires from full statistics.
 
     Args:
-        solver: which declares what it works on.
-        pattern: that it will prune by.
+        solver: its `objective` and `column_block` determine the objective.
+        pattern: the pruning pattern.
         weight: dense weight, [d_out, d_in].
         gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
         gradients: A_n, [N, d_out, d_in]; None at λ = 1.
@@ -172,7 +181,7 @@ def _check_config(config: Any) -> None:
 
 
 def _kind(tensor: Tensor) -> str:
-    """What a tensor is that is not plain."""
+    """The kind of a tensor that is not plain, for a message."""
     if tensor.is_quantized:
         return "quantized"
     return "nested" if tensor.is_nested else f"of layout {tensor.layout}"
@@ -182,7 +191,7 @@ def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None
     require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     require(plain, f"{name} is {_kind(tensor)}: give a plain, dense tensor")
-    require(not tensor.is_meta, f"{name} lies on the meta device, which holds no values: give a tensor with values")
+    require(not tensor.is_meta, f"{name} is on the meta device, which has no values: give a tensor with values")
     wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     require(wide, f"{name} has dtype {tensor.dtype}: give a floating-point tensor of at least 16 bits")
     fits = tensor.ndim == len(shape) and all(

@@ -40,9 +40,9 @@ def one_line(error):
 # ---------------------------------------------------------------- one matrix
 HALF, OBC = config(lam=0.5), {"solver": "obc", "pattern": "unstructured", "sparsity": 0.5}
 MATRICES = [
-    ((WEIGHT.to("meta"), GRAM), config(), "weight lies on the meta device, which holds no values"),
-    ((WEIGHT, GRAM.to("meta")), config(), "gram lies on the meta device"),
-    ((WEIGHT, GRAM, GRADIENTS.to("meta")), HALF, "gradients lies on the meta device"),
+    ((WEIGHT.to("meta"), GRAM), config(), "weight is on the meta device, which has no values"),
+    ((WEIGHT, GRAM.to("meta")), config(), "gram is on the meta device"),
+    ((WEIGHT, GRAM, GRADIENTS.to("meta")), HALF, "gradients is on the meta device"),
     ((WEIGHT.to_sparse(), GRAM), config(), "weight is of layout torch.sparse_coo: give a plain, dense tensor"),
     ((WEIGHT, GRAM.to_sparse_csr()), config(), "gram is of layout torch.sparse_csr"),
     ((WEIGHT, GRAM, GRADIENTS.to_sparse()), HALF, "gradients is of layout torch.sparse_coo"),
@@ -85,7 +85,7 @@ PATHS = [
     (config(**OBC), 0.5, "sparsities=0.5: give a list of numbers"),
     (config(**OBC), [1.5], "sparsity=1.5"),
     ({}, [0.5], "config is a dict"),
-    (config(), [0.5], "solver='wanda' has no path of sparsities"),
+    (config(), [0.5], "solver='wanda': it does not support several sparsities"),
 ]
 
 

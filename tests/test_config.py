@@ -100,7 +100,7 @@ def test_expressions_are_any_sequence_of_strings():
 
 
 def test_a_sparsity_that_contradicts_the_pattern_is_refused():
-    with pytest.raises(MoonshotError, match="sparsity=0.6 contradicts pattern='2:4'.*leave it out"):
+    with pytest.raises(MoonshotError, match="sparsity=0.6: it contradicts pattern='2:4'.*leave it out"):
         MoonshotConfig(pattern="2:4", sparsity=0.6)
 
 

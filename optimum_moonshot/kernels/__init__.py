@@ -1,6 +1,6 @@
-"""Products with packed matrices: in C on a CPU, in Triton on a GPU.
+"""Kernels for packed matrices: in C for CPUs, in Triton for GPUs.
 
-The installation compiles the library in C, if it has a compiler; Triton comes with torch's builds for CUDA.
+The C library is compiled at installation if there is a compiler; Triton is part of torch's CUDA builds.
 """
 
 import logging
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 @lru_cache
 def find_gpu_kernels() -> ModuleType | None:
-    """The module of the GPU's kernels; None, and one line that says so, where Triton is missing."""
+    """The module of the GPU kernels; None, with one warning, if Triton is missing."""
     try:
         from . import triton_bitmask
     except ImportError as error:

@@ -1,6 +1,7 @@
 /* x86-64 with AMX tiles of bfloat16, for several rows of inputs: rows of W are unpacked into tiles.
  *
- * A float16 is the sum of two numbers of bfloat16, so a product of two is the exact sum of four: see the planes.
+ * These tiles have no float16. A float16 is the exact sum of two bfloat16 (11 bits of mantissa in 8 + 8), so a product
+ * of two float16 is the exact sum of four products of bfloat16, computed from "planes".
  */
 #include <stdlib.h>
 
@@ -13,19 +14,20 @@
 
 enum {
     SIDE = 16,      /* rows of a tile, of 64 bytes: 32 inputs, or 16 sums */
-    TILE = 1024,    /* its bytes */
+    TILE = 1024,    /* bytes of a tile */
     DEPTH = 32,     /* inputs of a tile */
-    PANEL = 2 * SIDE, /* rows of W, and of x, that are multiplied together */
-    STRIP_OF_TILES = 256, /* inputs that are unpacked at once: 16 KiB of a panel */
+    PANEL = 2 * SIDE, /* rows of W, and of x, that are multiplied together: 4 of the 8 tiles hold sums */
+    STRIP_OF_TILES = 256, /* inputs that are unpacked at a time: 16 KiB of a panel */
     BLOCKS = STRIP_OF_TILES / DEPTH,
     SUMS = 4 * 256, /* of a panel and two tiles of x */
     GROUP = SHARED / PANEL, /* panels that share a strip of x */
-    HEAD = 64, /* bytes before the inputs: whether one is special */
-    LEAD = 64, /* bytes of a row beyond what is unpacked next that are fetched too: rows of a strip differ */
+    HEAD = 64, /* bytes before the inputs: a flag for special values */
+    LEAD = 64, /* extra bytes of a row to prefetch, since the number of values in a strip varies */
 };
 
-/* A float16 is HIGH + LOW. What is special, infinite or no number, is in HIGH alone and has to meet no zero of a LOW:
- * where there is one, FINITE, which is HIGH with zeros in such places, is multiplied by LOW. bfloat16 is HIGH. */
+/* Planes: a float16 is HIGH + LOW; bfloat16 has only HIGH. Special values (infinity, NaN) are in HIGH only. Multiplied
+ * with a LOW of 0 they would create NaN, so if there are any, LOW is multiplied with FINITE: HIGH with zeros in their
+ * positions. */
 enum { HIGH, LOW, FINITE, PLANES };
 
 static const int own_planes[] = {[BF16] = 1, [F16] = PLANES}, terms[] = {[BF16] = 1, [F16] = 4};
@@ -36,7 +38,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_configuration;
 
-/* What is in memory is read by instructions on tiles that follow: not every compiler knows that they read any. */
+/* Not every compiler knows that tile instructions read memory: this barrier completes the stores before them. */
 INLINE void store_all(void) { __asm__ volatile("" ::: "memory"); }
 
 /* Tiles 0 to 4 have rows of `width` bytes, the others of 64. */
@@ -58,13 +60,13 @@ INLINE __m512 floats_of_halves(__m256i bits, const int dtype) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* Which of 32 float16 are. */
+/* Mask of special values among 32 float16. */
 INLINE __mmask32 special(__m512i raw) {
     const __m512i exponent = _mm512_set1_epi16(0x7c00);
     return _mm512_cmpeq_epi16_mask(_mm512_and_si512(raw, exponent), exponent);
 }
 
-/* 32 float16 as planes, `step` bytes apart; whether one is special. */
+/* Split 32 float16 into planes, `step` bytes apart; returns whether one is special. */
 INLINE int split(__m512i raw, char *out, int64_t step) {
     const __m512 first = _mm512_cvtph_ps(_mm512_castsi512_si256(raw));
     const __m512 last = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(raw, 1));
@@ -78,7 +80,7 @@ INLINE int split(__m512i raw, char *out, int64_t step) {
     return which != 0;
 }
 
-/* Make FINITE of HIGH, some bytes of bfloat16. */
+/* Compute FINITE from HIGH, `bytes` of bfloat16. */
 static void keep_finite(const char *high, char *finite, int64_t bytes) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     for (int64_t i = 0; i < bytes; i += 64) {
@@ -88,7 +90,7 @@ static void keep_finite(const char *high, char *finite, int64_t bytes) {
     }
 }
 
-/* 32 inputs of 16 rows of x, with zeros where there are none. */
+/* Load 32 inputs of 16 rows of x, padded with zeros. */
 INLINE void load_block(const uint16_t *x, int64_t row, int64_t rows, int64_t first, int64_t d_in, __m512i *r) {
     const int64_t left = d_in - first;
     const __mmask32 there = left >= DEPTH ? ~0u : left > 0 ? (1u << left) - 1 : 0;
@@ -97,8 +99,8 @@ INLINE void load_block(const uint16_t *x, int64_t row, int64_t rows, int64_t fir
         r[i] = row + i < rows && there ? _mm512_maskz_loadu_epi16(there, x) : _mm512_setzero_si512();
 }
 
-/* [strips][rows/16][planes][blocks] tiles of 16 pairs of inputs by 16 rows: a pair of a row is what a sum takes at a
- * time. A strip is in one piece, so that it stays in the second-level cache. */
+/* Layout of x: [strips][rows/16][planes][blocks] tiles of 16 pairs of inputs by 16 rows, as the tile product adds
+ * pairs. A strip is contiguous, so that it stays in the second-level cache. */
 INLINE int64_t prepared_bytes(int64_t rows, int64_t d_in, const int dtype) {
     return HEAD + (rows + PANEL - 1) / PANEL * 2 * own_planes[dtype] * depth_blocks(d_in) * TILE;
 }
@@ -135,13 +137,13 @@ typedef struct {
     const packed_matrix *w;
     int64_t first, last; /* rows of W */
     int64_t start, columns;
-    const uint16_t *values[GROUP * PANEL]; /* of each of these rows, from `start` on */
-    int special; /* whether one of what was unpacked last is */
-    const char *lines[PANEL * (STRIP_OF_TILES * 2 / 64 + 3)]; /* of memory that is unpacked next */
-    int64_t line, last_line, at_once; /* how many are fetched while two tiles of x are multiplied */
+    const uint16_t *values[GROUP * PANEL]; /* next values of each row, from `start` on */
+    int special; /* whether the unpacked panel has special values */
+    const char *lines[PANEL * (STRIP_OF_TILES * 2 / 64 + 3)]; /* cache lines to prefetch: those unpacked next */
+    int64_t line, last_line, at_once; /* prefetches per block of products */
 } strip;
 
-/* Unpack a panel, from row `from` of the strip on, into [planes][blocks][2] tiles. */
+/* Unpack a panel, from row `from` of the strip on, into [planes][blocks][2] tiles; the values were prefetched. */
 INLINE void unpack_tiles(strip *s, int64_t from, char *tiles, const int dtype) {
     const packed_matrix *w = s->w;
     const uint16_t *end = (const uint16_t *)w->values + w->stored;
@@ -162,13 +164,14 @@ INLINE void unpack_tiles(strip *s, int64_t from, char *tiles, const int dtype) {
     if (any) keep_finite(tiles, tiles + FINITE * BLOCKS * 2 * TILE, BLOCKS * 2 * TILE);
 }
 
-/* What is unpacked after row `from` of the strip: it comes from memory while the products are computed. */
+/* Collect the cache lines that are unpacked after row `from` of the strip. They are prefetched during the products,
+ * which do not use the memory bandwidth. */
 static void find_lines(strip *s, int64_t from) {
     const packed_matrix *w = s->w;
     const int64_t bytes = (w->d_in + 7) / 8, rows = s->last - s->first;
     const int64_t all = 2 * s->columns, found = w->stored / w->d_out * all / w->d_in, usual = found < all ? found : all;
     int64_t row = from + PANEL, start = s->start;
-    if (row >= rows) { /* the next inputs of the first panel, or the next rows */
+    if (row >= rows) { /* the next strip of the first panel, or the next rows */
         start += s->columns;
         row = start < w->d_in ? 0 : rows;
         start = start < w->d_in ? start : 0;
@@ -182,7 +185,7 @@ static void find_lines(strip *s, int64_t from) {
     }
 }
 
-/* Sums in tiles 0 to 3 += the products along `blocks` tiles. */
+/* Sums in tiles 0 to 3 += products along `blocks` tiles, with prefetches in between. */
 INLINE void multiply_blocks(const char *w, const char *x, int64_t x_step, int64_t blocks, strip *s, const int sides) {
     for (int64_t block = 0; block < blocks; block++) {
         for (int64_t i = s->at_once; i && s->line < s->last_line; i--) _mm_prefetch(s->lines[s->line++], _MM_HINT_T1);
@@ -199,7 +202,7 @@ INLINE void multiply_blocks(const char *w, const char *x, int64_t x_step, int64_
     }
 }
 
-/* sums [2 tiles of W][2 tiles of x] += the products of a panel; `sides` is how many tiles of x there are. */
+/* sums [2 tiles of W][2 tiles of x] += products of a panel; `sides` is the number of tiles of x. */
 INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s, float *sums, const int sides,
                            const int dtype) {
     const int64_t blocks = depth_blocks(s->columns), plane = BLOCKS * 2 * TILE, x_plane = blocks * TILE;
@@ -236,8 +239,8 @@ INLINE void multiply_tiles(const char *w, const char *x, int special_x, strip *s
     }
 }
 
-/* The outputs of a panel and 16 rows of x, whose sums lie transposed in two tiles. Two rows of W are turned as one, and
- * what is written of a row of x is a whole line. */
+/* Write the outputs of a panel and 16 rows of x, whose sums are transposed in two tiles. Two rows of W are interleaved
+ * into 32-bit lanes, so that one transposition suffices and each row of x is written as a full cache line. */
 INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
                           const float *sums, const int dtype) {
     static const uint16_t by_turns[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -264,7 +267,7 @@ INLINE void write_outputs(const packed_matrix *w, const product *job, int64_t ro
     for (int i = 0; i < x_rows; i++, y += w->d_out) _mm512_mask_storeu_epi16(y, lanes, r[i]);
 }
 
-/* Rows of W of one group, whose sums are kept: [panels][pairs of tiles of x][4 tiles]. */
+/* Multiply the rows of W of one group, with sums [panels][pairs of tiles of x][4 tiles]. */
 INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sums, const int dtype) {
     const packed_matrix *w = s->w;
     const int64_t w_rows = s->last - s->first, pairs = (job->rows + PANEL - 1) / PANEL;
@@ -299,7 +302,7 @@ INLINE void multiply_group(strip *s, const product *job, char *tiles, float *sum
 INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int dtype) {
     char tiles[PLANES * BLOCKS * 2 * TILE] __attribute__((aligned(64)));
     float own[AT_ONCE / PANEL * SUMS] __attribute__((aligned(64)));
-    /* With many rows of x, a strip of them is read from the cache by several panels before the next. */
+    /* With many rows of x, several panels use a strip of x while it is in the cache; their sums are then in memory. */
     void *many = NULL;
     if (job->rows > 2 * PANEL && posix_memalign(&many, 64, GROUP * sizeof own)) many = NULL;
     const int64_t group = many ? GROUP * PANEL : PANEL;
@@ -329,7 +332,7 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
 FUNCTIONS(bf16, BF16)
 FUNCTIONS(f16, F16)
 
-/* Splitting float16 takes the time of some rows. */
+/* Splitting float16 into planes costs too much for few rows: `least`. */
 const kernels moonshot_amx = {
     {NULL, bf16_tiles_multiply, bf16_tiles_prepared_bytes, bf16_tiles_prepare, 2, 0},
     {NULL, f16_tiles_multiply, f16_tiles_prepared_bytes, f16_tiles_prepare, FEW + 1, 0},

@@ -1,41 +1,41 @@
-/* Up to 64 rows of x in bfloat16: while 16 rows of W are unpacked those before are multiplied, and what comes after is
- * fetched in the order in which it lies in memory. Included by amx.c alone.
+/* Up to 64 rows of x in bfloat16, as a software pipeline: unpacking 16 rows of W overlaps with the tile products of the
+ * previous 16, on different execution units, and with sequential prefetches of the next. Included by amx.c only.
  */
 
 enum {
-    MOST_FEW = 4 * SIDE,    /* rows of x: a tile of sums for each 16 */
-    WIDE_PANEL = 96 << 10,  /* bytes of 32 rows of W at most: these and the next 32 stay in the second-level cache */
-    TOGETHER = SIDE / BLOCKS, /* rows that are unpacked for every tile that is multiplied */
+    MOST_FEW = 4 * SIDE,    /* most rows of x: a tile of sums for each 16 */
+    WIDE_PANEL = 96 << 10,  /* most bytes of 32 rows of W, so that they and the next 32 fit the second-level cache */
+    TOGETHER = SIDE / BLOCKS, /* rows that are unpacked per tile product */
     PAGE = 4096,
 };
 
-/* Rows of W, up to 16, and inputs, up to a strip, that are unpacked together. */
+/* Up to 16 rows of W and up to a strip of inputs that are unpacked together. */
 typedef struct {
     int64_t row, rows, start, columns;
-    int place; /* of its sums */
+    int place; /* index of its tiles of sums */
 } unit;
 
-/* Memory that is fetched in order, some lines at a time. */
+/* Memory that is prefetched sequentially, some cache lines at a time. */
 typedef struct {
     const char *at;
     int64_t lines;
 } stream;
 
-/* A panel is the rows of W whose sums are in tiles at a time, 16 or 32. */
+/* A panel is the 16 or 32 rows of W whose sums are in tiles at the same time. */
 typedef struct {
     const packed_matrix *w;
     const product *job;
     int64_t first, last, panel; /* rows of W, and of a panel */
-    const uint16_t *at[PANEL];  /* values of each row of the panel that are unpacked next */
+    const uint16_t *at[PANEL];  /* next values of each row of the panel */
     stream values, bits;        /* of the next panel */
-    char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* of two units */
+    char tiles[2][BLOCKS * TILE] __attribute__((aligned(64))); /* of two units: one written, one read */
     float sums[SIDE * SIDE] __attribute__((aligned(64)));
 } few;
 
-/* The bytes of a row of a tile of x: fewer than 16 rows of x are narrower tiles, of which the caches hold more. */
+/* Bytes of a row of a tile of x: fewer than 16 rows of x use narrower tiles, which need less cache and bandwidth. */
 INLINE int64_t few_width(int64_t rows) { return rows <= 2 ? 8 : rows <= 4 ? 16 : rows <= 8 ? 32 : 64; }
 
-/* [blocks][sides] tiles of 16 pairs of inputs. */
+/* Layout of x: [blocks][sides] tiles of 16 pairs of inputs. */
 static void prepare_few(const uint16_t *x, int64_t rows, int64_t d_in, char *prepared) {
     const int64_t width = few_width(rows), blocks = depth_blocks(d_in);
     const __mmask16 lanes = (__mmask16)((1u << width / 4) - 1);
@@ -49,7 +49,8 @@ static void prepare_few(const uint16_t *x, int64_t rows, int64_t d_in, char *pre
         }
 }
 
-/* The address of a page that is new takes long to find: its first lines are fetched when the page before begins. */
+/* Prefetch the next lines. When a page begins, also prefetch the first lines of the page after it, to hide its
+ * TLB miss. */
 INLINE void fetch(stream *s) {
     const uintptr_t before = (uintptr_t)s->at;
     for (int64_t i = 0; i < s->lines; i++, s->at += 64) _mm_prefetch(s->at, _MM_HINT_T1);
@@ -57,7 +58,7 @@ INLINE void fetch(stream *s) {
         for (int64_t i = 0; i < 4; i++) _mm_prefetch(s->at - (uintptr_t)s->at % PAGE + PAGE + 64 * i, _MM_HINT_T1);
 }
 
-/* All from `from` to `to`, in so many times. */
+/* The stream of all lines from `from` to `to`, in `times` calls of fetch. */
 INLINE stream stream_of(const void *from, const void *to, int64_t times) {
     if (from == to) return (stream){from, 0};
     return (stream){from, ((const char *)to - (const char *)from + 64 * times - 1) / (64 * times)};
@@ -75,7 +76,7 @@ static void fetch_panel(few *s, int64_t row, int64_t times) {
 static void begin_panel(few *s, int64_t row) {
     const packed_matrix *w = s->w;
     const int64_t strips = (w->d_in + STRIP_OF_TILES - 1) / STRIP_OF_TILES;
-    if (row == s->first) { /* nobody did before */
+    if (row == s->first) { /* not prefetched by a previous panel */
         fetch_panel(s, row, 1);
         fetch(&s->values);
         fetch(&s->bits);
@@ -92,7 +93,7 @@ static unit unit_at(const few *s, int64_t row, int64_t start, int place) {
     return at;
 }
 
-/* The rows of a panel in a strip, its strips, the panels; without rows after the last. */
+/* The next unit: rows of a panel in a strip, then its strips, then the panels; without rows after the last. */
 static unit unit_after(const few *s, const unit *now) {
     const int64_t panel = now->row - now->place * SIDE, row = now->row + SIDE, start = now->start + STRIP_OF_TILES;
     if (row < panel + s->panel && row < s->last) return unit_at(s, row, now->start, now->place + 1);
@@ -100,7 +101,7 @@ static unit unit_after(const few *s, const unit *now) {
     return unit_at(s, panel + s->panel, 0, 0);
 }
 
-/* 256 inputs of a row. */
+/* Unpack 256 inputs of a row, without checks for the end of the values. */
 INLINE const uint16_t *unpack_strip(const uint16_t *values, const uint8_t *meta, char *out) {
     PRAGMA_UNROLL for (int block = 0; block < BLOCKS; block += 2) {
         const uint64_t bits = read_word(meta + block * DEPTH / 8, WORD);
@@ -112,7 +113,7 @@ INLINE const uint16_t *unpack_strip(const uint16_t *values, const uint8_t *meta,
     return values;
 }
 
-/* `columns` inputs of a row, a strip at most. */
+/* Unpack `columns` inputs of a row, at most a strip, with checks. Not inlined: it is rare. */
 static __attribute__((noinline)) const uint16_t *unpack_ragged(const uint16_t *values, const uint16_t *end,
                                                                const uint8_t *meta, int64_t columns, char *out) {
 #define KEEP(raw, column, step) _mm512_store_si512(out + (column) / DEPTH * TILE, raw)
@@ -121,7 +122,8 @@ static __attribute__((noinline)) const uint16_t *unpack_ragged(const uint16_t *v
     return values;
 }
 
-/* The sums of a place, which are in the tiles from sides * place on, += the products of a tile of W and those of x. */
+/* Sums of a place, in the tiles from sides * place on, += products of a tile of W and the tiles of x. Tile numbers must
+ * be constants, hence the switch. */
 INLINE void multiply_block(const char *w, const char *x, int64_t width, int place, const int sides) {
     _tile_loadd(4, x, width);
     _tile_loadd(5, w, 64);
@@ -143,7 +145,7 @@ INLINE void multiply_block(const char *w, const char *x, int64_t width, int plac
     }
 }
 
-/* The sums of 16 rows of W by 16 of x lie transposed in a tile. */
+/* Write the outputs of 16 rows of W and 16 of x, whose sums are transposed in a tile. */
 INLINE void write_sums(const packed_matrix *w, const product *job, int64_t row, int64_t here, int64_t x_row,
                        const float *sums) {
     const int64_t x_rows = job->rows - x_row < SIDE ? job->rows - x_row : SIDE;
@@ -172,7 +174,8 @@ INLINE void take_sums(int tile, float *sums) {
 #undef TAKE
 }
 
-/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`: either may be empty. */
+/* Unpack `now` into `out` and multiply `before`, whose tiles are `tiles`; either may be empty. Interleaved by blocks,
+ * so that unpacking and products overlap. */
 INLINE void step(few *s, const unit *now, const unit *before, char *out, const char *tiles, const int sides,
                  const int whole) {
     const packed_matrix *w = s->w;
@@ -197,7 +200,8 @@ INLINE void step(few *s, const unit *now, const unit *before, char *out, const c
     s->bits = bits;
 }
 
-/* Whether a unit has 16 rows and a strip, none near the end of the values, wherever damaged bits have led. */
+/* Whether a unit has 16 rows and a whole strip, and all its values end well before the last one, even if damaged bits
+ * have advanced the pointers. */
 INLINE int is_whole(const few *s, const unit *now) {
     const uint16_t *end = (const uint16_t *)s->w->values + s->w->stored;
     int whole = now->rows == SIDE && now->columns == STRIP_OF_TILES;
@@ -230,7 +234,7 @@ INLINE void multiply_few(const packed_matrix *w, const product *job, int64_t fir
     _tile_release();
 }
 
-/* `sides` is how many tiles of x there are. */
+/* `sides`, the number of tiles of x, as a compile-time constant. */
 static void bf16_few(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     switch ((job->rows + SIDE - 1) / SIDE) {
     case 1: multiply_few(w, job, first, last, 1); break;

@@ -1,4 +1,4 @@
-/* x86-64 with AVX2, FMA and F16C: no instruction expands, a table of 256 shuffles does. */
+/* x86-64 with AVX2, FMA and F16C. There is no expand instruction; a table of shuffles for 256 bytes replaces it. */
 #include "kernels.h"
 #include "tables.h"
 

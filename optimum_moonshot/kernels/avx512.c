@@ -1,4 +1,4 @@
-/* x86-64 with AVX-512 F, BW and VL: 32-bit lanes expand, 16-bit values are widened to them first. */
+/* x86-64 with AVX-512 F, BW and VL. Only 32-bit lanes can be expanded, so 16-bit values are widened first. */
 #include "kernels.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)

@@ -1,10 +1,11 @@
-/* float32 in lanes of AVX-512: what rows.h asks for of every dtype. */
+/* float32 in AVX-512 registers: the definitions for rows.h that all dtypes share. */
 #include <immintrin.h>
 
-/* A load that the compiler folds into the expansion is microcoded on some processors: it goes to a register first. */
+/* An expansion with a memory operand is microcoded and slow on some CPUs. This prevents the compiler from folding the
+ * load into it. */
 #define IN_REGISTER(vector) __asm__ volatile("" : "+v"(vector))
 
-/* 16 rows of 16 lanes of 32 bits become columns. */
+/* Transpose 16 rows of 16 lanes of 32 bits. */
 INLINE void transpose(__m512i *r) {
     __m512i t[16];
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) {

@@ -1,4 +1,4 @@
-/* bfloat16 in 16-bit lanes: what rows.h asks for, with AVX-512 VBMI2. */
+/* bfloat16 in 16-bit lanes with AVX-512 VBMI2: definitions for rows.h. */
 #include "avx512_lanes.h"
 
 INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
@@ -7,7 +7,8 @@ INLINE __m512i expand_halves(const uint16_t *p, uint64_t bits) {
     return _mm512_maskz_expand_epi16((__mmask32)bits, values);
 }
 
-/* Of 32 columns the even ones come first: they are the lower halves of the lanes, the odd ones the upper. */
+/* Widening bfloat16 to float is a shift (even columns) or a mask (odd columns) of 32-bit lanes, which is faster than an
+ * order-preserving conversion. Inputs are permuted in the same way by PLACE: the even columns of 32, then the odd. */
 INLINE __m512 even_floats(__m512i raw) { return _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16)); }
 INLINE __m512 odd_floats(__m512i raw) {
     return _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32((int)0xffff0000)));

@@ -1,9 +1,9 @@
-/* Products with a matrix in the packed format "bitmask": what the files of this folder share.
+/* Products with a matrix in the packed format "bitmask": common definitions.
  *
- * W [d_out, d_in] is the values that are stored, in the order of a row's inputs, and one bit per weight: bit j (least
- * significant first) of byte b of a row is 1 where input 8b+j has a value. A row has ceil(d_in/8) bytes. Row o begins
- * at value offsets[o], or at o * per_row where offsets is null. No byte beyond `stored` values, d_out rows of bits and
- * d_in inputs is read, whatever the bits say.
+ * W [d_out, d_in] consists of its stored values, row by row in the order of the inputs, and one bit per weight: bit j
+ * (least significant first) of byte b of a row is 1 where input 8b+j has a value. A row has ceil(d_in/8) bytes. Row o
+ * begins at value offsets[o], or at o * per_row if offsets is null. Files may be damaged, so the bits are not trusted:
+ * nothing beyond `stored` values, d_out rows of bits and d_in inputs is read.
  */
 #ifndef MOONSHOT_KERNELS_H
 #define MOONSHOT_KERNELS_H
@@ -21,13 +21,13 @@ typedef struct {
     const void *values;
     const uint8_t *meta;
     const int64_t *offsets; /* [d_out + 1], or null */
-    int64_t per_row;        /* values of every row, where offsets is null */
+    int64_t per_row;        /* values of every row, if offsets is null */
     int64_t stored;         /* values of all rows */
     int64_t d_out, d_in;
 } packed_matrix;
 
 typedef struct {
-    const void *x; /* what `prepare` made of the inputs */
+    const void *x; /* the inputs as converted by `prepare` */
     int64_t rows;
     const void *bias; /* [d_out], or null */
     void *y;          /* [rows, d_out] */
@@ -37,35 +37,37 @@ typedef struct {
 typedef struct {
     /* Dense rows first to last - 1, [last - first, d_in]. */
     void (*unpack)(const packed_matrix *w, int64_t first, int64_t last, void *dense);
-    /* Outputs first to last - 1 of every row of inputs. */
+    /* Outputs first to last - 1 for all rows of inputs. */
     void (*multiply)(const packed_matrix *w, const product *job, int64_t first, int64_t last);
-    /* Inputs [rows, d_in] as `multiply` reads them, in `prepared_bytes` of memory aligned to 64. */
+    /* Convert inputs [rows, d_in] to the layout of `multiply`, in `prepared_bytes` of memory aligned to 64. */
     int64_t (*prepared_bytes)(int64_t rows, int64_t d_in);
     void (*prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared);
-    int64_t least; /* rows of inputs: for fewer the kernel of the set that this one is based on is faster */
-    int skips; /* zeros, for more than FEW rows: inputs that are infinite or no numbers are taken FEW at a time then */
+    int64_t least; /* rows of inputs: for fewer, the kernel of the base instruction set is faster */
+    /* Whether zeros of W are skipped for more than FEW rows. Their product with infinity or NaN is NaN, so for such
+     * inputs FEW rows are taken at a time. */
+    int skips;
 } kernel;
 
-/* One instruction set, by dtype; null where it has none, or the compiler had none for it. */
+/* The kernels of an instruction set by dtype; null if it has none, or if the compiler does not support it. */
 typedef kernel kernels[DTYPES];
 
 extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot_vbmi2, moonshot_amx, moonshot_neon;
 
 #define KERNEL(dtype) {dtype##_unpack, dtype##_multiply, dtype##_prepared_bytes, dtype##_prepare, 1, 1}
 
-#define WORD 64 /* columns that are looked at together: one word of bits */
-#define WIDEST 4096 /* bytes of a row that are unpacked at once */
+#define WORD 64 /* columns per word of bits */
+#define WIDEST 4096 /* bytes of a row that are unpacked at a time: 4 rows fit the first-level cache */
 #ifndef FEW
-#define FEW 24 /* rows of inputs for which W is unpacked: for more, only what is stored is multiplied */
+#define FEW 24 /* most rows of inputs for which W is unpacked; for more, only stored values are multiplied */
 #endif
-#define ROWS_OF_W 4 /* which are unpacked together */
-#define AT_ONCE 512 /* rows of inputs of a product at most: more, and their outputs, leave no room for W in the caches */
+#define ROWS_OF_W 4 /* unpacked together, so that each vector of inputs is loaded once for 4 rows */
+#define AT_ONCE 512 /* most rows of inputs of a product: more inputs and outputs would evict W from the caches */
 
-#define SHARED 256 /* rows of W that share what is in the cache of many rows of inputs */
-#define SOON 2 /* rows of W further down, of which the next values and bits are fetched */
-#define LONG_SUM 1024 /* inputs at most that are added up one after another */
+#define SHARED 256 /* rows of W that use the same cached inputs, for many rows of inputs */
+#define SOON 2 /* prefetch distance in rows of W */
+#define LONG_SUM 1024 /* most inputs in a running sum: rounding errors grow with its length */
 
-/* Bytes ahead that are fetched of what is read in order: into the first-level cache, and before into the second. */
+/* Prefetch distances in bytes for sequential reads, into the first-level cache (NEAR) and the second (FAR). */
 #ifndef NEAR
 #define NEAR 1024
 #define NEAR_BITS 512
@@ -78,7 +80,7 @@ INLINE int64_t row_start(const packed_matrix *w, int64_t row) {
     return w->offsets ? w->offsets[row] : row * w->per_row;
 }
 
-/* The bits of up to 64 columns, without those beyond the row. */
+/* The bits of up to 64 columns; bits beyond the row are cleared, and bytes beyond it are not read. */
 INLINE uint64_t read_word(const uint8_t *meta, int64_t columns) {
     uint64_t word = 0;
     if (columns >= WORD) {
@@ -103,7 +105,7 @@ INLINE uint32_t bits_of_float(float value) {
 
 INLINE float float_of_bf16(uint16_t bits) { return float_of_bits((uint32_t)bits << 16); }
 
-/* To nearest, ties to even. */
+/* Round to nearest, ties to even, as torch does. */
 INLINE uint16_t bf16_of_float(float value) {
     uint32_t bits = bits_of_float(value);
     if (value != value) return 0x7fc0;
@@ -138,7 +140,7 @@ INLINE uint16_t f16_of_float(float value) {
     uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
     if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-    if (rest < 0x38800000) /* denormal: the sum's last place is that of the smallest half */
+    if (rest < 0x38800000) /* denormal: adding 0.5 rounds at the last place of a denormal half */
         return (uint16_t)(sign | (bits_of_float(float_of_bits(rest) + 0.5f) - 0x3f000000));
     return (uint16_t)(sign | ((rest - (112u << 23) + 0xfff + ((rest >> 13) & 1)) >> 13));
 }

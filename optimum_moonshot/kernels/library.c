@@ -1,4 +1,4 @@
-/* What Python calls: the choice of instructions, the threads, and the products and unpacking of whole matrices. */
+/* The interface for Python: selection of the instruction set, threads, and products and unpacking of whole matrices. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static uint64_t enabled_state(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* The tiles' state is large: Linux saves it for processes that asked. */
+/* Linux saves the large state of AMX tiles only for processes that request it. */
 static int may_use_tiles(void) {
 #if defined(__linux__)
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
@@ -33,7 +33,7 @@ static int may_use_tiles(void) {
 #endif
 }
 
-/* Bits for avx2, avx512, vbmi2, amx: what the processor has and the system saves at a switch. */
+/* Bits for avx2, avx512, vbmi2 and amx: supported by the CPU, and saved by the operating system at context switches. */
 static int found_sets(void) {
     unsigned a, b, c, d, b7, c7, d7, a71 = 0, found = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -57,12 +57,12 @@ static int found_sets(void) {
 }
 #endif
 
-/* From the slowest to the fastest; each has what it lacks itself from the one that it is based on. */
+/* From slowest to fastest; each uses the kernels of its base for dtypes that it does not implement. */
 static const struct instruction_set {
     const char *name;
     const kernels *own;
     const struct instruction_set *base;
-    int needs, many; /* many: it is for several rows of inputs alone */
+    int needs, many; /* many: only for several rows of inputs */
 } sets[] = {
     {"portable", &moonshot_portable, NULL, 0, 0},
 #if defined(__x86_64__)
@@ -99,17 +99,17 @@ static void fill_shuffles(void) {
         }
 }
 
-/* What the functions take; a library of another release is not used. */
+/* Version of the interface; Python rejects libraries of another release. */
 PUBLIC int moonshot_version(void) { return 1; }
 
-/* The name of an instruction set that this processor has, from the slowest on; null beyond the last. */
+/* Name of the which-th instruction set that this CPU supports, from the slowest on; null beyond the last. */
 PUBLIC const char *moonshot_set_name(int which) {
     for (int set = 0; set < SETS; set++)
         if (usable(set) && which-- == 0) return sets[set].name;
     return NULL;
 }
 
-/* Use the instruction set of a name from now on, null for the fastest: 0, or -1 where the processor lacks it. */
+/* Switch to an instruction set by name, null for the fastest. Returns 0, or -1 if the CPU does not support it. */
 PUBLIC int moonshot_use(const char *name) {
     for (int set = SETS - 1; set >= 0; set--) {
         if ((name && strcmp(name, sets[set].name)) || !usable(set)) continue;
@@ -127,7 +127,7 @@ PUBLIC int moonshot_use(const char *name) {
     return -1;
 }
 
-/* Threads: those of the OpenMP that torch brings and keeps, so that no second pool competes with it. */
+/* Use the OpenMP runtime that torch has loaded: a second pool of threads would compete with its own. */
 typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
 
 typedef struct {
@@ -139,9 +139,9 @@ typedef struct {
     int bytes;
 } task;
 
-#define TOGETHER 32 /* rows that the widest kernel unpacks together */
+#define TOGETHER 32 /* rows that the widest kernel unpacks together: parts begin at multiples of it */
 
-/* The first row of a part: parts hold equally many bytes of values and bits. */
+/* First row of a part. Parts have about equal bytes of values and bits, as rows can differ in length. */
 static int64_t part_start(const task *t, int64_t part) {
     const packed_matrix *w = t->w;
     const int64_t meta = (w->d_in + 7) / 8, rows = t->last - t->first;
@@ -175,8 +175,8 @@ static void work(void *argument) {
     }
 }
 
-#define PART_BYTES (64 << 10)
-#define ALONE_BYTES (256 << 10) /* less than this is done before other threads are awake */
+#define PART_BYTES (64 << 10) /* small enough to balance the load between threads */
+#define ALONE_BYTES (256 << 10) /* less is finished before other threads have started */
 
 static void run(task *t, int threads) {
     static parallel_region parallel;
@@ -213,7 +213,7 @@ static int all_finite(const void *x, int64_t count, int dtype) {
     return !found;
 }
 
-/* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype; 0, or -1 without memory for the inputs. */
+/* y [rows, d_out] = x [rows, d_in] W^T + bias, all of one dtype. Returns 0, or -1 if out of memory. */
 PUBLIC int moonshot_product(int dtype, int64_t d_out, int64_t d_in, const void *values, int64_t stored,
                             const uint8_t *meta, const int64_t *offsets, const void *x, int64_t rows,
                             const void *bias, void *y, int threads) {
@@ -244,7 +244,7 @@ PUBLIC void moonshot_unpack(int dtype, int64_t d_out, int64_t d_in, const void *
     run(&t, threads);
 }
 
-/* offsets [d_out + 1]: how many values the rows before have. */
+/* offsets [d_out + 1]: the number of values in all rows before each row. */
 PUBLIC void moonshot_offsets(int64_t d_out, int64_t d_in, const uint8_t *meta, int64_t *offsets) {
     const int64_t bytes = (d_in + 7) / 8;
     int64_t total = 0;

@@ -1,7 +1,7 @@
-"""The library beside this file, without torch's ABI: one serves every release of torch.
+"""The compiled library in this folder, called by ctypes: without torch's ABI, one build works with all its releases.
 
-It is compiled when the package is installed, for several instruction sets, and takes the fastest that the processor
-has. Its threads are those of torch.
+It is compiled at installation for several instruction sets, of which it uses the fastest that the CPU supports. It runs
+on torch's OpenMP threads.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Library:
-    """The functions of the compiled library, for tensors in host memory; `takes` says for which.
+    """The functions of the compiled library, for tensors in host memory that `takes` accepts.
 
-    W [d_out, d_in] is given by its values, its bits (uint8 [d_out, ⌈d_in/8⌉]) and the values before each row, int64
-    [d_out + 1], which is None where every row has as many: as the format "bitmask" has them, contiguous. Nothing is
-    read outside of them, whatever the bits say. `instruction_set` is the one in use, `most_rows` for how many rows
-    of inputs it is faster than torch's dense product.
+    W [d_out, d_in] is passed as values, bits (uint8 [d_out, ⌈d_in/8⌉]) and offsets (int64 [d_out + 1], the index of the
+    first value of each row, or None if all rows have the same number), contiguous, as in the format "bitmask". Damaged
+    bits never cause reads outside of these tensors. `instruction_set` is the one in use; up to `most_rows` rows of
+    inputs, it is faster than torch's dense product.
 
     Args:
         path: of the library.
 
     Raises:
-        OSError: it is no library for this machine, or one of another release.
+        OSError: the library is for another machine or another release.
     """
 
     def __init__(self, path: Path):
@@ -44,12 +44,9 @@ class Library:
         if not hasattr(functions, "moonshot_version") or functions.moonshot_version() != _VERSION:
             raise OSError(f"{path} was compiled for another release; install the package again")
         self._product, self._unpack = functions.moonshot_product, functions.moonshot_unpack
-        self._offsets, self._use, self._name = (
-            functions.moonshot_offsets,
-            functions.moonshot_use,
-            functions.moonshot_set_name,
-        )
-        matrix = [c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+        self._offsets, self._use = functions.moonshot_offsets, functions.moonshot_use
+        self._name = functions.moonshot_set_name
+        matrix = (c_int, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p)
         self._product.argtypes = [*matrix, c_void_p, c_int64, c_void_p, c_void_p, c_int]
         self._unpack.argtypes = [*matrix, c_int64, c_int64, c_void_p, c_int]
         self._unpack.restype = None
@@ -59,39 +56,39 @@ class Library:
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """Those of the library that this processor has, the slowest first; "portable" is always there."""
+        """The supported instruction sets, from slowest to fastest; "portable" is always the first."""
         names: list[str] = []
         while name := self._name(len(names)):
             names.append(name.decode())
         return tuple(names)
 
     def use(self, instruction_set: str | None) -> None:
-        """Compute with another instruction set from now on, in all threads; None takes the fastest.
+        """Switch to an instruction set, for all threads; None selects the fastest.
 
         Raises:
-            MoonshotError: this processor lacks it, or the library.
+            MoonshotError: the CPU or the library does not support it.
         """
         name = None if instruction_set is None else instruction_set.encode()
-        known = self.instruction_sets
-        others = f"here are {', '.join(known)}, and none for torch's own"
-        require(self._use(name) == 0, f"{_SWITCH}={instruction_set!r}: {others}")
-        self.instruction_set = instruction_set or known[-1]
-        self.most_rows = 16 if self.instruction_set == known[0] else sys.maxsize
+        available = self.instruction_sets
+        usage = f"use one of {', '.join(available)}, or none for torch's dense product"
+        require(self._use(name) == 0, usage, field=_SWITCH, value=instruction_set)
+        self.instruction_set = instruction_set or available[-1]
+        self.most_rows = 16 if self.instruction_set == available[0] else sys.maxsize
 
     @staticmethod
     def takes(values: Tensor) -> bool:
-        """Whether these values are ones that the library reads: 16 or 32 bits, in host memory, contiguous."""
+        """Whether the library supports these values: 16 or 32 bits, contiguous, in host memory."""
         return Library.computes(values.dtype) and values.device.type == "cpu" and values.is_contiguous()
 
     @staticmethod
     def computes(dtype: torch.dtype) -> bool:
-        """Whether the library has functions for a dtype."""
+        """Whether the library supports a dtype."""
         return dtype in _DTYPES
 
     def product(
         self, inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """x Wᵀ + bias, summed in float32.
+        """x Wᵀ + bias, accumulated in float32.
 
         Args:
             inputs: x [rows, d_in], of the dtype of the values, contiguous.
@@ -104,7 +101,7 @@ class Library:
             [rows, d_out].
 
         Raises:
-            MemoryError: none is left for a copy of the inputs.
+            MemoryError: the copy of the inputs cannot be allocated.
         """
         (rows, d_in), d_out = inputs.shape, meta.shape[0]
         outputs = inputs.new_empty(rows, d_out)
@@ -127,14 +124,14 @@ class Library:
         return outputs
 
     def unpack(self, dense: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, first: int = 0) -> Tensor:
-        """Dense rows of W, from `first` on.
+        """Unpack rows of W, from `first` on.
 
         Args:
-            dense: [rows, d_in], contiguous, to write into.
+            dense: the output, [rows, d_in], contiguous.
             values: [d_out, d_in·n/m], or flat.
             meta: uint8 [d_out, ⌈d_in/8⌉].
             offsets: int64 [d_out + 1], or None.
-            first: row of W that the first row of `dense` is.
+            first: index in W of the first row of `dense`.
 
         Returns:
             `dense`.
@@ -155,7 +152,7 @@ class Library:
         return dense
 
     def offsets(self, meta: Tensor, d_in: int) -> Tensor:
-        """int64 [d_out + 1]: how many values the rows before each row have.
+        """Index of the first value of each row, and the number of all values: int64 [d_out + 1].
 
         Args:
             meta: uint8 [d_out, ⌈d_in/8⌉].
@@ -168,15 +165,15 @@ class Library:
 
 @lru_cache
 def find_library() -> Library | None:
-    """The library, or None where there is none, which is said once, or where MOONSHOT_KERNELS=none in the environment.
+    """The library; None, with one warning, if it is missing, and None if the environment has MOONSHOT_KERNELS=none.
 
-    MOONSHOT_KERNELS is otherwise the instruction set to use.
+    Other values of MOONSHOT_KERNELS select an instruction set.
 
     Raises:
-        MoonshotError: MOONSHOT_KERNELS is something else.
+        MoonshotError: the instruction set in MOONSHOT_KERNELS is not available.
     """
-    wanted = os.environ.get(_SWITCH)
-    if wanted == "none":
+    selected = os.environ.get(_SWITCH)
+    if selected == "none":
         return None
     try:
         library = Library(_PATH)
@@ -184,6 +181,6 @@ def find_library() -> Library | None:
         reason = error if _PATH.exists() else "it was installed without a C compiler"
         _log.warning("packed matrices are multiplied without the package's C kernels, slowly: %s", reason)
         return None
-    if wanted:
-        library.use(wanted)
+    if selected:
+        library.use(selected)
     return library

@@ -1,4 +1,4 @@
-/* 64-bit ARM: byte shuffles by a table expand 8 columns of 16 bits or 4 of 32. */
+/* 64-bit ARM. There is no expand instruction; byte shuffles from a table expand 8 columns of 16 bits or 4 of 32. */
 #include "kernels.h"
 #include "tables.h"
 

@@ -1,4 +1,4 @@
-/* Any processor: vectors of the compiler's own. */
+/* Any CPU, with the vector extensions of GCC and Clang. */
 #include "kernels.h"
 
 typedef float floats __attribute__((vector_size(16), aligned(4), may_alias));
@@ -9,7 +9,7 @@ INLINE float sum_floats(floats a) {
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
-/* The values at p where the bits are 1, 0 elsewhere. */
+/* Values at p where bits are 1, else 0; without branches, which random bits would mispredict. */
 #define EXPANSION(name, type)                                                                                          \
     typedef struct {                                                                                                   \
         type column[4];                                                                                                \

@@ -1,28 +1,32 @@
-/* Unpacking and products of one dtype in one instruction set; included once for each.
+/* Unpacking and products for one dtype and instruction set: a template, included once for each combination.
  *
- * The file that includes it defines, for its dtype:
- *   NAME(x)             a name of its own
- *   T                   the type of a value, as bits
- *   COLUMNS             how many a step expands: divides 64
- *   RAW, EXPAND(p, m)   a vector of COLUMNS values; those at p, put where the bits of m are 1, and 0 elsewhere
- *   STORE(p, raw)       it, as it is stored in a dense matrix
- *   STORE_WIDE(p, raw), X_OF(bits)     it as X, a value as X
- *   FLOAT_OF(bits), Y_OF(float)        a bias as a float, an output from one
- *   PART(raw, k)        the k-th vector of LANES of it, as STORE_WIDE puts it
- *   PLACE(column)       where STORE_WIDE puts a column, of every 64 from their first on; its own place by default
+ * Three algorithms, by rows of inputs: `vectors` (1 or 2) multiplies each value where it is expanded; `several` (up to
+ * FEW) unpacks rows of W to a buffer in the first-level cache and multiplies them with all inputs; `many` (more)
+ * multiplies each stored value with a vector of inputs, so that zeros cost nothing.
+ *
+ * The including file defines for the dtype:
+ *   NAME(x)             adds a prefix to a name
+ *   T                   the integer type of the bits of a value
+ *   COLUMNS             values that a step expands: divides 64
+ *   RAW, EXPAND(p, m)   a vector of COLUMNS values; expand the values at p to the positions of 1 in m, with 0 elsewhere
+ *   STORE(p, raw)       store it in a dense matrix
+ *   STORE_WIDE(p, raw), X_OF(bits)     store it as X; convert a value to X
+ *   FLOAT_OF(bits), Y_OF(float)        convert a bias to float, and a float to an output
+ *   PART(raw, k)        the k-th vector of LANES, in the order of STORE_WIDE
+ *   PLACE(column)       position of a column in the order of STORE_WIDE, within 64 columns; the identity by default
  *   FLOATS_AT(p)        the values at p as a vector of floats
  *
- * and once for several dtypes:
- *   X                   an input or weight as it is multiplied
- *   LANES               how many of them are multiplied at once: divides COLUMNS
- *   VEC, LOAD(p)        a vector of them
- *   ACC, ZERO(), SUM(acc)              a vector of float32 sums
- *   MULTIPLY(acc, a, b), PLUS(a, b)    acc + a * b; the sum of two of these vectors
+ * and for all dtypes:
+ *   X                   type of the factors in products
+ *   LANES               length of a vector of X: divides COLUMNS
+ *   VEC, LOAD(p)        a vector of X
+ *   ACC, ZERO(), SUM(acc)              a vector of float32 sums; the sum of its lanes
+ *   MULTIPLY(acc, a, b), PLUS(a, b)    acc + a * b; the sum of two vectors
  *   ROWS_OF_X           rows of inputs that are multiplied together
- *   FLOATS, FLANES      a vector of float32 and how many it has
- *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  it from memory, to memory, of one value; acc + a * b
- *   FVECTORS            how many sums of that kind fit into registers, as often again unless they are all in use
- *   TURN(r)             FLANES such vectors become their columns; without it values are moved one by one
+ *   FLOATS, FLANES      a vector of float32 and its length
+ *   FLOAD(p), FSTORE(p, a), FSET(x), FADD(acc, a, b)  load; store; broadcast; acc + a * b
+ *   FVECTORS            number of sums in registers; two sets of them unless all are in use
+ *   TURN(r)             transpose FLANES vectors; optional
  */
 
 #ifndef PLACE
@@ -35,7 +39,7 @@
 #define STRIP (WIDEST / (int64_t)sizeof(X)) /* a multiple of 64 */
 #define STEP_BITS ((COLUMNS == 64) ? ~0ull : (1ull << (COLUMNS % 64)) - 1)
 
-/* Expand without reading at or beyond `end`: the last values go through a copy. */
+/* EXPAND always reads COLUMNS values. Near `end`, read from a copy padded with zeros instead. */
 static __attribute__((noinline)) void NAME(copy)(T *copy, const T *p, const T *end) {
     int64_t left = end - p;
     for (int64_t i = 0; i < COLUMNS; i++) copy[i] = i < left ? p[i] : 0;
@@ -48,8 +52,9 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
     return EXPAND(last, bits);
 }
 
-/* Half of the values of two words, and their bits, where memory is read in order. They are fetched twice, far ahead and
- * near: the address of a new page takes long to find. Nothing that is fetched need be there. */
+/* Prefetch for sequential reads: half of the values of two words, as for 50% sparsity, and their bits. Values are
+ * fetched twice, far ahead and near: hardware prefetchers stop at page boundaries, and the far fetch hides the TLB
+ * miss. Prefetching an invalid address is harmless. */
 #define FETCH_IN_ORDER(p, bits)                                                                                        \
     do {                                                                                                               \
         PRAGMA_UNROLL for (size_t line = 0; line < WORD * sizeof *(p); line += 64) {                                   \
@@ -60,8 +65,9 @@ INLINE RAW NAME(careful)(const T *p, uint64_t bits, const T *end) {
     } while (0)
 #define FETCH_NOTHING(p, bits) (void)0
 
-/* Call ACTION(raw, column, step) for every step of `columns` columns from p and the first bit of meta on, and
- * FETCH(p, bits) for every two words; p moves on. */
+/* Call ACTION(raw, column, step) for every step of `columns` columns, starting at p and the first bit of meta, and
+ * FETCH(p, bits) for every two words; p advances by the values read. The fast loop handles two words at a time, fully
+ * unrolled, so that shifts are constants; it needs COLUMNS values of slack before `end`, since EXPAND reads ahead. */
 #define EACH_STEP(p, end, meta, columns, FETCH, ACTION)                                                                \
     do {                                                                                                               \
         int64_t column = 0;                                                                                            \
@@ -110,14 +116,14 @@ __attribute__((unused)) static void NAME(unpack)(const packed_matrix *w, int64_t
     }
 }
 
-/* Many rows of inputs are taken in as few chunks of whole vectors as there are registers for, of the same size if they
- * can be: this is the first one's. */
+/* Many rows of inputs are split into as few chunks as registers allow, of about equal size: an uneven split would leave
+ * a small chunk with poor use of the registers. Returns the size of the first chunk, in whole vectors. */
 INLINE int64_t NAME(chunk)(int64_t rows) {
     const int64_t vectors = (rows + FLANES - 1) / FLANES, chunks = (vectors + FVECTORS - 1) / FVECTORS;
     return (vectors + chunks - 1) / chunks * FLANES;
 }
 
-/* Up to FLANES columns of up to FLANES rows, `stride` apart, become rows of FLANES, zeros beyond the last. */
+/* Transpose up to FLANES rows, `stride` apart, of up to FLANES columns to rows of FLANES, padded with zeros. */
 INLINE void NAME(turn_square)(const T *in, int64_t stride, int64_t rows, int64_t columns, float *out, int64_t width) {
 #ifdef TURN
     if (rows == FLANES && columns == FLANES) {
@@ -134,9 +140,9 @@ INLINE void NAME(turn_square)(const T *in, int64_t stride, int64_t rows, int64_t
     }
 }
 
-/* A chunk as [d_in, width] floats. */
+/* Transpose a chunk of inputs to [d_in, width] floats, so that a stored value multiplies contiguous vectors. */
 static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int64_t width) {
-    for (int64_t start = 0; start < d_in; start += WORD) { /* what is written stays in the first-level cache */
+    for (int64_t start = 0; start < d_in; start += WORD) { /* output of a block stays in the first-level cache */
         const int64_t last = d_in - start < WORD ? d_in : start + WORD;
         for (int64_t row = 0; row < width; row += FLANES)
             for (int64_t i = start; i < last; i += FLANES)
@@ -145,7 +151,7 @@ static void NAME(turn)(const T *in, int64_t rows, int64_t d_in, float *out, int6
     }
 }
 
-/* Rows that are padded with zeros to whole words, and do not begin at the same place of a page. */
+/* Length of a padded row: whole words, and one more, so that rows with power-of-2 lengths use different cache sets. */
 INLINE int64_t NAME(stride)(int64_t d_in) { return (d_in + 2 * WORD - 1) / WORD * WORD; }
 
 __attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_t d_in) {
@@ -153,7 +159,7 @@ __attribute__((unused)) static int64_t NAME(prepared_bytes)(int64_t rows, int64_
     return rows * NAME(stride)(d_in) * (int64_t)sizeof(X);
 }
 
-/* Rows of inputs as `several` reads them. */
+/* Copy rows of inputs, padded, for `vectors` and `several`. */
 static void NAME(pad)(const T *in, int64_t rows, int64_t d_in, X *to) {
     const int64_t stride = NAME(stride)(d_in);
     for (int64_t row = 0; row < rows; row++) {
@@ -181,7 +187,8 @@ INLINE void NAME(finish)(const packed_matrix *w, const product *job, int64_t x_r
     ((T *)job->y)[x_row * w->d_out + row] = Y_OF(sum);
 }
 
-/* One row of inputs, or two: every value is multiplied where it is expanded. */
+/* One or two rows of inputs: multiply values in registers, as they are expanded. Four independent sums per row hide the
+ * latency of the multiply-adds. */
 INLINE void NAME(vectors)(const packed_matrix *w, const product *job, int64_t first, int64_t last, const int rows) {
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in);
     const T *values = w->values, *end = values + w->stored;
@@ -202,7 +209,7 @@ INLINE void NAME(vectors)(const packed_matrix *w, const product *job, int64_t fi
     }
 }
 
-/* sums[i][j] += the dot product of row i of an unpacked strip and row j of x; `count` rows of x. */
+/* sums[i][j] += dot product of row i of an unpacked strip and row j of x, for `count` rows of x: a register tile. */
 INLINE void NAME(tile)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t columns, ACC *sums,
                        int64_t sums_stride, const int count) {
     ACC acc[ROWS_OF_W][ROWS_OF_X];
@@ -220,7 +227,7 @@ INLINE void NAME(tile)(const X *strip, int64_t strip_stride, const X *x, int64_t
         PRAGMA_UNROLL for (int j = 0; j < count; j++) sums[i * sums_stride + j] = acc[i][j];
 }
 
-#define MOST FEW /* rows of x whose sums are kept at once */
+#define MOST FEW /* rows of x with sums */
 
 static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_t stride, int64_t rows,
                         int64_t columns, ACC *sums) {
@@ -231,14 +238,14 @@ static void NAME(tiles)(const X *strip, int64_t strip_stride, const X *x, int64_
     for (; j < rows; j++) NAME(tile)(strip, strip_stride, x + j * stride, stride, columns, sums + j, MOST, 1);
 }
 
-/* Up to FEW rows of inputs: a few rows of W are unpacked, a strip at a time, and multiplied by all of them. */
+/* Up to FEW rows of inputs: unpack strips of ROWS_OF_W rows of W and multiply them with all rows of inputs. */
 static void NAME(several)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, stride = NAME(stride)(d_in), rows = job->rows;
     const T *values = w->values, *end = values + w->stored;
     const X *x = job->x;
-    /* Rows that do not begin at the same place of a page. */
+    /* A cache line more than a page, so that the rows use different cache sets. */
     enum { STRIDE = WIDEST / sizeof(X) + 64 / sizeof(X) };
-    const int64_t usual = w->stored / w->d_out * STRIP / d_in; /* values of a strip */
+    const int64_t usual = w->stored / w->d_out * STRIP / d_in; /* mean values of a strip */
     X strip[ROWS_OF_W * STRIDE] __attribute__((aligned(64)));
     ACC sums[ROWS_OF_W * MOST];
     for (int64_t row = first; row < last; row += ROWS_OF_W) {
@@ -254,7 +261,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
                 const uint8_t *meta = w->meta + (row + i) * bytes + start / 8;
                 X *out = strip + i * STRIDE;
                 int64_t ahead = usual * (int64_t)sizeof(T), ahead_bits = STRIP / 8;
-                if (start + columns >= d_in && row + i + ROWS_OF_W < w->d_out) { /* the next rows' first strip */
+                if (start + columns >= d_in && row + i + ROWS_OF_W < w->d_out) { /* the first strip of the next rows */
                     ahead = (const char *)(values + row_start(w, row + i + ROWS_OF_W)) - (const char *)p[i];
                     ahead_bits = ROWS_OF_W * bytes - start / 8;
                 }
@@ -276,7 +283,7 @@ static void NAME(several)(const packed_matrix *w, const product *job, int64_t fi
     }
 }
 
-/* `count` values from p on as floats, 0 from `end` on. */
+/* `count` values at p as floats, with 0 from `end` on. */
 INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float *buffer) {
     const int64_t left = end - p;
     if (left >= count && sizeof(T) == sizeof(float)) return (const float *)p;
@@ -286,12 +293,13 @@ INLINE const float *NAME(floats)(const T *p, int64_t count, const T *end, float 
     return buffer;
 }
 
-/* How many words of bits a chunk of inputs has: with as many rows as there are it stays in the first-level cache. */
+/* Words of bits per block of inputs, such that a block of all rows of a chunk fits the first-level cache. */
 #define WORDS_OF(vectors) ((vectors) * FLANES > 64 ? 1 : 2)
 
-/* sums [vectors * FLANES] += the values where the bits are, times the inputs [WORDS_OF * 64, vectors * FLANES]. */
+/* sums [vectors * FLANES] += values at the set bits times their inputs [WORDS_OF * 64, vectors * FLANES]. The sums stay
+ * in registers, hence `vectors` is a compile-time constant. */
 INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const float *x, float *sums, const int vectors) {
-    /* Few sums wait for each other's additions: every other value has sums of its own then. */
+    /* With few vectors, the latency of additions would dominate: alternate values then use a second set of sums. */
     const int sets = vectors == FVECTORS ? 1 : 2;
     FLOATS acc[2][FVECTORS];
     PRAGMA_UNROLL for (int j = 0; j < vectors; j++) acc[0][j] = FLOAD(sums + j * FLANES);
@@ -320,7 +328,7 @@ INLINE void NAME(add_bits)(const uint64_t *words, const float *values, const flo
     }
 }
 
-/* Up to FLANES rows of sums become columns of rows of SHARED. */
+/* Transpose up to FLANES rows of sums to columns of rows of SHARED. */
 INLINE void NAME(turn_sums)(const float *sums, int64_t width, int64_t rows, float *turned) {
 #ifdef TURN
     if (rows >= FLANES) {
@@ -335,7 +343,8 @@ INLINE void NAME(turn_sums)(const float *sums, int64_t width, int64_t rows, floa
         for (int64_t row = 0; row < rows && row < FLANES; row++) turned[i * SHARED + row] = sums[row * width + i];
 }
 
-/* The outputs of up to SHARED rows of W and a chunk of inputs, whose sums are [rows of W, width]. */
+/* Write the outputs of up to SHARED rows of W and a chunk of inputs from sums [rows of W, width], transposed first so
+ * that stores are contiguous. */
 INLINE void NAME(finish_chunk)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                                const float *sums, int64_t width) {
     float turned[FLANES * SHARED] __attribute__((aligned(64)));
@@ -354,7 +363,7 @@ INLINE void NAME(finish_chunk)(const packed_matrix *w, const product *job, int64
     }
 }
 
-/* Sums of some inputs go into those of all: many small sums lose less than one long one. */
+/* Add partial sums to the total and reset them: blocked summation has smaller rounding errors than one long sum. */
 INLINE void NAME(collect)(float *sums, float *all, int64_t count) {
     for (int64_t i = 0; i < count; i += FLANES) {
         FSTORE(all + i, FADD(FLOAD(all + i), FLOAD(sums + i), FSET(1)));
@@ -362,12 +371,13 @@ INLINE void NAME(collect)(float *sums, float *all, int64_t count) {
     }
 }
 
-/* A chunk of inputs and up to SHARED rows of W, of which only what is stored is multiplied. */
+/* Multiply the stored values of up to SHARED rows of W with a chunk of inputs, block by block of inputs: the block
+ * stays in the first-level cache for all rows. */
 INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t first, int64_t last, int64_t x_row,
                         const int vectors) {
     const int64_t d_in = w->d_in, bytes = (d_in + 7) / 8, width = vectors * FLANES, columns = WORDS_OF(vectors) * WORD;
     const int64_t x_ahead = (columns * width * 4 / 64 + last - first - 1) / (last - first) * 64;
-    const int64_t ahead = (int64_t)sizeof(T) * columns * w->stored / w->d_out / d_in + 32; /* bytes: as most rows have */
+    const int64_t ahead = (int64_t)sizeof(T) * columns * w->stored / w->d_out / d_in + 32; /* mean bytes of a block */
     const T *end = (const T *)w->values + w->stored, *p[SHARED + SOON];
     const float *x = (const float *)job->x + x_row * d_in;
     float sums[SHARED * FVECTORS * FLANES] __attribute__((aligned(64))), buffer[2 * WORD + FLANES];
@@ -388,7 +398,7 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
             float *to = sums + (row - first) * width;
             const float *values = NAME(floats)(here, count, end, buffer);
             p[row - first] = here + count;
-            /* What is next of this row, of the rows below, and of the inputs. */
+            /* Prefetch the next block of this row, the rows below, and a fraction of the next block of inputs. */
             __builtin_prefetch(meta + 64, 0, 2);
             __builtin_prefetch(meta + SOON * bytes);
             for (int64_t line = 0; line < ahead; line += 64) {
@@ -407,7 +417,7 @@ INLINE void NAME(group)(const packed_matrix *w, const product *job, int64_t firs
 static void NAME(many)(const packed_matrix *w, const product *job, int64_t first, int64_t last) {
     for (int64_t x_row = 0, width; x_row < job->rows; x_row += width) {
         width = NAME(chunk)(job->rows - x_row);
-        const int64_t together = width > 64 ? SHARED : SHARED / 4; /* few sums stay in the first-level cache */
+        const int64_t together = width > 64 ? SHARED : SHARED / 4; /* few sums then fit the first-level cache */
         for (int64_t row = first, next; row < last; row = next) {
             next = last - row < together ? last : row + together;
             switch (width / FLANES) {

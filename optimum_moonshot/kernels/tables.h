@@ -1,4 +1,4 @@
-/* Where each of 4 or 8 columns finds its value, by their bits; 255 where it has none, which byte shuffles read as 0. */
+/* Shuffles that expand the values of 4 or 8 columns, by their bits. Byte shuffles write 0 for an index of 255. */
 #ifndef MOONSHOT_TABLES_H
 #define MOONSHOT_TABLES_H
 
@@ -10,6 +10,6 @@ typedef struct {
     int8_t places[256][8];   /* values of 8 columns; -1 where a column has none */
 } shuffles;
 
-extern shuffles moonshot_shuffles; /* filled when the library starts */
+extern shuffles moonshot_shuffles; /* filled by moonshot_use */
 
 #endif

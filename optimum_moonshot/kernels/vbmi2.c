@@ -1,4 +1,4 @@
-/* x86-64 with AVX-512 VBMI2: 16-bit lanes expand. */
+/* x86-64 with AVX-512 VBMI2, which can expand 16-bit lanes. */
 #include "kernels.h"
 
 #if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__F16C__)
@@ -19,7 +19,7 @@
 #define FLOATS_AT(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #include "rows.h"
 
-/* float32 is that of avx512.c. */
+/* float32 uses avx512.c. */
 const kernels moonshot_vbmi2 = {KERNEL(bf16), KERNEL(f16)};
 #else
 const kernels moonshot_vbmi2; /* empty */

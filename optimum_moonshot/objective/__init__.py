@@ -1,1 +1,1 @@
-"""What is solved: the multi-objective quadratic, patterns, rules of allocation, linear algebra."""
+"""The pruning problem: the multi-objective quadratic, patterns, allocation of sparsity, linear algebra."""

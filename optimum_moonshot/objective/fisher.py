@@ -1,12 +1,12 @@
-"""The Fisher term of a quadratic's rows, ``A_k A_kᵀ = Σ_n a_n a_nᵀ`` for row k, in whatever form it was gathered.
+"""The Fisher term of a quadratic's rows, ``A_k A_kᵀ = Σ_n a_n a_nᵀ`` for row k, in several representations.
 
-`SampleGradients` holds row k of every sample's gradient, the a_n; `FisherMatrices` holds the sums, as exact, and
-smaller where there are more samples than inputs. A quadratic and a solver ask a `Fisher` for what they need and never
-which of the two it is; one more way to approximate the term is one more class here.
+`SampleGradients` stores row k of each sample's gradient, the a_n. `FisherMatrices` stores the sums, which is exact too
+and smaller if there are more samples than inputs. Quadratics and solvers use the interface `Fisher` only; another
+approximation of the term is another subclass.
 
 Tensor format: rows are those of a weight [d_out, d_in], or its column blocks, where block j of row k is row
-``k · blocks + j``. Values lie on any device, in any floating-point type: what is asked for comes to the device of the
-work, some rows at a time.
+``k · blocks + j``. Values may be on any device and in any floating-point dtype; results are computed on the device of
+the caller, by slices of rows.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from torch import Tensor
 from .linalg import all_finite, diagonal_blocks
 from .row_slices import slices_within
 
-# Rows are read in slices of about this many bytes, so that values kept off the device stream through it.
+# Bytes of a slice of rows: values stored on another device are streamed in slices of this size.
 SLICE_BYTES = 256 * 2**20
 
 
 class Fisher(ABC):
-    """``A_k A_kᵀ`` [size, size] of each of `count` rows, over so many `samples`."""
+    """``A_k A_kᵀ`` [size, size] of each of `count` rows, summed over `samples`."""
 
     samples: int  # N
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Inputs of a row: d_in, or those of a column block."""
+        """Inputs of a row: d_in, or the size of a column block."""
 
     @property
     def rank(self) -> int:
-        """How many factors a row has: no more than samples, and no more than inputs."""
+        """Number of factors of a row: at most the samples, and at most the inputs."""
         return self.size
 
     @abstractmethod
     def part(self, rows: slice) -> Fisher:
-        """That of some rows, without a copy."""
+        """The term of some rows, without a copy."""
 
     @abstractmethod
     def column_blocks(self, size: int) -> Fisher:
-        """That of the column blocks of so many inputs, as rows; itself where its rows are such blocks already."""
+        """The term of column blocks with `size` inputs, as rows; `self` if its rows are such blocks already."""
 
     @abstractmethod
     def matrices(self, rows: slice, device: torch.device) -> Tensor:
         """``A_k A_kᵀ`` of some rows.
 
         Args:
-            rows: which.
-            device: of the work.
+            rows: r of the rows.
+            device: of the result.
 
         Returns:
-            [r, size, size] in float64, on the device: a new tensor.
+            [r, size, size] in float64: a new tensor.
         """
 
     @abstractmethod
     def losses(self, deltas: Tensor) -> Tensor:
-        """``L_F = 1/N Σ_k ‖A_kᵀ δ_k‖²`` of several differences, slice by slice of rows.
+        """``L_F = 1/N Σ_k ‖A_kᵀ δ_k‖²`` of several differences, by slices of rows.
 
         Args:
-            deltas: δ, [w, count, size] in float32, on the device of the work.
+            deltas: δ, [w, count, size] in float32.
 
         Returns:
             [w] in float64, on the same device.
@@ -77,7 +77,7 @@ class Fisher(ABC):
 
     @abstractmethod
     def mean_square(self) -> float:
-        """The mean of the diagonals of all matrices: Σ_n A_n², mean over the weights."""
+        """Mean of the diagonals of all matrices: the mean of Σ_n A_n² over the weights."""
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -87,12 +87,12 @@ class Fisher(ABC):
         """Factors B of some rows with ``Bᵀ B = A_k A_kᵀ``, for algorithms that work on few vectors per row.
 
         Args:
-            rows: which.
-            device: of the work.
+            rows: r of the rows.
+            device: of the result.
             dtype: of the result.
 
         Returns:
-            [r, rank, size]; for reading, since it may be the values themselves.
+            [r, rank, size]; read-only, since it may share the memory of the stored values.
         """
         values, vectors = torch.linalg.eigh(self.matrices(rows, device))
         return (vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]).to(dtype)
@@ -102,7 +102,7 @@ class Fisher(ABC):
 
         Args:
             shared: [r, size, size] in float64.
-            rows: which, as many as `shared` has.
+            rows: r of the rows.
             a: scale of `shared`.
             b: scale of the Fisher term.
 
@@ -112,7 +112,7 @@ class Fisher(ABC):
         return self.matrices(rows, shared.device).mul_(b).add_(shared, alpha=a)
 
     def _slices(self, numbers: int) -> list[slice]:
-        """All rows, as many at a time as `SLICE_BYTES` hold, with so many numbers each."""
+        """All rows in slices that fit `SLICE_BYTES`, with `numbers` float32 values each."""
         return slices_within(slice(0, self.count), 4 * numbers, SLICE_BYTES)
 
 
@@ -178,7 +178,7 @@ class SampleGradients(Fisher):
 
 @dataclass(frozen=True, eq=False)
 class FisherMatrices(Fisher):
-    """The matrices themselves."""
+    """The matrices ``Σ_n a_n a_nᵀ``."""
 
     values: Tensor  # Σ_n a_n a_nᵀ, [rows, size, size]
     samples: int  # N

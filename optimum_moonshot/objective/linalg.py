@@ -1,7 +1,7 @@
-"""Damped factorisations, the only place where a matrix is inverted.
+"""Damped Cholesky factorisations of symmetric positive definite matrices.
 
-Everything here is symmetric positive definite, so everything is a Cholesky factorisation. Factors are computed in
-float64: the shared matrix of a layer is factored once, and its condition number often exceeds what float32 holds.
+Factors are computed in float64: the shared matrix of a layer is factored only once, and its condition number often
+exceeds 10⁷, the limit of float32.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite, without a temporary of the tensor's size."""
+    """Whether no entry is NaN or infinite."""
     if not tensor.numel():
         return True
-    low, high = torch.aminmax(tensor)
+    low, high = torch.aminmax(tensor)  # propagates NaN, and needs no temporary of the tensor's size as isfinite does
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
@@ -30,7 +30,7 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
 
     Args:
         matrix: [d, d], or several, [g, d, d].
-        size: of a block; it divides d.
+        size: of a block, a divisor of d.
 
     Returns:
         [g, d / size, size, size], with g = 1 for a single matrix.
@@ -43,12 +43,12 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
 def inverse_factor(matrix: Tensor, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
     """The upper triangular U with ``(matrix + ridge·I)⁻¹ = Uᵀ U``, without inverting the matrix.
 
-    Factoring the matrix with its order reversed gives ``matrix = V Vᵀ`` with V upper triangular, and U = V⁻¹. That is
-    one factorisation and one triangular inverse, where Cholesky → inverse → Cholesky would need twice the work. No more
-    than two matrices beside `matrix` are alive at a time.
+    Factoring the matrix with rows and columns reversed yields ``matrix = V Vᵀ`` with V upper triangular, and U = V⁻¹.
+    That is one factorisation and one triangular inverse, half the work of Cholesky → inverse → Cholesky. At most two
+    matrices beside `matrix` are in memory at a time.
 
     Args:
-        matrix: symmetric, [..., d, d], float64; it stays as it is.
+        matrix: symmetric, [..., d, d], float64; not modified.
         ridge: added to the diagonal.
 
     Returns:
@@ -58,7 +58,7 @@ def inverse_factor(matrix: Tensor, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
     flipped.diagonal(dim1=-2, dim2=-1).add_(ridge)
     lower, info = torch.linalg.cholesky_ex(flipped)
     del flipped
-    # In LAPACK's order, in which the solution takes its place.
+    # Column-major, as LAPACK needs it to write the solution in place.
     inverse = torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device).mT
     inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
     torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
@@ -72,7 +72,7 @@ def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor
 
     Args:
         matrix: symmetric, [d, d].
-        unit: what a damping of 1 adds to the diagonal.
+        unit: added to the diagonal by a damping of 1.
         damping: in (0, 1].
 
     Returns:
@@ -87,22 +87,22 @@ def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor
 
 
 def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
-    """Raise `FactorizationError` unless all of `ok` holds.
+    """Raise `FactorizationError` unless all of `ok` is True.
 
     Args:
-        ok: bool, any shape: which factorisations exist.
-        what: was factored, for the message.
+        ok: bool, any shape: whether each factorisation succeeded.
+        what: the factored matrix, for the message.
     """
     if not ok.all():
         raise FactorizationError(f"{what} is not positive definite")
 
 
 def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
-    """What `attempt(damping)` returns at the first damping where it does not fail, and that damping.
+    """Call `attempt` with increasing damping until it succeeds; returns its result and the damping.
 
     Args:
-        damping: the first value tried, in (0, 1]; it grows tenfold, up to 1, as long as a factorisation fails.
-        attempt: raises `FactorizationError` where it fails.
+        damping: the first value, in (0, 1]; it increases tenfold, up to `MAX_DAMPING`, after each failure.
+        attempt: raises `FactorizationError` on failure.
 
     Raises:
         FactorizationError: it fails even at a damping of `MAX_DAMPING`.
@@ -114,8 +114,6 @@ def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
         except FactorizationError as error:
             tried.append(damping)
             if damping >= MAX_DAMPING:
-                raise FactorizationError(
-                    f"{error} at any damping of {tried}: more or longer calibration samples give a better "
-                    "conditioned one"
-                ) from None
+                hint = "more or longer calibration samples improve its condition number"
+                raise FactorizationError(f"{error} at any damping of {tried}", hint=hint) from None
         damping = min(10 * damping, MAX_DAMPING)

@@ -1,12 +1,11 @@
-"""Sparsity divided between matrices so that their losses add up to the least: by curves, or in steps of n:m.
+"""Allocation of sparsity to matrices that minimises the sum of their losses: by curves, or in steps of n:m.
 
-A matrix l of so many weights loses F_l(s) of the model at a sparsity s, in one unit for all matrices, such as the
-Fisher loss. What is sought is
+F_l(s) is the loss of matrix l at sparsity s, in one unit for all matrices, such as the Fisher loss. The allocation is
 
     min Σ_l F_l(s_l)   subject to   Σ_l size_l · s_l = sparsity · Σ_l size_l
 
-Every matrix gives up weights for as long as the next ones cost no more than those of the others: with F_l's lower
-convex hull in place of F_l, the sparsities at which all slopes (dF_l/ds)/size_l are equal are the minimum.
+With F_l replaced by its lower convex hull, the minimum has equal slopes (dF_l/ds)/size_l for all matrices (the KKT
+condition), so it is found by sorting the slopes of small steps instead of by iteration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,54 +14,54 @@ from itertools import pairwise
 
 import numpy as np
 
-# Sparsities that a curve is evaluated at, between the lowest and the highest that a matrix may get.
+# Intervals between the lowest and the highest sparsity of a matrix on which curves are evaluated.
 CELLS = 512
-# How far a matrix's sparsity may lie from that of all, and the highest, beyond which curves say little.
+# Largest deviation of a matrix's sparsity from the overall one, and the largest sparsity: curves are unreliable beyond.
 REACH, HIGHEST = 0.25, 0.985
-# Losses below this share of a curve's largest are as good as none; their logarithm is.
+# Smallest loss, relative to the largest of a curve: the interpolation takes logarithms.
 TINY = 1e-12
-# Slopes that differ by this share are the same, up to rounding.
+# Relative difference below which slopes count as equal despite rounding errors.
 EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """What the loss of a matrix is at some sparsities; none at 0."""
+    """The loss of a matrix at some sparsities; it is 0 at sparsity 0."""
 
     size: int  # weights of the matrix
     sparsities: tuple[float, ...]  # ascending, in (0, 1], two or more
-    losses: tuple[float, ...]  # not negative
-    experts: tuple["LossCurve", ...] = ()  # of each of its experts, whose losses add up to these; empty without any
+    losses: tuple[float, ...]  # nonnegative
+    experts: tuple["LossCurve", ...] = ()  # of its experts, whose losses sum to these; may be empty
 
     def values(self, sparsities: Sequence[float]) -> list[float]:
-        """Losses at any sparsities, ascending: the logarithm is linear between two that are known, and before them."""
+        """Losses at ascending sparsities, by linear interpolation and extrapolation of the logarithm."""
         least = TINY * max(self.losses)
         if least == 0:
             return [0.0] * len(sparsities)
-        known = [max(loss, least) for loss in self.losses]
-        found, segment = [], 0
+        losses = [max(loss, least) for loss in self.losses]
+        values, segment = [], 0
         for sparsity in sparsities:
-            while segment < len(known) - 2 and sparsity > self.sparsities[segment + 1]:
+            while segment < len(losses) - 2 and sparsity > self.sparsities[segment + 1]:
                 segment += 1
             low, high = self.sparsities[segment : segment + 2]
-            share = (sparsity - low) / (high - low)
-            found.append(known[segment] ** (1 - share) * known[segment + 1] ** share)
-        return found
+            fraction = (sparsity - low) / (high - low)
+            values.append(losses[segment] ** (1 - fraction) * losses[segment + 1] ** fraction)
+        return values
 
 
 def bounds(sparsity: float) -> tuple[float, float]:
-    """The lowest and the highest sparsity that a matrix may get where all together have `sparsity`."""
+    """The lowest and the highest sparsity of a matrix for an overall `sparsity`."""
     return max(0.0, sparsity - REACH), min(sparsity + REACH, max(HIGHEST, (1 + sparsity) / 2))
 
 
 def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[str, float]:
-    """Sparsities of matrices within `bounds` whose losses add up to the least; their mean over the weights is given.
+    """Sparsities within `bounds` that minimise the sum of the losses at a fixed overall sparsity.
 
-    Matrices with the same slopes get the same sparsity.
+    Matrices with equal slopes get equal sparsities.
 
     Args:
-        curves: of every matrix, by its name.
-        sparsity: of all together, in [0, 1].
+        curves: of all matrices, by name.
+        sparsity: of all weights together, in [0, 1].
     """
     low, high = bounds(sparsity)
     width = (high - low) / CELLS
@@ -82,13 +81,13 @@ def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[st
     below = dict(zip(curves, (slopes < price - margin).sum(1).tolist(), strict=True))
     equal = dict(zip(curves, (abs(slopes - price) <= margin).sum(1).tolist(), strict=True))
     missing = wanted - sum(curves[name].size * cells for name, cells in below.items())
-    share = missing / sum(curves[name].size * cells for name, cells in equal.items())
-    return {name: min(1.0, max(0.0, low + width * (below[name] + share * equal[name]))) for name in curves}
+    fraction = missing / sum(curves[name].size * cells for name, cells in equal.items())
+    return {name: min(1.0, max(0.0, low + width * (below[name] + fraction * equal[name]))) for name in curves}
 
 
 def _ascending(slopes: list[float]) -> list[float]:
-    """The slopes of the lower convex hull: neighbours in the wrong order have their mean."""
-    pools: list[tuple[float, int]] = []  # mean, how many
+    """The slopes of the lower convex hull, by pooling adjacent violators: descending neighbours get their mean."""
+    pools: list[tuple[float, int]] = []  # mean, count
     for slope in slopes:
         mean, count = slope, 1
         while pools and pools[-1][0] >= mean:
@@ -99,21 +98,21 @@ def _ascending(slopes: list[float]) -> list[float]:
 
 
 def divide_steps(losses: Mapping[str, Sequence[float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
-    """How many steps of removal each matrix takes, such as 2 of 4 weights: the losses add up to the least.
+    """Number of removal steps, such as 3:4 → 2:4, of each matrix that approximately minimises the sum of the losses.
 
-    Steps go by their loss per weight, those of the lower convex hull first. One that would exceed the budget is left
-    out, and with it all that follow in its matrix; what is missing then is filled with single steps that fit, the
-    cheapest first. So never more than the budget goes, and no further step would fit.
+    Greedy by loss per weight, along the lower convex hulls. A segment of a hull that would exceed the budget is
+    skipped, with all later ones of its matrix; the remaining budget is spent on single steps, the cheapest first. The
+    result never exceeds the budget, and no further step fits.
 
     Args:
         losses: matrix → its losses after 0, 1, 2 … steps.
-        sizes: matrix → the weights that a step removes.
-        budget: weights that may go.
+        sizes: matrix → weights that a step removes.
+        budget: weights to remove at most.
     """
     taken, left = dict.fromkeys(losses, 0), budget
     moves = []
-    for index, (name, found) in enumerate(losses.items()):
-        start, slopes = 0, _ascending([(after - before) / sizes[name] for before, after in pairwise(found)])
+    for index, (name, curve) in enumerate(losses.items()):
+        start, slopes = 0, _ascending([(after - before) / sizes[name] for before, after in pairwise(curve)])
         while start < len(slopes):
             stop = start + slopes.count(slopes[start])
             moves.append((slopes[start], start, index, name, stop))

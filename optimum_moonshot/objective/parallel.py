@@ -1,4 +1,4 @@
-"""Independent pieces of work on a CPU: one piece per thread, where every product in it is too small for two."""
+"""Parallelism over independent tasks on a CPU, for products too small to share between threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,22 +11,22 @@ Result = TypeVar("Result")
 
 
 def parallel_map(work: Callable[[Piece], Result], pieces: Sequence[Piece], device: torch.device) -> list[Result]:
-    """The work on every piece; on a CPU as many pieces at a time as torch has threads, each on one of them.
+    """Call `work` on every piece; on a CPU, concurrently, with one thread of torch each.
 
-    torch splits a single operation between its threads, which costs more than it gains on small batched products, and
-    its batched factorisations use one thread anyway.
+    torch parallelises within an operation, which costs more than it gains on small batched products, and its batched
+    factorisations use a single thread anyway.
 
     Args:
-        work: records no gradients. Pieces must write to different places; the result then does not depend on the
-            number of threads.
-        pieces: what it is called with, one at a time.
-        device: where it computes.
+        work: called without recording gradients. Calls must write to disjoint memory; the result then does not depend
+            on the number of threads.
+        pieces: the arguments.
+        device: of the computation.
 
     Returns:
-        What `work` returned, in the order of the pieces.
+        The results, in the order of `pieces`.
 
     Raises:
-        Exception: the first that a piece raised, once all have ended.
+        Exception: the first raised by a call, after all have ended.
     """
     threads = min(torch.get_num_threads(), len(pieces)) if device.type == "cpu" else 1
     if threads <= 1:
@@ -37,4 +37,4 @@ def parallel_map(work: Callable[[Piece], Result], pieces: Sequence[Piece], devic
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(torch.no_grad()(work), pieces))
     finally:
-        torch.set_num_threads(total)  # the workers' setting would be inherited by threads that start later
+        torch.set_num_threads(total)  # threads started later would inherit the workers' setting

@@ -1,8 +1,8 @@
-"""Which weights may go, and exactly how many: unstructured, n:m and structured; and whole experts.
+"""Sparsity patterns: unstructured, n:m, structured (input columns) and whole experts.
 
-`keep` is True where a weight survives; "n:m" keeps n of every m consecutive inputs of a row; "structured" removes whole
-input columns, in groups; "experts" removes members of a mixture. A pattern removes exactly ``round(sparsity · total)``
-entries (or groups of columns) of the comparison group that it is given, ties by index, the first index first.
+A pattern turns the scores of a comparison group into a mask `keep`, True where a weight survives. It removes exactly
+``round(sparsity · total)`` entries, groups of columns or experts with the smallest scores; of equal scores, those with
+the lowest index. "n:m" retains n of every m consecutive inputs of a row.
 """
 
 import math
@@ -15,33 +15,34 @@ import torch
 from torch import Tensor
 
 from ..devices import is_gpu
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Option, Text, require
 from .row_slices import row_slices
 
-# What choosing holds for every score of a slice, its copy for the selection and the running count of ties above all.
-CHOOSING_BYTES = 24
+# Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
+SELECTION_BYTES = 24
 
 
 @dataclass(frozen=True)
 class Unstructured:
-    """Any weight of a comparison group may go: ``Unstructured(0.6)`` removes 60% of it.
+    """Any weight of a comparison group can be removed: ``Unstructured(0.6)`` removes 60% of it.
 
-    With ``exact``, a layer's comparison groups share its count without a remainder: ``round(sparsity · total)`` of the
-    layer go, and of a group its share rounded up or down. An allocation between layers needs that for its total.
+    With ``exact``, exactly ``round(sparsity · total)`` weights of a layer are removed, although it has several
+    comparison groups: the count of each group is rounded up or down. An allocation between layers needs this to reach
+    its overall sparsity.
     """
 
     sparsity: float
     exact: bool = False
 
     kind: ClassVar[str] = "unstructured"
-    width: ClassVar[int] = 1  # consecutive inputs that belong together; a row must divide into so many
+    width: ClassVar[int] = 1  # the number of inputs of a row must be a multiple
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        """Which weights survive.
+        """The mask of one comparison group.
 
         Args:
             scores: any shape, one comparison group.
-            before: how many weights of the layer the comparison groups before this one hold.
+            before: number of weights in the layer's previous comparison groups.
 
         Returns:
             Bool, like `scores`: False for the smallest.
@@ -52,34 +53,30 @@ class Unstructured:
         return ~smallest(scores.flatten()[None], count).view_as(scores)
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
-        """Bool, like `scores` [rows, d_in], each row a comparison group of its own.
+        """The mask, bool like `scores` [rows, d_in], where each row is a comparison group.
 
-        With ``exact``, the rows lose equally many, and those whose next score is the smallest one more.
+        With ``exact``, all rows lose the same number of weights, and the rows with the smallest next score one more.
         """
         if not self.exact:
             return ~smallest(scores, round(self.sparsity * scores.shape[-1]))
         count, extra = divmod(self.up_to(scores.numel()), len(scores))
-        gone = smallest(scores, count)
+        removed = smallest(scores, count)
         if extra:
-            following = smallest(scores, count + 1) & ~gone
+            following = smallest(scores, count + 1) & ~removed
             rows = smallest(scores[following][None], extra)[0]
-            gone |= following & rows[:, None]
-        return ~gone
+            removed |= following & rows[:, None]
+        return ~removed
 
     def up_to(self, total: int) -> int:
-        """How many of a layer's first `total` weights go."""
+        """Number of weights to remove from the first `total` of a layer."""
         return math.floor(self.sparsity * total + 0.5)
 
     def fits(self, shape: tuple[int, int]) -> bool:
         return True
 
-    def times(self, share: float) -> "Unstructured":
-        """The same with so much of its sparsity.
-
-        Args:
-            share: in [0, 1].
-        """
-        return replace(self, sparsity=share * self.sparsity)
+    def times(self, fraction: float) -> "Unstructured":
+        """The pattern with `fraction`, in [0, 1], of its sparsity."""
+        return replace(self, sparsity=fraction * self.sparsity)
 
     def __str__(self) -> str:
         return "unstructured"
@@ -87,31 +84,32 @@ class Unstructured:
 
 @dataclass(frozen=True)
 class PerExpert(Unstructured):
-    """What a layer of experts gets where each has a sparsity of its own; `sparsity` is that of the whole layer."""
+    """A sparsity for each expert of a layer; `sparsity` is that of the whole layer."""
 
-    experts: tuple[float, ...] = ()  # sparsity of each, exact
+    experts: tuple[float, ...] = ()  # sparsity of each
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        """As `Unstructured.keep`, of the whole layer: every expert is a comparison group of its own."""
+        """As `Unstructured.keep`, for the whole layer, where each expert is a comparison group."""
         parts = scores.chunk(len(self.experts))
-        return torch.cat([self.of(expert).keep(some) for expert, some in enumerate(parts)])
+        return torch.cat([self.of(expert).keep(part) for expert, part in enumerate(parts)])
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
-        """As `Unstructured.keep_per_row`, of the whole layer."""
+        """As `Unstructured.keep_per_row`, for the whole layer."""
         parts = scores.chunk(len(self.experts))
-        return torch.cat([self.of(expert).keep_per_row(some) for expert, some in enumerate(parts)])
+        return torch.cat([self.of(expert).keep_per_row(part) for expert, part in enumerate(parts)])
 
     def of(self, expert: int) -> Unstructured:
-        """What one expert gets, which is what a solver sees."""
+        """The pattern of one expert, which is pruned as a matrix of its own."""
         return Unstructured(self.experts[expert], exact=True)
 
-    def times(self, share: float) -> "PerExpert":
-        return replace(self, sparsity=share * self.sparsity, experts=tuple(share * each for each in self.experts))
+    def times(self, fraction: float) -> "PerExpert":
+        experts = tuple(fraction * each for each in self.experts)
+        return replace(self, sparsity=fraction * self.sparsity, experts=experts)
 
 
 @dataclass(frozen=True)
 class NM:
-    """``NM(2, 4)`` keeps 2 of every 4 consecutive inputs of each row."""
+    """``NM(2, 4)`` retains 2 of every 4 consecutive inputs of each row."""
 
     n: int
     m: int
@@ -143,9 +141,9 @@ class NM:
 
 @dataclass(frozen=True)
 class Structured:
-    """Whole input columns go, for all rows alike: ``Structured(0.25, group=64)`` removes a quarter of the heads.
+    """Removes whole input columns from all rows: ``Structured(0.25, group=64)`` removes a quarter of the heads.
 
-    ``group`` consecutive columns go or stay together; exactly ``round(sparsity · groups)`` groups go.
+    Columns are removed in groups of ``group`` consecutive ones, exactly ``round(sparsity · groups)`` of them.
     """
 
     sparsity: float
@@ -159,8 +157,8 @@ class Structured:
 
     def keep(self, scores: Tensor) -> Tensor:
         """Bool, like `scores` [d_out, d_in] with group | d_in: a group's score is the sum over its columns and rows."""
-        kept = self.keep_groups(scores.double().sum(0).view(-1, self.group).sum(1))
-        return self.columns(kept).expand_as(scores).clone()
+        keep = self.keep_groups(scores.double().sum(0).view(-1, self.group).sum(1))
+        return self.columns(keep).expand_as(scores).clone()
 
     keep_per_row = keep
 
@@ -169,12 +167,12 @@ class Structured:
         return ~smallest(scores[None], round(self.sparsity * len(scores)))[0]
 
     def columns(self, groups: Tensor) -> Tensor:
-        """What holds for groups [d_in / group], for each of their columns [d_in]."""
+        """Values of groups [d_in / group], repeated for each of their columns [d_in]."""
         return groups.repeat_interleave(self.group)
 
-    def times(self, share: float) -> "Structured":
+    def times(self, fraction: float) -> "Structured":
         """As `Unstructured.times`."""
-        return replace(self, sparsity=share * self.sparsity)
+        return replace(self, sparsity=fraction * self.sparsity)
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether the columns of a [d_out, d_in] weight divide into groups."""
@@ -186,10 +184,10 @@ class Structured:
 
 @dataclass(frozen=True)
 class Experts:
-    """Whole experts of a mixture go: ``Experts(0.25)`` removes a quarter of them.
+    """Removes whole experts of a mixture: ``Experts(0.25)`` removes a quarter of them.
 
-    A mixture has one row of weights, a 1 for each expert that is there. Where its router chooses among ``groups`` equal
-    runs of consecutive experts first, each of these loses ``round(sparsity · size)``.
+    A mixture has one row of weights, a 1 for each expert. If its router first selects among ``groups`` equal runs of
+    consecutive experts, each of these loses ``round(sparsity · size)``.
     """
 
     sparsity: float
@@ -206,7 +204,7 @@ class Experts:
     keep_per_row = keep
 
     def removed(self, experts: int) -> int:
-        """How many of so many experts go."""
+        """Number of experts to remove from a mixture of `experts`."""
         return self.groups * round(self.sparsity * (experts // self.groups))
 
     def fits(self, shape: tuple[int, int]) -> bool:
@@ -222,9 +220,9 @@ Pattern = Unstructured | NM | Structured | Experts
 
 @dataclass(frozen=True)
 class MixedNM:
-    """What a whole run is asked for by ``pattern="n:4"``: each matrix gets 1:4, 2:4, 3:4 or stays dense.
+    """``pattern="n:4"`` for a whole model: each matrix is assigned 1:4, 2:4, 3:4, or is left dense.
 
-    Together they have at most so much sparsity. No solver sees it: an allocation puts an `NM` in its place.
+    The overall sparsity is at most `sparsity`. An allocation replaces it by an `NM` for each layer, before solvers run.
     """
 
     sparsity: float
@@ -238,12 +236,12 @@ class MixedNM:
 
     @property
     def choices(self) -> tuple[NM, ...]:
-        """From the dense one to the sparsest."""
+        """The n:m patterns from dense to the sparsest."""
         return tuple(NM(n, self.m) for n in range(self.m, 0, -1))
 
     @property
     def nearest(self) -> NM:
-        """The choice whose sparsity is nearest to the asked one: what a layer gets, as far as nobody knows better."""
+        """The choice whose sparsity is nearest to `sparsity`, as an estimate before the allocation."""
         return min(self.choices, key=lambda choice: abs(choice.sparsity - self.sparsity))
 
     def fits(self, shape: tuple[int, int]) -> bool:
@@ -259,8 +257,8 @@ class _StackedUnstructured(Unstructured):
     parts: tuple[Unstructured, ...] = ()
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        shares = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
-        return torch.cat([pattern.keep(some) for pattern, some in shares])
+        parts = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
+        return torch.cat([pattern.keep(part) for pattern, part in parts])
 
 
 @dataclass(frozen=True)
@@ -268,35 +266,35 @@ class _StackedNM(NM):
     parts: tuple[NM, ...] = ()
 
     def keep(self, scores: Tensor) -> Tensor:
-        return torch.cat(
-            [pattern.keep(some) for pattern, some in zip(self.parts, scores.chunk(len(self.parts)), strict=True)]
-        )
+        parts = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
+        return torch.cat([pattern.keep(part) for pattern, part in parts])
 
 
 def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
-    """One pattern for scores [rows, …] of several copies of a matrix, one below the other, each by its own pattern.
+    """One pattern for several copies of a matrix, stacked along the rows, each with its own pattern.
 
     Args:
-        patterns: of the copies, in their order.
+        patterns: of the copies, in order.
 
     Returns:
-        A pattern whose `keep` takes the scores of all; None unless all are unstructured, or n:m with the same m.
+        A pattern whose `keep` takes the scores of all copies; None unless all patterns are unstructured (and not
+        exact), or n:m with the same m.
     """
-    shares = tuple(pattern for pattern in patterns if isinstance(pattern, Unstructured) and not pattern.exact)
-    groups = tuple(pattern for pattern in patterns if isinstance(pattern, NM))
-    if len(shares) == len(patterns):
-        return _StackedUnstructured(shares[0].sparsity, parts=shares)
-    if len(groups) == len(patterns) and len({pattern.m for pattern in groups}) == 1:
-        return _StackedNM(groups[0].n, groups[0].m, groups)
+    unstructured = tuple(pattern for pattern in patterns if isinstance(pattern, Unstructured) and not pattern.exact)
+    nm = tuple(pattern for pattern in patterns if isinstance(pattern, NM))
+    if len(unstructured) == len(patterns):
+        return _StackedUnstructured(unstructured[0].sparsity, parts=unstructured)
+    if len(nm) == len(patterns) and len({pattern.m for pattern in nm}) == 1:
+        return _StackedNM(nm[0].n, nm[0].m, nm)
     return None
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
-    """Exactly so many smallest scores of every comparison group, ties by index.
+    """Select exactly `count` smallest scores of each comparison group; ties by index.
 
     Args:
         scores: [comparison groups, size].
-        count: how many of each.
+        count: number to select in each group.
 
     Returns:
         Bool, like `scores`: True for the smallest.
@@ -305,19 +303,20 @@ def smallest(scores: Tensor, count: int) -> Tensor:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
-    found = torch.empty_like(scores, dtype=torch.bool)
-    for rows in row_slices(slice(0, len(scores)), CHOOSING_BYTES * scores.shape[-1], scores.device):
-        some = scores[rows]
-        threshold = kth_smallest(some, count)
-        below = some < threshold
-        tied = some == threshold
-        room = count - below.sum(-1, keepdim=True)
-        found[rows] = below | (tied & (tied.cumsum(-1) <= room))
-    return found
+    selected = torch.empty_like(scores, dtype=torch.bool)
+    for rows in row_slices(slice(0, len(scores)), SELECTION_BYTES * scores.shape[-1], scores.device):
+        part = scores[rows]
+        # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
+        threshold = kth_smallest(part, count)
+        below = part < threshold
+        tied = part == threshold
+        missing = count - below.sum(-1, keepdim=True)
+        selected[rows] = below | (tied & (tied.cumsum(-1) <= missing))
+    return selected
 
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:
-    """The largest of so many smallest values of every row.
+    """The `count`-th smallest value of each row.
 
     Args:
         values: [rows, size].
@@ -326,67 +325,69 @@ def kth_smallest(values: Tensor, count: int) -> Tensor:
     Returns:
         [rows, 1].
     """
-    # A GPU finds the k-th value of one long row with a single one of its processors, and sorts with all.
+    # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them.
     if is_gpu(values.device) and len(values) < 8:
         return values.sort(-1).values[:, count - 1, None]
     return values.kthvalue(count, dim=-1, keepdim=True).values
 
 
 def own_sparsity(pattern: object) -> bool:
-    """Whether the text of a pattern says the sparsity, as "2:4" does, and "n:4" does not."""
+    """Whether a pattern implies its sparsity, as "2:4" does and "n:4" does not."""
     return isinstance(pattern, str) and ":" in pattern and not pattern.startswith("n:")
 
 
 def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> "Pattern | MixedNM":
-    """The pattern that ``pattern=``, ``sparsity=`` and ``group_size=`` of a configuration name.
+    """Parse ``pattern``, ``sparsity`` and ``group_size`` of a configuration.
 
     Args:
-        pattern: "unstructured", "structured", "experts", "n:m", such as "2:4", or "n:4" with a literal n, for any n.
-        sparsity: share to remove, in [0, 1]; None, or the same, where n:m says it.
-        group_size: columns that go or stay together, of "structured" alone.
+        pattern: "unstructured", "structured", "experts", "n:m", such as "2:4", or "n:4" with a literal n.
+        sparsity: fraction to remove, in [0, 1]; for "2:4" None or the implied one.
+        group_size: columns of a group, for "structured" only.
 
     Raises:
         MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.
     """
-    usage = (
-        f'pattern={pattern!r}: use "unstructured", "structured", "experts" or "n:m", such as "2:4" (keeps 2 of every 4)'
-    )
-    require(isinstance(pattern, str), usage)
-    require(
-        group_size == 1 or pattern == Structured.kind,
-        f"group_size={group_size}: pattern={pattern!r} has no groups of columns; leave it out",
-    )
+    usage = 'use "unstructured", "structured", "experts" or "n:m", such as "2:4" (keeps 2 of every 4)'
+    require(isinstance(pattern, str), usage, field="pattern", value=pattern)
+    if group_size != 1 and pattern != Structured.kind:
+        message = Text("{} has no groups of columns", Option("pattern", pattern))
+        raise MoonshotError(message, field="group_size", value=group_size, hint="leave it out")
     if pattern in (Unstructured.kind, Structured.kind, Experts.kind):
         if sparsity is None:
-            raise MoonshotError(f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
-        require(0 <= sparsity <= 1, f"sparsity={sparsity}: the share of weights to remove lies between 0 and 1")
-        share = float(sparsity)
+            raise _missing_sparsity(pattern)
+        usage = "the fraction of weights to remove must be between 0 and 1"
+        require(0 <= sparsity <= 1, usage, field="sparsity", value=sparsity)
+        fraction = float(sparsity)
         if pattern == Experts.kind:
-            return Experts(share)
-        return Unstructured(share) if pattern == Unstructured.kind else Structured(share, group_size)
+            return Experts(fraction)
+        return Unstructured(fraction) if pattern == Unstructured.kind else Structured(fraction, group_size)
     mixed = re.fullmatch(r"n:(\d+)", pattern)
     if mixed is not None:
         return _parse_mixed(pattern, sparsity, int(mixed[1]))
     match = re.fullmatch(r"(\d+):(\d+)", pattern)
     if match is None:
-        raise MoonshotError(usage)
+        raise MoonshotError(usage, field="pattern", value=pattern)
     n, m = int(match[1]), int(match[2])
-    require(0 < n <= m, f"pattern={pattern!r}: n:m keeps n of every m, so n must lie between 1 and m")
+    usage = "n:m keeps n of every m, so n must be between 1 and m"
+    require(0 < n <= m, usage, field="pattern", value=pattern)
     parsed = NM(n, m)
-    require(
-        sparsity is None or abs(sparsity - parsed.sparsity) < 1e-9,
-        f"sparsity={sparsity} contradicts pattern={pattern!r}, which has sparsity {parsed.sparsity:g}: leave it out",
-    )
+    if sparsity is not None and not abs(sparsity - parsed.sparsity) < 1e-9:
+        message = Text(f"it contradicts {{}}, which has sparsity {parsed.sparsity:g}", Option("pattern", pattern))
+        raise MoonshotError(message, field="sparsity", value=sparsity, hint="leave it out")
     return parsed
 
 
 def _parse_mixed(pattern: str, sparsity: float | None, m: int) -> MixedNM:
-    require(m > 1, f"pattern={pattern!r}: m is at least 2")
+    require(m > 1, "m must be at least 2", field="pattern", value=pattern)
     if sparsity is None:
-        raise MoonshotError(f'sparsity=None: pattern="{pattern}" needs one, such as sparsity=0.5')
+        raise _missing_sparsity(pattern)
     most = 1 - 1 / m
-    require(
-        0 <= sparsity <= most,
-        f"sparsity={sparsity}: pattern={pattern!r} keeps at least 1 of every {m}; give 0 to {most:g}",
-    )
+    if not 0 <= sparsity <= most:
+        message = Text(f"{{}} keeps at least 1 of every {m}", Option("pattern", pattern))
+        raise MoonshotError(message, field="sparsity", value=sparsity, hint=f"give 0 to {most:g}")
     return MixedNM(float(sparsity), m)
+
+
+def _missing_sparsity(pattern: str) -> MoonshotError:
+    message = Text("{} needs one, such as {}", Option("pattern", pattern), Option("sparsity", 0.5))
+    return MoonshotError(message, field="sparsity", value=None)

@@ -4,11 +4,11 @@
     L_R(W) = Σ_k (w_k-ŵ_k)ᵀ G (w_k-ŵ_k)              G = X Xᵀ over every calibration token
     L_F(W) = 1/N Σ_k ‖A_kᵀ (w_k-ŵ_k)‖²               A_k: row k of the N per-sample gradients, as columns
 
-so row k carries the matrix ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
-``L_λ(0) = 1``. `Quadratic` keeps the whole matrices or, with column blocks, their diagonal blocks alone (CAP), and
-`DiagonalQuadratic` their diagonals (Wanda), each normalised by its own losses. Tensor format here and in every solver:
-weights [d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Rows come in groups that share a Gram matrix: G is
-[groups, d_in, d_in] where there are several, as in a grouped convolution, one for each d_out/groups rows.
+so the matrix of row k is ``F_k = a G + b A_k A_kᵀ`` with ``a = λ/L_R(0)`` and ``b = (1-λ)/(N L_F(0))``, and
+``L_λ(0) = 1``. `Quadratic` has the whole matrices or, with column blocks, only their diagonal blocks (CAP), and
+`DiagonalQuadratic` only their diagonals (Wanda), each normalised by its own losses. Tensor format here and in all
+solvers: weights [d_out, d_in], gradients [N, d_out, d_in] as a `Fisher`. Groups of d_out/groups rows can have separate
+Gram matrices, as in a grouped convolution; G is then [groups, d_in, d_in].
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from .fisher import Fisher
 from .linalg import diagonal_blocks
 from .row_slices import row_slices
 
-# What the loss of a weight by diagonals holds for each weight of a slice: differences, squares, products in float64.
+# Memory of a diagonal loss per weight of a slice: differences, squares and products in float64.
 LOSS_BYTES = 24
-# How far below 0 rounding may take a loss that is 0, in proportion to the largest it could be.
+# Largest rounding error of L_R(0) in float32, relative to its upper bound ‖ŵ‖² max(diag G): a loss below its negative
+# means that G is not positive semidefinite.
 ROUNDING = 1e-5
 
 
@@ -40,30 +41,30 @@ class RelativeLoss(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Of a whole layer, where a quadratic has the gradients of some of its rows only."""
+    """Statistics of a whole layer, for a quadratic with the gradients of only some of its rows."""
 
     reconstruction: float  # L_R(0)
     fisher: float | None  # L_F(0)
-    squares: float  # Σ_n A_n², mean over the layer's weights
+    squares: float  # mean of Σ_n A_n² over the layer's weights
     samples: int  # N
 
 
 class Scales(NamedTuple):
-    """The scalars of F_k, and what a user should know about them."""
+    """The scalars of F_k, and notes on them for the user."""
 
     a: float  # of G
-    b: float  # of A_k A_kᵀ; 0 where there is no Fisher term
-    lam: float  # the λ that they realise
+    b: float  # of A_k A_kᵀ; 0 without a Fisher term
+    lam: float  # the effective λ
     notes: tuple[str, ...]
 
 
 def scales(lam: float, reconstruction: float, fisher: float | None, samples: int) -> Scales:
-    """a and b from L_R(0) and L_F(0); a term that vanishes at W = 0 gives way to the other, with a note.
+    """Compute a and b from L_R(0) and L_F(0); if one of these is 0, only the other term is used, with a note.
 
     Args:
         lam: λ in [0, 1], the weight of the reconstruction term.
         reconstruction: L_R(0).
-        fisher: L_F(0), None without gradients.
+        fisher: L_F(0); None without gradients.
         samples: N.
     """
     notes = []
@@ -73,7 +74,7 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
         if fisher and not notes:
             lam, notes = 0.0, ["no reconstruction loss at W = 0: Fisher alone"]
         else:
-            return Scales(0.0, 0.0, lam, ("no loss at W = 0: weights go by magnitude",))
+            return Scales(0.0, 0.0, lam, ("no loss at W = 0: weights are removed by magnitude",))
     a = lam / reconstruction if lam > 0 else 0.0
     b = (1 - lam) / (samples * fisher) if fisher and lam < 1 else 0.0
     return Scales(a, b, lam, tuple(notes))
@@ -83,18 +84,18 @@ def scales(lam: float, reconstruction: float, fisher: float | None, samples: int
 class Quadratic:
     """``Σ_k (w_k-ŵ_k)ᵀ F_k (w_k-ŵ_k)`` with row-specific ``F_k = a·gram + b·A_k A_kᵀ``; ``L_λ(0) = 1``.
 
-    With column blocks of `size` inputs, all but the diagonal blocks of G and A_k A_kᵀ is left out: block j of row k
-    then counts as row ``k · blocks + j``, in `row_weights`, `row_hessians` and `fisher`.
+    With column blocks of `size` inputs, only the diagonal blocks of G and A_k A_kᵀ are used: block j of row k is then
+    row ``k · blocks + j`` of `row_weights`, `row_hessians` and `fisher`.
     """
 
     weight: Tensor  # ŵ       [d_out, d_in] float32, 0 at dead inputs
-    gram: Tensor  # G         [d_in, d_in], [groups, d_in, d_in] or, in blocks, [groups, blocks, size, size]
-    fisher: Fisher | None  # A_k A_kᵀ of the rows; None where there is no Fisher term (λ = 1), or not yet (`part`)
+    gram: Tensor  # G         [d_in, d_in], [groups, d_in, d_in] or, with blocks, [groups, blocks, size, size]
+    fisher: Fisher | None  # A_k A_kᵀ of the rows; None at λ = 1, and before `part`
     scales: Scales
     losses_at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
-    totals: Totals | None = None  # of the layer, where `fisher` is that of some rows
+    totals: Totals | None = None  # of the layer, if `fisher` covers some rows only
 
-    diagonal_only: ClassVar[bool] = False  # whether the diagonals of G and A_k A_kᵀ are all there is
+    diagonal_only: ClassVar[bool] = False  # whether only the diagonals of G and A_k A_kᵀ are used
 
     @classmethod
     def build(
@@ -106,15 +107,15 @@ class Quadratic:
         totals: Totals | None = None,
         column_block: int | None = None,
     ) -> Quadratic:
-        """From a dense weight and its statistics; inputs that never fire lose their weights first.
+        """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
 
         Args:
             weight: ŵ, [d_out, d_in].
             gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
             fisher: of the weight's rows, or of their column blocks of the same size; None at λ = 1.
             lam: λ in [0, 1].
-            totals: of the layer. With them `fisher` may follow, rows by rows, in `part`.
-            column_block: inputs of a column block, a divisor of d_in; None is all.
+            totals: of the layer; with them, `fisher` can be passed to `part`, for some rows at a time.
+            column_block: inputs of a column block, a divisor of d_in; None for no blocks.
 
         Raises:
             FactorizationError: G is far from positive semidefinite.
@@ -126,14 +127,14 @@ class Quadratic:
         if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * gram.diagonal(dim1=-2, dim2=-1).max()):
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
-        found = scales(lam, *at_zero, samples=source.samples if source else 0)
-        return cls(weight, gram, fisher, _with_note(found, dead), at_zero, totals)
+        scalars = scales(lam, *at_zero, samples=source.samples if source else 0)
+        return cls(weight, gram, fisher, _with_note(scalars, dead), at_zero, totals)
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
         """The quadratic of some rows of the weight.
 
         Args:
-            rows: a whole number of groups, or inside of one.
+            rows: a whole number of groups, or within one.
             fisher: of these rows, as for `build`.
         """
         gram = self.gram
@@ -144,36 +145,36 @@ class Quadratic:
 
     @property
     def damping_unit(self) -> float:
-        """The diagonal that a damping of 1 adds: ``mean(diag G)/L_R(0)`` whatever λ (paper A.6)."""
+        """The number that a damping of 1 adds to the diagonal: ``mean(diag G)/L_R(0)`` for every λ (paper A.6)."""
         if self.losses_at_zero[0]:
             return float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) / self.losses_at_zero[0]
         return self.mean_diagonal() or 1.0
 
     @property
     def size(self) -> int:
-        """Inputs of a row of `row_weights`: d_in, or those of a column block."""
+        """Inputs of a row of `row_weights`: d_in, or the size of a column block."""
         return self.gram.shape[-1]
 
     @property
     def row_weights(self) -> Tensor:
-        """ŵ, [rows, size]: a row of the weight is a row here, or its column blocks one after another."""
+        """ŵ, [rows, size]: the rows of the weight, or their column blocks one after another."""
         return self.weight.reshape(-1, self.size)
 
     @property
-    def known_fisher(self) -> Fisher:
-        """The Fisher term where it counts: b > 0."""
+    def fisher_term(self) -> Fisher:
+        """`fisher`, which is not None where b > 0."""
         assert self.fisher is not None
         return self.fisher
 
     def mean_diagonal(self) -> float:
-        """The mean of all ``F_k,jj`` of the layer."""
+        """Mean of all ``F_k,jj`` of the layer."""
         squares = 0.0
         if self.scales.b:
-            squares = self.totals.squares if self.totals else self.known_fisher.mean_square()
+            squares = self.totals.squares if self.totals else self.fisher_term.mean_square()
         return self.scales.a * float(self.gram.diagonal(dim1=-2, dim2=-1).mean()) + self.scales.b * squares
 
     def grams_of(self, rows: slice) -> Tensor:
-        """Which of the matrices in `gram`, counted through, each of some rows of `row_weights` has: [r]."""
+        """Index [r] into the flattened matrices of `gram`, for each of some rows of `row_weights`."""
         count = len(self.row_weights)
         groups, blocks = _by_group(self.gram).shape[:2]
         index = torch.arange(*rows.indices(count), device=self.weight.device)
@@ -185,16 +186,16 @@ class Quadratic:
         shared = grams[which].double() if len(grams) > 1 else grams.double().expand(len(which), -1, -1)
         if not self.scales.b:
             return self.scales.a * shared
-        return self.known_fisher.combined(shared, rows, self.scales.a, self.scales.b)
+        return self.fisher_term.combined(shared, rows, self.scales.a, self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
-        """The ruler of every report: relative losses of pruned weights [d_out, d_in]."""
+        """Relative losses of pruned weights [d_out, d_in], as in reports."""
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
         return _relative(_terms(deltas, self.gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
 
 def _by_group(gram: Tensor) -> Tensor:
-    """G of any quadratic as [groups, blocks, size, size]."""
+    """G as [groups, blocks, size, size]."""
     return gram if gram.ndim == 4 else gram.reshape(-1, 1, *gram.shape[-2:])
 
 
@@ -206,11 +207,11 @@ def _input_squares(gram: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DiagonalQuadratic:
-    """`Quadratic` with G and A_k A_kᵀ replaced by their diagonals, as Wanda does; ``L_λ(0) = 1`` by its own ruler."""
+    """`Quadratic` with G and A_k A_kᵀ replaced by their diagonals, as in Wanda, also in the normalisation."""
 
     weight: Tensor  # ŵ                     [d_out, d_in] float32, 0 at dead inputs
-    input_squares: Tensor  # diag G         [d_in], or [d_out, d_in] where rows read inputs of their own
-    gradient_squares: Tensor | None  # Σ_n A_n², elementwise  [d_out, d_in]; None at λ = 1
+    input_squares: Tensor  # diag G         [d_in], or [d_out, d_in] for groups of rows with separate inputs
+    gradient_squares: Tensor | None  # Σ_n A_n²  [d_out, d_in]; None at λ = 1
     samples: int
     scales: Scales
     losses_at_zero: tuple[float, float | None]
@@ -221,7 +222,7 @@ class DiagonalQuadratic:
     def build(
         cls, weight: Tensor, input_squares: Tensor, gradient_squares: Tensor | None, samples: int, lam: float
     ) -> DiagonalQuadratic:
-        """From a dense weight and its statistics; inputs that never fire lose their weights first.
+        """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
 
         Args:
             weight: ŵ, [d_out, d_in].
@@ -233,8 +234,8 @@ class DiagonalQuadratic:
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
-        found = _with_note(scales(lam, *at_zero, samples=samples), dead)
-        return cls(weight, input_squares, gradient_squares, samples, found, at_zero)
+        scalars = _with_note(scales(lam, *at_zero, samples=samples), dead)
+        return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero)
 
     def diagonal(self) -> Tensor:
         """F_k,jj, [d_out, d_in]."""
@@ -254,11 +255,11 @@ Objective = Quadratic | DiagonalQuadratic
 
 
 def of_rows(groups: Tensor, d_out: int) -> Tensor:
-    """What holds for groups of rows, for each row.
+    """Values of groups of rows, repeated for each row.
 
     Args:
         groups: [groups, …].
-        d_out: rows, a multiple of the groups.
+        d_out: number of rows, a multiple of the groups.
 
     Returns:
         [d_out, …].
@@ -267,25 +268,25 @@ def of_rows(groups: Tensor, d_out: int) -> Tensor:
 
 
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
-    """`input_squares` [d_in] or [groups, d_in]."""
+    """A copy of the weight with 0 at dead inputs, and their number; `input_squares` is [d_in] or [groups, d_in]."""
     dead = input_squares == 0
-    if dead.all():  # nothing tells the weights apart but themselves, and `scales` says so
+    if dead.all():  # magnitude decides then (`scales`), so the weights must remain
         return weight.detach().float(), 0
     of_weight = dead if dead.ndim == 1 else of_rows(dead, len(weight))
     return weight.detach().to(torch.float32, copy=True).masked_fill_(of_weight, 0), int(dead.sum())
 
 
-def _with_note(found: Scales, dead: int) -> Scales:
-    return found if not dead else found._replace(notes=(f"{dead} dead inputs", *found.notes))
+def _with_note(scales: Scales, dead: int) -> Scales:
+    return scales if not dead else scales._replace(notes=(f"{dead} dead inputs", *scales.notes))
 
 
 def reconstruction(weight: Tensor, gram: Tensor, column_block: int | None = None) -> float:
-    """L_R(0).
+    """The reconstruction loss L_R(0).
 
     Args:
         weight: ŵ, [d_out, d_in].
         gram: G, [d_in, d_in] or [groups, d_in, d_in].
-        column_block: inputs of a column block, where the quadratic has such; None is all.
+        column_block: inputs of a column block of the quadratic; None for no blocks.
     """
     gram = gram if column_block is None else diagonal_blocks(gram, column_block)
     return float(_terms(weight.float()[None], gram, None)[0])
@@ -297,8 +298,8 @@ def _terms(deltas: Tensor, gram: Tensor, fisher: Fisher | None) -> tuple[Tensor,
     grams = _by_group(gram).float()
     blocks = deltas.unflatten(2, (-1, size)).unflatten(1, (len(grams), -1)).permute(1, 3, 0, 2, 4)
     products = (blocks.flatten(2, 3) @ grams).view_as(blocks)  # [groups, blocks, w, rows, size]
-    lost = (products * blocks).double().sum((0, 1, 3, 4))
-    return lost, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size))
+    losses = (products * blocks).double().sum((0, 1, 3, 4))
+    return losses, None if fisher is None else fisher.losses(deltas.reshape(count, -1, size))
 
 
 def _diagonal_terms(
@@ -308,18 +309,18 @@ def _diagonal_terms(
     gradient_squares: Tensor | None,
     samples: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_terms`, of weights [d_out, d_in] that differ from the dense one, or from 0; some rows at a time."""
+    """As `_terms`, for the differences of weights [d_out, d_in] from `dense` (or 0), by slices of rows."""
     d_out, d_in = weights[0].shape
-    lost = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
-    for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, lost.device):
+    losses = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
+    for rows in row_slices(slice(0, d_out), LOSS_BYTES * d_in, losses.device):
         inputs = input_squares if input_squares.ndim == 1 else input_squares[rows]
         for index, weight in enumerate(weights):
-            some = weight[rows].float()
-            squares = (some if dense is None else some - dense[rows]).square()
-            lost[0, index] += (squares * inputs).double().sum()
+            part = weight[rows].float()
+            squares = (part if dense is None else part - dense[rows]).square()
+            losses[0, index] += (squares * inputs).double().sum()
             if gradient_squares is not None:
-                lost[1, index] += (squares * gradient_squares[rows]).double().sum()
-    return lost[0], None if gradient_squares is None else lost[1] / samples
+                losses[1, index] += (squares * gradient_squares[rows]).double().sum()
+    return losses[0], None if gradient_squares is None else losses[1] / samples
 
 
 def _first(terms: tuple[Tensor, Tensor | None]) -> tuple[float, float | None]:
@@ -330,7 +331,7 @@ def _first(terms: tuple[Tensor, Tensor | None]) -> tuple[float, float | None]:
 def _relative(
     terms: tuple[Tensor, Tensor | None], at_zero: tuple[float, float | None], lam: float
 ) -> list[RelativeLoss]:
-    """Relative losses; a term that vanishes at W = 0 is 0 for any W that only removes weights."""
+    """Relative losses; a term that is 0 at W = 0 is 0 for any W that only removes weights, so it is not divided."""
     reconstruction = [value / at_zero[0] if at_zero[0] else value for value in terms[0].tolist()]
     if terms[1] is None:
         return [RelativeLoss(r, None, r) for r in reconstruction]

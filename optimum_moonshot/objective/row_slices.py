@@ -1,4 +1,4 @@
-"""Ranges of rows and columns, cut into pieces that pass together."""
+"""Ranges of rows and columns, split into slices of bounded memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,40 +6,40 @@ from dataclasses import dataclass
 
 import torch
 
-# Intermediates of one slice of rows: few enough on a CPU to stay near its cache, while a GPU wants many at a time.
+# Intermediates of a slice of rows: near the size of the caches of a CPU, large enough to occupy a GPU.
 CPU_BYTES = 64 * 2**20
 GPU_BYTES = 1024 * 2**20
 
 
 def split_range(start: int, stop: int, width: int) -> list[slice]:
-    """[start, stop) in pieces.
+    """Split [start, stop) into slices.
 
     Args:
         start: the first index.
         stop: one more than the last.
-        width: indices of a piece, at least 1; the last piece has what is left.
+        width: indices of a slice, at least 1; the last slice has the remainder.
     """
     return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
 def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
-    """Rows in pieces whose intermediates pass together, within `CPU_BYTES` or `GPU_BYTES`.
+    """Split rows into slices whose intermediates fit `CPU_BYTES` or `GPU_BYTES`.
 
     Args:
         rows: with start and stop.
         bytes_per_row: of intermediates.
-        device: of the work.
+        device: of the computation.
     """
     return slices_within(rows, bytes_per_row, slice_bytes(device))
 
 
 def slices_within(rows: slice, bytes_per_row: int, most: int) -> list[slice]:
-    """Rows in pieces of so many bytes at most, or of what `cutting` says, if that is less; at least one row each.
+    """Split rows into slices of at most `most` bytes, or the limit of `cutting` if that is less; at least one row each.
 
     Args:
         rows: with start and stop.
         bytes_per_row: of intermediates.
-        most: bytes of a piece.
+        most: bytes of a slice.
     """
     cuts = _cutting[-1]
     width = max(1, (most if cuts.most is None else min(most, cuts.most)) // bytes_per_row)
@@ -51,10 +51,10 @@ def slices_within(rows: slice, bytes_per_row: int, most: int) -> list[slice]:
 
 @dataclass
 class Cuts:
-    """The slices that some work cuts."""
+    """The limit on slices, and the largest slice so far."""
 
-    most: int | None = None  # bytes of one that has several rows; None is what each asks for
-    largest: int = 0  # bytes of the largest one of several rows
+    most: int | None = None  # bytes of a slice with several rows; None sets no limit
+    largest: int = 0  # bytes of the largest slice with several rows
 
 
 _cutting = [Cuts()]
@@ -62,7 +62,7 @@ _cutting = [Cuts()]
 
 @contextmanager
 def cutting(most: int | None) -> Iterator[Cuts]:
-    """Meanwhile slices are no larger than that, and the largest one is known.
+    """Limit slices inside the context, and record the largest.
 
     Args:
         most: bytes of a slice of several rows; None sets no limit.
@@ -75,5 +75,5 @@ def cutting(most: int | None) -> Iterator[Cuts]:
 
 
 def slice_bytes(device: torch.device) -> int:
-    """What the intermediates of a slice may take on a device."""
+    """Limit on the intermediates of a slice on a device."""
     return CPU_BYTES if device.type == "cpu" else GPU_BYTES

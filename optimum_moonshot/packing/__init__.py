@@ -1,4 +1,4 @@
-"""Packed formats of a matrix, one file each; importing this package registers them all."""
+"""Packed formats of sparse matrices, one file each; importing this package registers them all."""
 
 from .bitmask_codec import Bitmask
 from .codec import Codec, Verdict, find_codec, register_codec, suffixes, weight_of

@@ -1,15 +1,14 @@
-"""The format "bitmask": the values that survive and one bit per weight. Its formulas; files are elsewhere.
+"""The format "bitmask": the nonzero values of a matrix and one bit per weight. Formulas only, no file access.
 
-A matrix W [d_out, d_in] becomes
+A matrix W [d_out, d_in] is stored as
 
-* ``values`` (``_packed``): in the order of a row's inputs, [d_out, d_in·n/m] for n:m, flat [survivors] where rows
-  differ;
+* ``values`` (``_packed``): row by row in the order of the inputs, [d_out, d_in·n/m] for n:m, otherwise flat;
 * ``meta`` (``_meta``): uint8 [d_out, ⌈d_in/8⌉], bit j (least significant first) of byte b is 1 where input 8b+j has a
   value.
 
-Where m consecutive inputs have fewer than n nonzeros, zeros are stored for the rest, so that every row has the same
-length. −0.0 counts as zero and comes back as 0.0; everything else comes back bit for bit. 2:4 in 16 bits takes
-1/2 + 1/16 = 9/16.
+If m consecutive inputs have fewer than n nonzeros, zeros are stored in addition, so that all rows have the same length.
+−0.0 counts as zero and is restored as 0.0; all other values are restored bit for bit. 2:4 in 16 bits needs 1/2 + 1/16
+= 9/16 of the memory.
 """
 
 from functools import lru_cache, reduce
@@ -18,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import require
+from ..errors import MoonshotError, require
 from ..kernels import find_library
 from ..objective.patterns import NM
 
-# Whole numbers as wide as a floating-point type.
+# The integer dtype of the same width as a floating-point dtype: bit patterns of NaN and −0.0 are copied unchanged.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STEP = 1 << 17  # bytes of `meta` unpacked together: the shifts take 12 times the room of the weights they give
+_STEP = 1 << 17  # bytes of `meta` unpacked at a time: the shifts need 12 times the memory of the unpacked weights
 
 
 def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
@@ -32,24 +31,24 @@ def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
 
     Args:
         shape: [d_out, d_in].
-        values: how many are stored.
-        itemsize: bytes of one.
+        values: number of stored values.
+        itemsize: bytes of a value.
     """
     return values * itemsize + shape[0] * -(-shape[1] // 8)
 
 
 def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
-    """`values` and `meta` of a matrix.
+    """Pack a matrix into `values` and `meta`.
 
     Args:
         matrix: [d_out, d_in], floating point, in host memory.
-        pattern: the n:m that every row has; None stores exactly the nonzeros.
+        pattern: n:m of all rows; None stores exactly the nonzeros.
 
     Returns:
-        Values, [d_out, d_in·n/m] or flat, in the dtype of the matrix; uint8 [d_out, ⌈d_in/8⌉].
+        `values`, [d_out, d_in·n/m] or flat, in the dtype of the matrix; `meta`, uint8 [d_out, ⌈d_in/8⌉].
 
     Raises:
-        MoonshotError: m consecutive inputs with more than n nonzeros.
+        MoonshotError: m consecutive inputs have more than n nonzeros.
     """
     matrix = matrix.contiguous()
     integers, keep = matrix.view(INTEGERS[matrix.dtype.itemsize]), matrix != 0
@@ -57,7 +56,7 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
     if pattern is not None and not is_nm(meta, matrix.shape[1], pattern):
         _fill(keep.view(-1, pattern.m), pattern, matrix.shape[1])
         meta = torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
-        integers = torch.where(matrix != 0, integers, 0)  # a filled place may hold −0.0
+        integers = torch.where(matrix != 0, integers, 0)  # a position added by `_fill` may hold −0.0
     values = torch.from_numpy(integers.numpy()[keep.numpy()]).view(matrix.dtype)
     return values if pattern is None else values.view(len(matrix), -1), meta
 
@@ -76,21 +75,21 @@ def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
 
 
 def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
-    """Make bool [G, m] True in exactly n places of every group, the first free ones."""
+    """Set the first False entries of bool [groups, m] to True until every group has exactly n, in place."""
     missing = pattern.n - groups.sum(1)
-    most = int(missing.argmin())
-    require(
-        int(missing[most]) >= 0,
-        f"it is not {pattern}: {pattern.n - int(missing[most])} of {pattern.m} weights from row "
-        f"{most * pattern.m // d_in}, input {most * pattern.m % d_in} on are not zero",
-    )
+    fullest = int(missing.argmin())
+    if int(missing[fullest]) < 0:
+        raise MoonshotError(
+            f"it is not {pattern}: {pattern.n - int(missing[fullest])} of {pattern.m} weights from row "
+            f"{fullest * pattern.m // d_in}, input {fullest * pattern.m % d_in} on are not zero"
+        )
     rows = missing.nonzero().flatten()
     free = ~groups[rows]
     groups[rows] |= free & (free.cumsum(1) <= missing[rows, None])
 
 
 def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
-    """Bool [d_out, d_in]: where a value is stored.
+    """Unpack `meta` to bool [d_out, d_in], True where a value is stored.
 
     Args:
         meta: uint8 [d_out, ⌈d_in/8⌉].
@@ -114,8 +113,8 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
         f"weight_meta is {meta.dtype} {list(meta.shape)} where a weight of {d_out}×{d_in} needs "
         f"uint8 [{d_out}, {-(-d_in // 8)}]",
     )
-    known = values.is_floating_point() and values.dtype.itemsize > 1
-    require(known, f"weight_packed has dtype {values.dtype}: at least 16 bits and floating point are needed")
+    wide = values.is_floating_point() and values.dtype.itemsize > 1
+    require(wide, f"weight_packed has dtype {values.dtype}; floating point of at least 16 bits is required")
     counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
     stored = list(values.shape) if values.ndim == 2 else int(values.numel())
     fits = bool((counts == values.shape[1]).all()) if values.ndim == 2 else int(counts.sum()) == stored
@@ -128,14 +127,14 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, offsets: Tensor | None = None) -> Tensor:
-    """The dense matrix, on the device and in the dtype of `values`; `check_packed` must hold.
+    """The dense matrix, on the device and in the dtype of `values`, which must have passed `check_packed`.
 
     Args:
         values: [d_out, d_in·n/m], or flat.
         meta: uint8 [d_out, ⌈d_in/8⌉].
         d_in: inputs of a row.
-        window: what `find_window` says; None looks for it.
-        offsets: what `find_offsets` says; None looks for them.
+        window: result of `find_window`; None computes it.
+        offsets: result of `find_offsets`; None computes it.
     """
     library = find_library()
     if type(values) is Tensor and library is not None and library.takes(values) and meta.is_contiguous():
@@ -145,11 +144,7 @@ def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, o
 
 
 def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int | None = None) -> Tensor:
-    """`unpack` for other devices and dtypes, and without the compiled library.
-
-    Args:
-        values, meta, d_in, window: as for `unpack`.
-    """
+    """As `unpack`, for devices and dtypes that the compiled library does not support."""
     window = find_window(values, meta, d_in) if window is None else window
     if window:
         return _unpack_windows(values, meta, d_in, window)
@@ -162,10 +157,12 @@ def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
 
 
 def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
-    """How many values the rows before each have, as `row_offsets`; None where every row has as many.
+    """The result of `row_offsets`, or None where all rows have the same number of values.
 
     Args:
-        values, meta, d_in: as for `unpack`.
+        values: [d_out, d_in·n/m], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row.
     """
     if values.ndim == 2:
         return None
@@ -176,7 +173,7 @@ def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
 
 
 def row_offsets(meta: Tensor) -> Tensor:
-    """int64 [d_out + 1]: how many values the rows before have.
+    """Index of the first value of each row, and the number of all values: int64 [d_out + 1].
 
     Args:
         meta: uint8 [d_out, ⌈d_in/8⌉].
@@ -186,10 +183,12 @@ def row_offsets(meta: Tensor) -> Tensor:
 
 
 def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
-    """4 or 8 where every so many weights hold equally many values (1:4, 2:4, 4:8, …); else 0.
+    """The window, 4 or 8 weights, if all windows have the same number of values (1:4, 2:4, 4:8, …); else 0.
 
     Args:
-        values, meta, d_in: as for `unpack`.
+        values: [d_out, d_in·n/m], or flat.
+        meta: uint8 [d_out, ⌈d_in/8⌉].
+        d_in: inputs of a row.
     """
     if values.ndim != 2 or d_in % 8 or not values.numel():
         return 0
@@ -203,7 +202,7 @@ def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
 
 
 def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Tensor:
-    """Every window of weights is some 64-bit words, its values shifted to their places: faster than a scatter."""
+    """Assemble each window of weights as 64-bit words, by shifts from a table: faster than a scatter."""
     bits = 8 * values.dtype.itemsize
     per = values.shape[1] * window // d_in
     shifts = _shifts(window, per, bits, meta.device)
@@ -220,7 +219,7 @@ def _unpack_windows(values: Tensor, meta: Tensor, d_in: int, window: int) -> Ten
 
 
 def _bits() -> Tensor:
-    """[256, 8]: of every byte, least significant first; also where another device is the default."""
+    """The bits of each byte, [256, 8], least significant first; on the CPU even if the default device is another."""
     return (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1
 
 
@@ -231,13 +230,13 @@ def _popcounts(device: torch.device) -> Tensor:
 
 @lru_cache
 def _regular(window: int, per: int, device: torch.device) -> Tensor:
-    """Bool [256]: bytes with `per` bits in each window."""
+    """Bool [256], True for bytes with `per` bits in each window."""
     return (_bits().view(256, -1, window).sum(2) == per).all(1).to(device)
 
 
 @lru_cache
 def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
-    """[256, windows of a byte, 64-bit words of a window, values]: how far left each value goes; 64 drops it."""
+    """Left shift of each value, [256, windows of a byte, 64-bit words of a window, values]; 64 drops the value."""
     groups = _bits().view(256, -1, window)
     words = window * bits // 64
     shifts = torch.full((256, groups.shape[1], words, per), 64, device="cpu")

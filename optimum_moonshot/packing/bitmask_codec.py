@@ -16,14 +16,14 @@ from .codec import Codec, Parts, Verdict
 
 
 class Plan(NamedTuple):
-    """What is found out once about a packed matrix, for the kernels or for torch."""
+    """Properties of a packed matrix that are computed once, for the kernels or for torch."""
 
-    window: int = -1  # of `find_window`; -1: not looked for
-    offsets: Tensor | None = None  # int64 [d_out + 1]: the values before each row, where rows differ
+    window: int = -1  # of `find_window`; -1 if not computed
+    offsets: Tensor | None = None  # of `find_offsets`; None if not computed, or if rows have equal lengths
 
 
 class Bitmask(Codec):
-    """The formulas of `bitmask` and the operators of `bitmask_product`."""
+    """The codec of the formulas in `bitmask` and the operators in `bitmask_product`."""
 
     name: ClassVar[str] = "bitmask"
     suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_meta")
@@ -54,7 +54,7 @@ class Bitmask(Codec):
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Plan:
         values, meta = self._parts(parts)
-        if torch.compiler.is_compiling():  # what depends on the contents stays inside the operators
+        if torch.compiler.is_compiling():  # data-dependent values must be computed inside the operators
             return Plan()
         library = find_library()
         in_c = library is not None and library.takes(values)
@@ -75,9 +75,9 @@ class Bitmask(Codec):
         return packed_linear(inputs, values, meta, plan.offsets, bias, plan.window)
 
     def decoding(
-        self, shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
+        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
     ) -> Verdict:
-        return decoding(shape, pattern, share, dtype, device)
+        return decoding(shape, pattern, fraction, dtype, device)
 
     def _parts(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         values, meta = (parts[suffix] for suffix in self.suffixes)

@@ -1,8 +1,8 @@
 """The product with a matrix in the format "bitmask", as operators of torch: one node for `torch.compile` and `export`.
 
-``moonshot::packed_linear`` is x Wᵀ + bias, with a gradient for x and bias; W is not trained. The compiled library
-multiplies while it reads W. For gradients, and where torch is faster, some rows of W at a time are unpacked into a
-buffer that stays in the processor's cache: no dense copy of W is made.
+``moonshot::packed_linear`` is x Wᵀ + bias, with gradients for x and bias; W is constant. The compiled library
+multiplies directly with the packed W. For gradients, and where torch is faster, tiles of W are unpacked into a buffer
+that fits the CPU's cache, so that no dense copy of W is written to memory.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.nn import functional
 from ..kernels import Library, find_gpu_kernels, find_library
 from .bitmask import find_offsets, find_window, unpack
 
-_TILE = 1 << 20  # bytes of unpacked rows: half a processor's second-level cache, or less
+_TILE = 1 << 20  # bytes of a tile of unpacked rows: at most half the second-level cache of current CPUs
 
 _MATRIX = "Tensor values, Tensor meta, Tensor? offsets"
 _library = torch.library.Library("moonshot", "DEF")
@@ -33,9 +33,9 @@ def packed_linear(
         inputs: x [..., d_in], in the dtype and on the device of the values.
         values: [d_out, d_in·n/m], or flat.
         meta: uint8 [d_out, ⌈d_in/8⌉].
-        offsets: int64 [d_out + 1], how many values the rows before have; None: every row has as many, or not known.
+        offsets: result of `find_offsets`; None if all rows have the same number of values, or if not computed.
         bias: [d_out], or None.
-        window: what `find_window` says; −1: not known.
+        window: result of `find_window`; −1 if not computed.
 
     Returns:
         [..., d_out].
@@ -43,7 +43,7 @@ def packed_linear(
     differentiable = torch.is_grad_enabled() and (inputs.requires_grad or (bias is not None and bias.requires_grad))
     if differentiable or torch.compiler.is_compiling():
         return torch.ops.moonshot.packed_linear.default(inputs, values, meta, offsets, bias, window)
-    # What follows a gradient costs as much as a small product, at every call.
+    # Without gradients, skip autograd: its overhead per call is as large as a small product.
     return torch.ops.moonshot.packed_product.default(inputs, values, meta, offsets, bias, window)
 
 
@@ -62,28 +62,28 @@ def _product(
 
 
 def _is_for_gpu(inputs: Tensor, values: Tensor) -> bool:
-    """Whether these are on a GPU whose kernels take them."""
-    known = inputs.dtype == values.dtype and values.dtype.itemsize <= 4
-    return inputs.is_cuda and known and find_gpu_kernels() is not None
+    """Whether the GPU kernels support these tensors."""
+    supported = inputs.dtype == values.dtype and values.dtype.itemsize <= 4
+    return inputs.is_cuda and supported and find_gpu_kernels() is not None
 
 
 def _gpu_product(
     inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
 ) -> Tensor:
-    """As `_product`: packed for few rows, by the dense matrix, unpacked for this call, for more."""
+    """As `_product`: few rows, bound by memory bandwidth, use the packed matrix; more rows use the unpacked one."""
     kernels, flat = find_gpu_kernels(), inputs.reshape(-1, inputs.shape[-1])
     assert kernels is not None
     offsets = find_offsets(values, meta, flat.shape[1]) if offsets is None else offsets
     if len(flat) > kernels.MOST_ROWS:
         return functional.linear(inputs, kernels.unpack(values, meta, flat.shape[1], offsets), bias)
     window = find_window(values, meta, flat.shape[1]) if window < 0 else window
-    found = kernels.linear(flat, values, meta, offsets, window)
-    found = found if bias is None else found + bias
-    return found.view(*inputs.shape[:-1], len(meta))
+    outputs = kernels.linear(flat, values, meta, offsets, window)
+    outputs = outputs if bias is None else outputs + bias
+    return outputs.view(*inputs.shape[:-1], len(meta))
 
 
 def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library multiplies these; torch says what is wrong with the others."""
+    """Whether the library supports these tensors; for invalid ones, torch's dense product raises the error."""
     return (
         library.takes(values)
         and x.dtype == values.dtype
@@ -98,7 +98,7 @@ def _takes(library: Library, x: Tensor, values: Tensor, meta: Tensor, bias: Tens
 def _tiles(
     library: Library, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Some rows of W at a time, all in the same buffer, with the first row's number."""
+    """Unpack W by tiles of rows into one buffer, [rows, d_in]; yields the index of the first row and the tile."""
     size = max(1, _TILE // (d_in * values.dtype.itemsize))
     buffer = values.new_empty(min(size, len(meta)), d_in)
     for first in range(0, len(meta), size):

@@ -1,7 +1,7 @@
-"""Whether a matrix in the format "bitmask" is multiplied faster than a dense one, by the one row that a decoder has.
+"""Whether the product of one row of inputs, as in decoding, is faster with a "bitmask" matrix than with a dense one.
 
-Where the product was measured (benchmarks/results/runtime-sets.json, docs/measured.md), by the figures; elsewhere by
-trying it once for every size of matrix.
+Uses measured thresholds where there are any (benchmarks/results/runtime-sets.json, docs/measured.md), and otherwise
+measures once for every shape.
 """
 
 import time
@@ -19,29 +19,29 @@ from .bitmask import find_offsets, find_window, pack
 from .bitmask_product import packed_linear
 from .codec import Verdict
 
-# Packed bytes, in dense ones, up to which one row was a tenth faster or more, by instruction set and bytes of a weight.
-# In 16 bits that is a fifth of zeros; in 32 bits, where the dense product is as fast as memory allows, two fifths, or
-# half. Some rows more gain less, many lose nothing that counts.
+# Largest packed size, as a fraction of the dense size, at which one row was at least 10% faster, by instruction set and
+# bytes of a weight. This is a sparsity of 20% in 16 bits, and of 40% to 50% in 32 bits, where the dense product already
+# reaches the memory bandwidth. A few rows more gain less, and many rows lose nothing significant.
 _WIDE = {2: 0.87, 4: 0.64}
 _MOST = {"avx2": {2: 0.87, 4: 0.55}, "avx512": _WIDE, "vbmi2": _WIDE, "amx": _WIDE}
 _SLOWER = ("portable",)  # 0.05 to 0.25 times the dense product, whatever the sparsity
-_LEAST = 1 << 18  # weights: the call itself takes 30 microseconds longer, a dense product of a cached matrix less
-_TRIED = 1 << 24  # weights at most, when it is tried
-_CYCLED = 1 << 28  # bytes of dense matrices, which no cache holds
+_LEAST = 1 << 18  # weights: below, the overhead of a call, 30 µs, exceeds the time of the dense product
+_MEASURED = 1 << 24  # most weights of a matrix in a measurement
+_CYCLED = 1 << 28  # bytes of the copies that a measurement cycles through, more than any cache
 _ROUNDS = 30
 
 
 def decoding(
-    shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
 ) -> Verdict:
     """As `Codec.decoding`.
 
     Args:
         shape: d_out, d_in.
-        pattern: the n:m that every row has; None where rows differ.
-        share: bytes of the packed tensors, in bytes of the dense matrix.
+        pattern: n:m of all rows; None where rows differ.
+        fraction: bytes of the packed tensors, relative to the dense matrix.
         dtype: of the values and the inputs.
-        device: that they are on.
+        device: of the values and the inputs.
     """
     lacks = _lacks(dtype, device)
     if lacks is not None:
@@ -52,14 +52,14 @@ def decoding(
     name = "Triton" if library is None else library.instruction_set
     if name in _MOST:
         most = _MOST[name][dtype.itemsize]
-        why = f"{name} kernels" if share <= most else f"more than {most:.0%} of the bytes are left"
-        return Verdict(share <= most, why)
-    gain = _gain(shape, pattern, round(share, 2), dtype, device)
+        why = f"{name} kernels" if fraction <= most else f"more than {most:.0%} of the bytes are left"
+        return Verdict(fraction <= most, why)
+    gain = _gain(shape, pattern, round(fraction, 2), dtype, device)  # rounded, to measure once for similar layers
     return Verdict(gain > 1, f"{name} kernels, {gain:.2f} times the dense speed when tried")
 
 
 def _lacks(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What is missing for a kernel that could be faster; None where nothing is."""
+    """The reason why no kernel can be faster; None if one can."""
     if device.type == "cpu":
         library = find_library()
         if library is None:
@@ -75,18 +75,16 @@ def _lacks(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 @lru_cache
-def _gain(shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch.dtype, device: torch.device) -> float:
-    """Times that one row is multiplied faster by a random packed matrix than by a dense one, in turns.
-
-    Args:
-        shape, pattern, share, dtype, device: as for `decoding`.
-    """
+def _gain(
+    shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
+) -> float:
+    """The measured speed-up of a product of one row with a random packed matrix, as for `decoding`."""
     d_in = shape[1]
-    d_out = max(1, min(shape[0], _TRIED // d_in))
+    d_out = max(1, min(shape[0], _MEASURED // d_in))
     with torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         scores = torch.rand(d_out, d_in)
-        keep = scores < share - 1 / (8 * dtype.itemsize) if pattern is None else pattern.keep(scores)
+        keep = scores < fraction - 1 / (8 * dtype.itemsize) if pattern is None else pattern.keep(scores)
         weight = torch.where(keep, torch.randn(d_out, d_in), 0).to(dtype)
         values, meta = (part.to(device) for part in pack(weight, pattern))
         offsets, window = find_offsets(values, meta, d_in), find_window(values, meta, d_in)
@@ -95,18 +93,18 @@ def _gain(shape: tuple[int, int], pattern: NM | None, share: float, dtype: torch
         matrices = [dense.clone() for _ in range(copies)]
         packed = [(values.clone(), meta.clone()) for _ in range(copies)]
         calls = [
-            (partial(functional.linear, inputs, each), partial(packed_linear, inputs, *ours, offsets, None, window))
-            for each, ours in zip(matrices, packed, strict=True)
+            (partial(functional.linear, inputs, each), partial(packed_linear, inputs, *parts, offsets, None, window))
+            for each, parts in zip(matrices, packed, strict=True)
         ]
         gains = []
-        for number in range(_ROUNDS):
-            theirs, ours = calls[number % copies]
-            gains.append(_seconds(theirs, device) / _seconds(ours, device))
-        return median(gains[3:])  # what comes first is compiled
+        for number in range(_ROUNDS):  # alternating, so that a change of clock speed affects both
+            multiply_dense, multiply_packed = calls[number % copies]
+            gains.append(_seconds(multiply_dense, device) / _seconds(multiply_packed, device))
+        return median(gains[3:])  # the first calls include compilation
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """The time of a call, and of what it has started on its device."""
+    """The time of a call, including the kernels that it launches."""
     started = time.perf_counter()
     call()
     if device.type == "cuda":

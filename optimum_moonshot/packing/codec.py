@@ -1,10 +1,10 @@
-"""Packed formats of a matrix W [d_out, d_in]: what each of them can do, and which there are.
+"""Packed formats of a matrix W [d_out, d_in]: their interface and registry.
 
-A format makes a few tensors of a matrix. A checkpoint stores each under the weight's own name and a suffix
-(``NAME.weight_packed``, …), and a layer that stays packed in memory holds them as buffers of the same names. What
-stands outside this folder asks the codec: it knows neither the suffixes nor how many tensors there are.
+A format represents a matrix by a few tensors. A checkpoint stores each under the weight's name with a suffix
+(``NAME.weight_packed``, …), and a layer that is packed in memory has them as buffers of the same names. Code outside
+this package uses the codec only: it depends neither on the suffixes nor on the number of tensors.
 
-A new format is a file with a subclass of `Codec`, and one line in ``__init__.py``.
+To add a format, add a file with a subclass of `Codec`, and one line in ``__init__.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -17,32 +17,32 @@ from torch.nn import functional
 from ..errors import require
 from ..objective.patterns import NM
 
-Parts = dict[str, Tensor]  # the tensors of a packed matrix, by their suffixes
+Parts = dict[str, Tensor]  # the tensors of a packed matrix, by suffix
 
 
 class Verdict(NamedTuple):
-    """Whether a packed matrix is multiplied faster than a dense one, and why."""
+    """Whether products with a packed matrix are faster than with a dense one, and why."""
 
     faster: bool
     why: str  # such as "amx kernels", or "Triton is missing"
 
 
 class Codec(ABC):
-    """A packed format. It has no state: the tensors are passed to every method, by their suffixes."""
+    """A packed format. Stateless: all methods take the tensors, by suffix, as an argument."""
 
-    name: ClassVar[str]  # of the format, in the files' metadata
-    suffixes: ClassVar[tuple[str, ...]]  # of the tensors' names, after the weight's own
+    name: ClassVar[str]  # in the metadata of files
+    suffixes: ClassVar[tuple[str, ...]]  # appended to the weight's name for each tensor
 
     @abstractmethod
     def pack(self, matrix: Tensor, pattern: NM | None) -> Parts:
-        """The tensors of a matrix.
+        """Pack a matrix.
 
         Args:
-            matrix: [d_out, d_in], floating point, in host memory; it need not be contiguous.
-            pattern: the n:m that every row has; None stores exactly the nonzeros.
+            matrix: [d_out, d_in], floating point, in host memory, of any strides.
+            pattern: n:m of all rows; None stores exactly the nonzeros.
 
         Raises:
-            MoonshotError: m consecutive inputs with more than n nonzeros.
+            MoonshotError: m consecutive inputs have more than n nonzeros.
         """
 
     @abstractmethod
@@ -53,41 +53,43 @@ class Codec(ABC):
         dtype: dtype | None = None,
         pattern: NM | None = None,
     ) -> None:
-        """Whether these tensors are one matrix: `unpack` and `linear` take only what passed.
+        """Validate the tensors of a matrix; `unpack` and `linear` require valid ones.
 
         Args:
-            parts: all tensors, by their suffixes.
+            parts: all tensors, by suffix.
             shape: d_out, d_in.
             dtype: of the dense matrix; None allows any.
-            pattern: the n:m that every row has; None allows any.
+            pattern: n:m of all rows; None allows any.
 
         Raises:
-            MoonshotError: what does not fit, with both sizes.
+            MoonshotError: the tensors are inconsistent with each other or with the arguments.
         """
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], shape: tuple[int, int], plan: Any = None) -> Tensor:
-        """The dense matrix [d_out, d_in], on the device of `parts`; `check` must hold.
+        """The dense matrix [d_out, d_in], on the device of `parts`, which must have passed `check`.
 
         Args:
-            parts: all tensors, by their suffixes.
+            parts: all tensors, by suffix.
             shape: d_out, d_in.
-            plan: what `plan` said of these tensors; None looks again.
+            plan: result of `plan` for these tensors; None computes it.
         """
 
     @abstractmethod
     def packed_bytes(self, matrix: Tensor, pattern: NM | None) -> int:
-        """Bytes of what `pack` would make of a matrix.
+        """Bytes of the result of `pack`, without packing.
 
         Args:
-            matrix, pattern: as for `pack`.
+            matrix: [d_out, d_in].
+            pattern: as for `pack`.
         """
 
     def plan(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Any:
-        """What `unpack` and `linear` would find out at every call; it holds for as long as the contents stay.
+        """Precompute data for `unpack` and `linear`, valid until the contents of the tensors change.
 
         Args:
-            parts, shape: as for `unpack`.
+            parts: all tensors, by suffix.
+            shape: d_out, d_in.
         """
         return None
 
@@ -99,14 +101,14 @@ class Codec(ABC):
         bias: Tensor | None = None,
         plan: Any = None,
     ) -> Tensor:
-        """The product with a packed matrix: unpacked for this call, unless the format knows better.
+        """The product with a packed matrix; by default, the matrix is unpacked at each call.
 
         Args:
             inputs: [..., d_in], in the dtype and on the device of the values.
-            parts: all tensors, by their suffixes.
+            parts: all tensors, by suffix.
             shape: d_out, d_in.
             bias: [d_out], or None.
-            plan: what `plan` said of these tensors; None looks again.
+            plan: result of `plan` for these tensors; None computes it.
 
         Returns:
             [..., d_out].
@@ -114,21 +116,21 @@ class Codec(ABC):
         return functional.linear(inputs, self.unpack(parts, shape, plan), bias)
 
     def decoding(
-        self, shape: tuple[int, int], pattern: NM | None, share: float, dtype: dtype, device: device
+        self, shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: dtype, device: device
     ) -> Verdict:
-        """Whether `linear` of one row of inputs, as a decoder has them, is faster than the dense product.
+        """Whether `linear` is faster than the dense product for one row of inputs, as in decoding.
 
         Args:
             shape: d_out, d_in.
-            pattern: the n:m that every row has; None where rows differ.
-            share: bytes of the packed tensors, in bytes of the dense matrix.
+            pattern: n:m of all rows; None where rows differ.
+            fraction: bytes of the packed tensors, relative to the dense matrix.
             dtype: of the values and the inputs.
-            device: that they are on.
+            device: of the values and the inputs.
         """
         return Verdict(False, f"{self.name} weights are unpacked at every call")
 
     def names(self, weight: str) -> dict[str, str]:
-        """What the tensors of a weight are called, by their suffixes."""
+        """Names of the tensors of a weight, by suffix."""
         return {suffix: weight + suffix for suffix in self.suffixes}
 
 
@@ -136,32 +138,33 @@ _CODECS: dict[str, Codec] = {}
 
 
 def register_codec(codec: Codec) -> None:
-    """Make a format known by its name.
+    """Register a format by its name.
 
     Raises:
         MoonshotError: the name is taken.
     """
-    require(codec.name not in _CODECS, f"the packed format {codec.name!r} is registered already")
+    require(codec.name not in _CODECS, f"the packed format {codec.name!r} is already registered")
     _CODECS[codec.name] = codec
 
 
 def find_codec(name: str) -> Codec:
-    """The format of a name.
+    """The format registered under a name.
 
     Raises:
-        MoonshotError: there is none, in this release.
+        MoonshotError: this release has none of this name.
     """
-    known = isinstance(name, str) and name in _CODECS
-    require(known, f"codec={name!r}: this release reads {', '.join(sorted(_CODECS))}; update it")
+    registered = isinstance(name, str) and name in _CODECS
+    message = f"codec={name!r}: this release reads {', '.join(sorted(_CODECS))}"
+    require(registered, message, hint="update the package")
     return _CODECS[name]
 
 
 def suffixes() -> tuple[str, ...]:
-    """Those of all formats, longest first."""
-    found = {suffix for codec in _CODECS.values() for suffix in codec.suffixes}
-    return tuple(sorted(found, key=lambda suffix: (-len(suffix), suffix)))
+    """The suffixes of all formats, longest first."""
+    unique = {suffix for codec in _CODECS.values() for suffix in codec.suffixes}
+    return tuple(sorted(unique, key=lambda suffix: (-len(suffix), suffix)))
 
 
 def weight_of(stored: str) -> str:
-    """The name of the weight that a stored tensor belongs to: without the suffix, if it has one."""
+    """The weight of a stored tensor: its name without the suffix of a format."""
     return next((stored.removesuffix(suffix) for suffix in suffixes() if stored.endswith(suffix)), stored)

@@ -1,4 +1,4 @@
-"""What the files' metadata says of a packed weight, and the way between the weight as it is stored and its matrix."""
+"""The metadata of a packed weight in files, and the conversion between the stored weight and its matrix."""
 
 import re
 from collections.abc import Mapping
@@ -13,37 +13,37 @@ from ..errors import require
 from ..objective.patterns import NM, Unstructured, parse_pattern
 from .codec import Codec, Parts, find_codec
 
-_FIRST = "bitmask"  # the format of entries that name none
+_DEFAULT = "bitmask"  # the format of entries without a "codec"
 _PATTERN = re.compile(r"[1-9]\d{0,5}:[1-9]\d{0,5}")
 _LARGEST = 2**62  # weights in a tensor
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """What a packed weight was.
+    """A packed weight.
 
-    Every method takes the weight in the layout it is stored in, `shape`; the codecs see its matrix [d_out, d_in].
+    All methods take the weight in its stored layout, `shape`; codecs use its matrix [d_out, d_in].
     """
 
     shape: tuple[int, ...]  # as stored in a dense checkpoint
-    transposed: bool  # stored [d_in, d_out], as GPT-2's Conv1D
+    transposed: bool  # stored as [d_in, d_out], like GPT-2's Conv1D
     pattern: str  # "n:m" or "unstructured"
-    dtype: str  # of the dense weight, as "bfloat16"
-    format: str = _FIRST  # the codec's name
+    dtype: str  # of the dense weight, such as "bfloat16"
+    format: str = _DEFAULT  # the codec's name
 
     @classmethod
     def read(cls, entry: Any) -> "PackedLayer":
-        """From an entry of the metadata, which anything may have happened to.
+        """Parse and validate an entry of the metadata, which may be damaged.
 
         Raises:
-            MoonshotError: an entry that no release wrote, with the field; one of a later release.
+            MoonshotError: a missing, unknown or invalid field, or a format of a later release.
         """
         require(isinstance(entry, dict), f"its entry in the metadata is {short(entry)}, no object")
-        known = ("shape", "transposed", "pattern", "dtype", "codec")
-        missing, unknown = [name for name in known[:4] if name not in entry], sorted(entry.keys() - set(known))
+        fields = ("shape", "transposed", "pattern", "dtype", "codec")
+        missing, unknown = [name for name in fields[:4] if name not in entry], sorted(entry.keys() - set(fields))
         require(not missing, f"its entry in the metadata lacks {', '.join(missing)}")
         require(not unknown, f"its entry in the metadata has unknown fields: {short(unknown)}")
-        codec = find_codec(entry.get("codec", _FIRST))
+        codec = find_codec(entry.get("codec", _DEFAULT))
         layer = cls(_read_shape(entry["shape"]), entry["transposed"], entry["pattern"], entry["dtype"], codec.name)
         layer._check()
         return layer
@@ -51,19 +51,20 @@ class PackedLayer:
     def describe(self) -> dict[str, Any]:
         """The entry of the metadata; `read` is the inverse."""
         entry = {"shape": list(self.shape), "transposed": self.transposed, "pattern": self.pattern, "dtype": self.dtype}
-        return entry if self.format == _FIRST else {**entry, "codec": self.format}
+        return entry if self.format == _DEFAULT else {**entry, "codec": self.format}
 
     def _check(self) -> None:
-        require(isinstance(self.transposed, bool), f"transposed={short(self.transposed)}: it is true or false")
-        require(not self.transposed or len(self.shape) == 2, f"shape={list(self.shape)}: only a matrix is transposed")
+        require(isinstance(self.transposed, bool), f"transposed={short(self.transposed)}: it must be true or false")
+        matrix = not self.transposed or len(self.shape) == 2
+        require(matrix, f"shape={list(self.shape)}: only a matrix can be transposed")
         text = self.pattern if isinstance(self.pattern, str) else ""
-        named = text == Unstructured.kind or _PATTERN.fullmatch(text) is not None
-        require(named, f'pattern={short(self.pattern)}: it is "n:m" or "{Unstructured.kind}"')
+        valid = text == Unstructured.kind or _PATTERN.fullmatch(text) is not None
+        require(valid, f'pattern={short(self.pattern)}: it must be "n:m" or "{Unstructured.kind}"')
         fits = self.nm is None or self.nm.fits(self.matrix)
-        require(fits, f"pattern={self.pattern!r} does not divide rows of {self.matrix[1]} weights")
+        require(fits, f"pattern={self.pattern!r}: m must divide the {self.matrix[1]} weights of a row")
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
-        known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        require(known, f"dtype={short(self.dtype)}: it is a floating-point type of torch")
+        valid = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        require(valid, f"dtype={short(self.dtype)}: it must be a floating-point type of torch")
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -74,9 +75,9 @@ class PackedLayer:
 
     @property
     def nm(self) -> NM | None:
-        """The pattern where it is n:m; None for all others, whose rows may differ in length."""
-        found = parse_pattern(self.pattern, None) if ":" in self.pattern else None
-        return found if isinstance(found, NM) else None
+        """The pattern if it is n:m; None for others, whose rows may have different numbers of values."""
+        pattern = parse_pattern(self.pattern, None) if ":" in self.pattern else None
+        return pattern if isinstance(pattern, NM) else None
 
     @property
     def codec(self) -> Codec:
@@ -84,11 +85,11 @@ class PackedLayer:
         return find_codec(self.format)
 
     def names(self, weight: str) -> list[str]:
-        """What the packed tensors of a weight of this name are called."""
+        """Names of the packed tensors of a weight."""
         return list(self.codec.names(weight).values())
 
     def pack(self, weight: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The packed tensors of a weight, by their names.
+        """Pack a weight into named tensors.
 
         Args:
             weight: its name.
@@ -105,10 +106,10 @@ class PackedLayer:
 
         Args:
             weight: the weight's name.
-            tensors: the packed ones by their names; others among them do not matter.
+            tensors: name → tensor; may include tensors of other weights.
 
         Raises:
-            MoonshotError: what is missing or does not fit.
+            MoonshotError: a tensor is missing or invalid.
         """
         self.codec.check(self.parts(weight, tensors), self.matrix, getattr(torch, self.dtype), self.nm)
 
@@ -117,10 +118,10 @@ class PackedLayer:
 
         Args:
             weight: its name.
-            tensors: the packed ones by their names, in any floating-point dtype; others among them do not matter.
+            tensors: name → tensor, in any floating-point dtype; may include tensors of other weights.
 
         Raises:
-            MoonshotError: a tensor is missing, or they are no weight of this shape.
+            MoonshotError: a tensor is missing, or they do not have this shape.
         """
         parts = self.parts(weight, tensors)
         self.codec.check(parts, self.matrix)
@@ -128,13 +129,14 @@ class PackedLayer:
         return dense.T.contiguous() if self.transposed else dense.view(self.shape)
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
-        """The packed tensors of a weight as its codec takes them, by their suffixes.
+        """The packed tensors of a weight, by suffix, for its codec.
 
         Args:
-            weight, tensors: as for `unpack`.
+            weight: its name.
+            tensors: as for `unpack`.
 
         Raises:
-            MoonshotError: one is missing.
+            MoonshotError: a tensor is missing.
         """
         names = self.codec.names(weight)
         missing = [name for name in names.values() if name not in tensors]
@@ -142,11 +144,11 @@ class PackedLayer:
         return {suffix: tensors[name] for suffix, name in names.items()}
 
     def stored_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a weight in a packed checkpoint, where it stays dense if that is smaller."""
+        """Bytes of a weight in a packed checkpoint, which stores it dense if that is smaller."""
         return min(tensor.nbytes, self.codec.packed_bytes(self.as_matrix(tensor), self.nm))
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
-        """[d_out, d_in] of a tensor of this `shape`."""
+        """A tensor of this `shape` as a matrix [d_out, d_in]."""
         return tensor.T if self.transposed else tensor.flatten(1)
 
 
@@ -155,5 +157,5 @@ def _read_shape(shape: Any) -> tuple[int, ...]:
     total = 1
     for size in shape if sizes else ():
         total *= size
-    require(sizes and total <= _LARGEST, f"shape={short(shape)}: it is a list of two or more sizes")
+    require(sizes and total <= _LARGEST, f"shape={short(shape)}: it must be a list of two or more sizes")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""A matrix on disk in as few bytes as its zeros allow, for results and weights that wait there."""
+"""Compact storage of matrices that are temporarily spilled to disk: packed where that is smaller."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +11,14 @@ from ..mapped import SpillFile
 from ..objective.patterns import Unstructured
 from .layer import PackedLayer
 
-Read = Callable[[str], Tensor]  # from a stored tensor's name to it
+Read = Callable[[str], Tensor]  # returns a stored tensor by its name
 
 
 def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """The tensors that stand for a matrix: packed where that is smaller, else the matrix itself.
+    """The tensors that represent a matrix: packed if that is smaller, else the matrix itself.
 
     Args:
-        name: of it; packed ones have suffixes after it.
+        name: of the matrix; packed tensors have suffixes in addition.
         matrix: [d_out, d_in] in host memory, floating point.
     """
     layer = _layer(matrix.shape, str(matrix.dtype).removeprefix("torch."))
@@ -28,16 +28,16 @@ def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode_spilled`, but for the sign of zeros.
+    """The inverse of `encode_spilled`, except for the sign of zeros.
 
     Args:
         name: of the matrix.
-        names: of the tensors that are there.
-        read: gives each of them.
+        names: of the stored tensors.
+        read: returns a stored tensor by its name.
         shape: d_out, d_in.
 
     Raises:
-        MoonshotError: a tensor is missing, or they are no matrix of this shape.
+        MoonshotError: a tensor is missing, or they do not have this shape.
     """
     if name in names:
         return read(name)
@@ -46,11 +46,11 @@ def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int
 
 
 def spill_matrix(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Tensor]:
-    """Write a matrix to disk, encode_spilled; what is returned reads it again.
+    """Write a matrix to disk; returns a function that reads it again.
 
     Args:
-        file: where it goes.
-        name: of it, for messages.
+        file: the destination.
+        name: of the matrix, for messages.
         matrix: [d_out, d_in] in host memory, floating point.
 
     Raises:

@@ -1,15 +1,15 @@
 """ALPS (Meng et al., arXiv 2406.07831) with row-specific Hessians: a mask by ADMM, then least squares on its support.
 
-With ``H_k = F_k + μI`` in coordinates where its diagonal is about 1, the weights are split in two copies, X free and D
-sparse, that a penalty ρ, growing, brings together:
+With ``H_k = F_k + μI``, scaled to a diagonal of about 1, ADMM splits the weights into an unconstrained copy X and a
+sparse copy D, which an increasing penalty ρ forces to agree:
 
-    x_k = (H_k + ρI)⁻¹ (H_k ŵ_k - v_k + ρ d_k),   D = the largest of X + V/ρ by the pattern,   V += ρ (X - D)
+    x_k = (H_k + ρI)⁻¹ (H_k ŵ_k - v_k + ρ d_k),   D = X + V/ρ projected to the pattern,   V += ρ (X - D)
 
-until the support stands still. All weights of the layer compete, and one that went may come back, which SparseGPT, that
-passes the columns once, cannot offer. The survivors are then fitted by conjugate gradients, which only lower the loss.
+until the support converges. All weights of the layer compete, and a removed weight may return, unlike in the single
+sweep of SparseGPT. The remaining weights are then fitted by conjugate gradients, each step of which lowers the loss.
 
-At λ = 1 the rows share H, and x is one product with its inverse. Below, that shared inverse is the preconditioner of a
-few steps of conjugate gradients, warm from the iteration before; no row needs a matrix of its own inverted.
+At λ = 1 the rows share H, and x is one product with its inverse. Otherwise, the inverse of the mean H preconditions a
+few steps of conjugate gradients, started from the previous iteration, so that no row needs an inverse of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ from .base import PrunedWeight, Solver, damped, finish, hyperparameter, register
 from .hyperparameters import damping_option
 from .sparsegpt import SparseGPT
 
-# How the penalty grows every third iteration, by the share of the survivors that changed places (ALPS, appendix B).
+# The penalty grows every third iteration: (least fraction of the support that changed, factor) (ALPS, appendix B).
 GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 EVERY = 3
-# The support stands still.
+# Fraction of the support below which a change counts as converged.
 SETTLED = 1e-4
-# Of the squared residual, where conjugate gradients end.
-REACHED = 1e-12
-# Factors of rows that pass a CPU together.
+# Squared residual, relative to the first, at which conjugate gradients stop.
+CONVERGED = 1e-12
+# Factors of rows in one slice on a CPU: about its second-level cache, since they are read twice.
 CACHE_BYTES = 2**20
 Operator = Callable[[Tensor], Tensor]
 
@@ -49,9 +49,9 @@ class ALPS(Solver):
 
     damping: float = damping_option()
     penalty: float = hyperparameter(0.1, help="ρ of the first iterations, for Hessians with a diagonal of 1", above=0)
-    iterations: int = hyperparameter(60, help="of ADMM at most; it ends once the mask stands still", least=1)
-    inner_steps: int = hyperparameter(3, help="of conjugate gradients in an iteration, where λ < 1", least=1)
-    refit_steps: int = hyperparameter(100, help="of conjugate gradients on the survivors at most", least=0)
+    iterations: int = hyperparameter(60, help="most iterations of ADMM; it stops once the mask converges", least=1)
+    inner_steps: int = hyperparameter(3, help="steps of conjugate gradients per iteration, where λ < 1", least=1)
+    refit_steps: int = hyperparameter(100, help="most steps of conjugate gradients on the remaining weights", least=0)
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
@@ -64,15 +64,15 @@ class ALPS(Solver):
             pattern: unstructured or n:m.
 
         Raises:
-            FactorizationError: none up to 1 sufficed.
+            FactorizationError: no damping up to 1 suffices.
         """
-        if not (objective.scales.a or objective.scales.b):  # nothing couples the weights
+        if not (objective.scales.a or objective.scales.b):  # no statistics: magnitude decides
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
         return damped(objective, self.damping, lambda ridge: self._split(System(objective, ridge), pattern))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
-        """SparseGPT's weights, in a fraction of the time: their losses are in about the same proportions.
+        """SparseGPT's weights, in a fraction of the time: their losses have about the same ratios between patterns.
 
         Args:
             objective: of the whole layer.
@@ -84,11 +84,7 @@ class ALPS(Solver):
         return SparseGPT(damping=self.damping).trials(objective, patterns)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: a dozen and more copies of the weights in float64, and the factors or matrices of the rows.
-
-        Args:
-            size, pattern: as said there.
-        """
+        """As `Solver.work`: over a dozen float64 copies of the weights, and the factors or matrices of the rows."""
         rows, d_in, rank = size.rows, size.inputs, size.rank
         inversions, products = d_in**3 * self.iterations / EVERY, self.iterations + self.refit_steps
         shared = 24 * size.groups * d_in**2 + 166 * size.weights
@@ -103,11 +99,11 @@ class ALPS(Solver):
         return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + rank))
 
     def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
-        """Pruned weight and `keep`."""
+        """Pruned weight and `keep`, both [d_out, d_in]."""
         dense = system.dense
         target = system.times(dense)
         free, image, sparse, dual = dense, target, dense, torch.zeros_like(dense)  # image: H_k free_k
-        before, rho = torch.ones_like(dense, dtype=torch.bool), self.penalty
+        previous, rho = torch.ones_like(dense, dtype=torch.bool), self.penalty
         for first in range(0, self.iterations, EVERY):
             inverse = system.inverse(rho)
             for _ in range(min(EVERY, self.iterations - first)):
@@ -118,10 +114,10 @@ class ALPS(Solver):
                 keep = pattern.keep(shifted.square())
                 sparse = torch.where(keep, shifted, 0)
                 dual = dual + rho * (free - sparse)
-            changed = float((keep != before).sum()) / 2 / max(1, int(keep.sum()))
+            changed = float((keep != previous).sum()) / 2 / max(1, int(keep.sum()))
             if changed < SETTLED:
                 break
-            before, rho = keep, rho * next(growth for share, growth in GROWTH if changed >= share)
+            previous, rho = keep, rho * next(growth for least, growth in GROWTH if changed >= least)
         return system.refit(sparse, keep, self.refit_steps), keep
 
 
@@ -129,7 +125,8 @@ class System:
     """The matrices ``H_k = S_k⁻¹ (F_k + μI) S_k⁻¹`` of all rows, for weights ``S_k w_k``, all in float64.
 
     S_k is diagonal, the product of a scale per input, which the rows of a group share, and one per row, such that the
-    diagonals of H_k are 1 on average over both.
+    diagonals of H_k are 1 on average over both: one penalty ρ then suits all weights. In float64, since ADMM
+    accumulates its dual over many iterations.
 
     Args:
         objective: of the whole layer.
@@ -145,21 +142,22 @@ class System:
         inputs = diagonal.mean(1, keepdim=True).sqrt()
         outputs = (diagonal / inputs.square()).mean(2, keepdim=True).sqrt()
         self.scale = (inputs * outputs).expand(-1, len(weight) // len(gram), -1).reshape(weight.shape)
-        # H_k in the mean over the rows, as far as it is known without a product of all rows. What is shared may be more
-        # than 1 where rows differ in size; less on its diagonal could leave it indefinite.
+        # The mean H_k over the rows: the shared part exactly, the Fisher terms only by their diagonal (of 1 in total),
+        # which needs no product over all rows. The diagonal of the shared part alone may exceed 1 where rows differ in
+        # scale; it is never lowered, which could make the matrix indefinite.
         self.mean = gram / inputs / inputs.mT * outputs.pow(-2).mean(1, keepdim=True)
         self.mean.diagonal(dim1=1, dim2=2).clamp_(min=1)
         self.weight, self.dense = weight, weight * self.scale
 
     def times(self, vectors: Tensor) -> Tensor:
-        """``H_k x_k`` of x [d_out, d_in]."""
+        """``H_k x_k`` for x [d_out, d_in]."""
         return self.rows.times(vectors / self.scale) / self.scale
 
     def inverse(self, rho: float) -> Tensor:
-        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]: where the rows share H, it is theirs.
+        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]; exact for every row at λ = 1.
 
         Raises:
-            FactorizationError: it does not exist.
+            FactorizationError: H + ρI is not positive definite.
         """
         shifted = self.mean.clone()
         shifted.diagonal(dim1=1, dim2=2).add_(rho)
@@ -170,18 +168,18 @@ class System:
     def solve(
         self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, image: Tensor, steps: int
     ) -> tuple[Tensor, Tensor]:
-        """``(H_k + ρI)⁻¹ r_k``, or so many steps towards it.
+        """``(H_k + ρI)⁻¹ r_k``, exactly at λ = 1, else approximately by conjugate gradients.
 
         Args:
             right: r, [d_out, d_in].
             rho: ρ.
-            inverse: as `inverse` gives it for ρ.
+            inverse: of `inverse` for ρ.
             start: [d_out, d_in].
             image: H_k times the start, [d_out, d_in].
-            steps: of conjugate gradients, where the rows do not share H.
+            steps: of conjugate gradients, if the rows do not share H.
 
         Returns:
-            The vectors and, where the rows do not share H, their images.
+            The solutions and, if the rows do not share H, their products with H_k, both [d_out, d_in].
         """
         if self.rows.shared:
             return _product(right, inverse), image
@@ -189,34 +187,34 @@ class System:
         def times(vectors: Tensor) -> Tensor:
             return self.times(vectors) + rho * vectors
 
-        found, rest = conjugate_gradients(
-            times, right - image - rho * start, start, steps, lambda rest: _product(rest, inverse)
+        solution, residual = conjugate_gradients(
+            times, right - image - rho * start, start, steps, lambda residual: _product(residual, inverse)
         )
-        return found, right - rest - rho * found
+        return solution, right - residual - rho * solution  # H_k x without another product
 
     def refit(self, sparse: Tensor, keep: Tensor, steps: int) -> Tensor:
-        """Least squares on a support; every row starts from the better of a sparse weight and the dense one masked.
+        """Least squares on a support; each row starts from the better of a sparse weight and the masked dense weight.
 
         Args:
-            sparse: [d_out, d_in] in the coordinates of H_k, 0 off `keep`.
+            sparse: [d_out, d_in] in the scaled coordinates of H_k, 0 where `keep` is False.
             keep: bool [d_out, d_in].
-            steps: of conjugate gradients at most, each of which lowers the loss of every row.
+            steps: most steps of conjugate gradients, each of which lowers the loss of every row.
 
         Returns:
-            The weight [d_out, d_in] in its own coordinates.
+            The weight [d_out, d_in] in the original coordinates.
 
         Raises:
             FactorizationError: a matrix is not positive definite.
         """
-        lost = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
-        pulls = torch.stack([self.times(each) for each in lost])  # half the gradient, downwards
-        losses = (lost * pulls).sum(2, keepdim=True)
+        errors = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
+        gradients = torch.stack([self.times(each) for each in errors])  # half the negative gradients
+        losses = (errors * gradients).sum(2, keepdim=True)
         better = losses[0] < losses[1]
-        start, pull = (torch.where(better, first, second) for first, second in (lost, pulls))
-        found, _ = conjugate_gradients(
-            lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -pull, 0), start, steps
+        start, gradient = (torch.where(better, first, second) for first, second in (errors, gradients))
+        error, _ = conjugate_gradients(
+            lambda vectors: torch.where(keep, self.times(vectors), 0), torch.where(keep, -gradient, 0), start, steps
         )
-        weight = self.weight - (found / self.scale).float()
+        weight = self.weight - (error / self.scale).float()
         check_factored(weight.isfinite().all())
         return weight
 
@@ -224,11 +222,11 @@ class System:
 class Rows(Protocol):
     """The matrices ``F_k + μI`` of all rows."""
 
-    shared: bool  # whether the rows of a group have the same
-    diagonal: Tensor  # theirs, [d_out, d_in] or [groups, 1, d_in], in float64
+    shared: bool  # whether the rows of a group have the same matrix
+    diagonal: Tensor  # of the matrices, [d_out, d_in] or [groups, 1, d_in], in float64
 
     def times(self, vectors: Tensor) -> Tensor:
-        """Of every row with its vector.
+        """The product of every row's matrix with its vector, [d_out, d_in].
 
         Args:
             vectors: [d_out, d_in] in float64.
@@ -236,7 +234,7 @@ class Rows(Protocol):
 
 
 class SharedRows:
-    """λ = 1: those of a group are the same.
+    """λ = 1: one matrix for all rows of a group.
 
     Args:
         gram: a·G + μI, [groups, d_in, d_in] in float64.
@@ -253,7 +251,7 @@ class SharedRows:
 
 
 class LowRankRows:
-    """One shared matrix, and the factors of what each row has of its own.
+    """A shared matrix plus a low-rank term per row.
 
     Args:
         gram: a·G + μI, [1, d_in, d_in] in float64.
@@ -268,18 +266,18 @@ class LowRankRows:
         self.diagonal = gram[0].diagonal() + squares.double()
 
     def times(self, vectors: Tensor) -> Tensor:
-        found, single = _product(vectors, self.gram), vectors.float()[:, None]
+        products, single = _product(vectors, self.gram), vectors.float()[:, None]
 
         def add(rows: slice) -> None:
             factors = self.factors[rows]  # read twice, the second time from the cache
-            found[rows] += ((single[rows] @ factors.mT) @ factors)[:, 0]
+            products[rows] += ((single[rows] @ factors.mT) @ factors)[:, 0]
 
         parallel_map(add, self.parts, vectors.device)
-        return found
+        return products
 
 
 class DenseRows:
-    """The matrices themselves.
+    """A matrix per row, in float32: their products are bound by memory bandwidth.
 
     Args:
         matrices: [d_out, d_in, d_in] in float32.
@@ -296,10 +294,10 @@ class DenseRows:
 
 
 def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
-    """The cheapest of the three; `gram` as for `SharedRows`."""
+    """The matrices in their cheapest form; `gram` as for `SharedRows`."""
     if not objective.scales.b:
         return SharedRows(gram)
-    fisher, device, (d_out, d_in) = objective.known_fisher, objective.weight.device, objective.weight.shape
+    fisher, device, (d_out, d_in) = objective.fisher_term, objective.weight.device, objective.weight.shape
     if len(gram) == 1 and fisher.rank < d_in:
         factors = torch.empty(d_out, fisher.rank, d_in, device=device)
         for rows in row_slices(slice(0, d_out), 4 * fisher.rank * d_in, device):
@@ -313,41 +311,41 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
 
 
 def _cached(values: Tensor) -> list[slice]:
-    """Rows of values [rows, …] in pieces that stay in a processor's cache; a GPU has all at once."""
+    """Slices of the rows of `values` [rows, …] that fit a CPU's cache; on a GPU a single one."""
     size = len(values) if is_gpu(values.device) else max(1, CACHE_BYTES * len(values) // values.nbytes)
     return split_range(0, len(values), size)
 
 
 def conjugate_gradients(
-    times: Operator, residual: Tensor, start: Tensor, steps: int, condition: Operator = lambda rest: rest
+    times: Operator, residual: Tensor, start: Tensor, steps: int, condition: Operator = lambda residual: residual
 ) -> tuple[Tensor, Tensor]:
-    """Steps towards the solution of one positive definite system per row, from a start; it ends once that is reached.
+    """Preconditioned conjugate gradients (Hestenes & Stiefel 1952) on one positive definite system per row.
 
     Args:
-        times: the systems' products with vectors [d_out, d_in].
-        residual: right side - times(start), [d_out, d_in].
-        start: [d_out, d_in].
-        steps: at most.
-        condition: an approximate inverse.
+        times: product of the systems with vectors [d_out, d_in].
+        residual: right-hand side - times(start), [d_out, d_in].
+        start: initial solution, [d_out, d_in].
+        steps: most steps; it stops earlier once all rows have converged.
+        condition: product of an approximate inverse with vectors [d_out, d_in].
 
     Returns:
-        Where they came, and the residual there.
+        The solution and its residual, both [d_out, d_in].
     """
-    found, direction = start, torch.zeros_like(start)
+    solution, direction = start, torch.zeros_like(start)
     first = before = torch.ones_like(start[:, :1])
     for number in range(steps):
         conditioned = condition(residual)
         now = (residual * conditioned).sum(1, keepdim=True)
         first = first if number else now
-        going = now > REACHED * first  # a row that is there would be led away by what rounding left
-        if number % EVERY == 0 and not bool(going.any()):
+        active = now > CONVERGED * first  # beyond convergence, steps would follow rounding errors
+        if number % EVERY == 0 and not bool(active.any()):  # the test synchronises with a GPU, so not at every step
             break
-        direction = conditioned + torch.where(going, now / before, 0) * direction
+        direction = conditioned + torch.where(active, now / before, 0) * direction
         image = times(direction)
         curvature = (direction * image).sum(1, keepdim=True)
-        length = torch.where(going & (curvature > 0), now / curvature, 0)
-        found, residual, before = found + length * direction, residual - length * image, now
-    return found, residual
+        length = torch.where(active & (curvature > 0), now / curvature, 0)
+        solution, residual, before = solution + length * direction, residual - length * image, now
+    return solution, residual
 
 
 def _product(vectors: Tensor, matrices: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""What a solver is: a frozen dataclass of hyperparameters that declares what it can do, registered under one name.
+"""The solver interface: a frozen dataclass of hyperparameters that declares its capabilities, registered by name.
 
-A new solver is a file with one class, which states only what differs from the defaults of `Solver`:
+To add a solver, add a file with one class that overrides only the defaults of `Solver` it needs to:
 
     @register_solver("mine")
     @dataclass(frozen=True)
     class Mine(Solver):
-        strength: float = hyperparameter(0.5, help="what it does", above=0)
+        strength: float = hyperparameter(0.5, help="its effect", above=0)
 
         patterns: ClassVar[tuple[type, ...]] = (Unstructured,)
 
@@ -13,8 +13,8 @@ A new solver is a file with one class, which states only what differs from the d
             ...
             return finish(objective, weight, keep)
 
-From then on ``MoonshotConfig(solver="mine")`` knows it and, through `solver_options`, its hyperparameters. Nothing in
-the package asks which class a solver is: all it does for one follows from what the class declares.
+``MoonshotConfig(solver="mine")`` then accepts it, and its hyperparameters through `solver_options`. The rest of the
+package never tests for a particular class: it reads the declared capabilities only.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class PrunedWeight:
-    """One pruned matrix. `notes` say everything about the run that a user should know."""
+    """One pruned matrix; `notes` are messages for the user, printed in the report."""
 
     weight: Tensor  # [d_out, d_in], zero wherever not keep
-    keep: Tensor  # bool [d_out, d_in], True = survives
-    damping: float  # the damping it took, 0 where a solver uses none
+    keep: Tensor  # bool [d_out, d_in], True where the weight survives
+    damping: float  # that the factorisations needed; 0 for solvers without damping
     notes: tuple[str, ...] = ()
 
 
 class Solver(ABC):
-    """What every solver declares, with the defaults; hyperparameters are the fields of its own dataclass."""
+    """Base class of the solvers: the capabilities with their defaults. Subclasses add hyperparameters as fields."""
 
-    # The classes of patterns that `solve` takes: of `Unstructured`, `NM`, `Structured` and `Experts`.
+    # Supported classes of patterns: of `Unstructured`, `NM`, `Structured` and `Experts`.
     patterns: ClassVar[tuple[type[Pattern], ...]]
-    # What `solve` works on, and so what is gathered: `Quadratic`, from G and the Fisher term of the rows or of their
-    # column blocks, or `DiagonalQuadratic`, from their diagonals alone.
+    # The class that `solve` takes, and so the statistics that are collected: G and the Fisher term of the rows or their
+    # column blocks for `Quadratic`, only the diagonals for `DiagonalQuadratic`.
     objective: ClassVar[type[Objective]] = Quadratic
-    # Whether rows may come in groups that read inputs of their own, as in grouped convolutions.
+    # Whether rows may be in groups with separate inputs, as in grouped convolutions.
     grouped: ClassVar[bool] = False
-    # False: the weights alone decide, and calibration data only serve the report.
+    # False where the mask depends on the weights alone, and calibration data only on losses in the report.
     calibrated: ClassVar[bool] = True
-    # Whether it ranks removals: one elimination then serves every sparsity, and a layer whose statistics exceed the
-    # memory is solved in chunks of rows. Such a solver has the methods of `ranked.Ranked`, and its ``damping``.
+    # Whether it ranks removals: one elimination then yields every sparsity, and a layer whose statistics exceed memory
+    # can be solved in chunks of rows. Requires the methods of `ranked.Ranked` and a field ``damping``.
     ranks: ClassVar[bool] = False
-    # Whether the rows of a matrix meet only in `Pattern.keep`: several processes may then solve some rows each. Such a
-    # solver has `attempt`, as `sparsegpt.SparseGPT` has it, and a ``damping``.
+    # Whether rows interact only through `Pattern.keep`: rows can then be solved in shards. Requires `attempt`, as in
+    # `sparsegpt.SparseGPT`, and a field ``damping``.
     by_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class Solver(ABC):
         check_options(type(self), values, type(self).__name__)
 
     def column_block(self, d_in: int, pattern: Pattern) -> int | None:
-        """Inputs of a column block of the quadratic: all others of its row are left out. None: all of d_in together.
+        """Number of inputs in each diagonal block of the quadratic; None keeps the whole matrices.
 
         Args:
             d_in: inputs of the layer.
-            pattern: that it is pruned by.
+            pattern: the pruning pattern.
 
         Returns:
             A divisor of d_in, a multiple of the pattern's width; or None.
@@ -97,26 +97,26 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, objective: Any, pattern: Any) -> PrunedWeight:
-        """One layer's pruned weight.
+        """Prune one layer.
 
         Args:
-            objective: of the class that `objective` names, with the layer's dense weight; of `Experts` a `Removal`, and
-                the weight is one row, [1, experts].
-            pattern: of one of the classes in `patterns`; it fits the weight.
+            objective: an instance of the class in `objective`, which includes the dense weight; for `Experts` a
+                `Removal`, whose weight is one row, [1, experts].
+            pattern: an instance of one of `patterns` that fits the weight.
 
         Raises:
             FactorizationError: the quadratic stays singular at the largest damping.
         """
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """What `solve` takes, for a plan made before there is any data; here a guess that suits most.
+        """Estimate the memory and time of `solve` before any data is read; the default suits most solvers.
 
-        A solver that holds more says so: bytes at the peak beside the statistics and the layer's own weight, but with
-        the objective's float32 copy of it, and a number of operations that grows as its time does.
+        The bytes are those at the peak without the statistics and the layer's weight, but with the objective's float32
+        copy of it. The operations need only be proportional to the time.
 
         Args:
             size: of the matrix and its statistics.
-            pattern: that it is pruned by.
+            pattern: the pruning pattern.
         """
         if self.objective.diagonal_only:
             return Work(24 * size.weights, size.weights)
@@ -124,16 +124,14 @@ class Solver(ABC):
         return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.rank))
 
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
-        """Pruned weights by several patterns of one class, to compare their losses: those of `solve` up to rounding.
-
-        A solver that can share work between them says how; here each is solved.
+        """Prune by several patterns of one class, to compare their losses; override it where they can share work.
 
         Args:
             objective: as for `solve`.
             patterns: one or more.
 
         Returns:
-            [d_out, d_in] for each.
+            The weight [d_out, d_in] for each pattern, as from `solve` up to rounding.
 
         Raises:
             FactorizationError: as `solve`.
@@ -141,9 +139,8 @@ class Solver(ABC):
         return [self.solve(objective, pattern).weight for pattern in patterns]
 
 
-# The methods of a solver that ranks removals, as `ranked.Ranked` has them.
+# Methods that `ranks` and `by_rows` require.
 RANKING = ("rank", "minimise", "solve_path")
-# That of one whose rows are solved apart.
 BY_ROWS = ("attempt",)
 
 _SOLVERS: dict[str, type[Solver]] = {}
@@ -151,13 +148,13 @@ C = TypeVar("C", bound=type[Any])
 
 
 def register_solver(name: str) -> Callable[[C], C]:
-    """Class decorator: makes a solver known to ``MoonshotConfig(solver=name)``.
+    """Class decorator that registers a solver for ``MoonshotConfig(solver=name)``.
 
-    A class that does not derive from `Solver` has its defaults for whatever it leaves out.
+    A class that does not derive from `Solver` receives the defaults of `Solver` for the capabilities it lacks.
 
     Raises:
         ValueError: the name is taken.
-        MoonshotError: the class declares too little, or what no solver can have.
+        MoonshotError: the class lacks a required member, or declares an invalid one.
     """
 
     def register(cls: C) -> C:
@@ -174,57 +171,60 @@ def register_solver(name: str) -> Callable[[C], C]:
 
 
 def _check_declared(cls: type[Any]) -> None:
-    """Raise `MoonshotError` unless a class says everything that the package will ask of it."""
-    own, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
+    """Raise `MoonshotError` unless a class has all members that its capabilities require, each of a valid type."""
+    owner, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
     needed = ("patterns", "solve", *(RANKING if cls.ranks else ()), *(BY_ROWS if cls.by_rows else ()))
     lacks = [name for name in needed if not hasattr(cls, name) or name in abstract]
     lacks += ["the hyperparameter damping"] if (cls.ranks or cls.by_rows) and "damping" not in options else []
-    why = ", which a solver with by_rows=True has (solvers/sparsegpt.py)" if cls.by_rows else ""
-    why = ", which a solver with ranks=True has (solvers/ranked.py)" if cls.ranks else why
-    require(not lacks, f"{own} lacks {', '.join(lacks)}{why}: declare it as `Solver` in solvers/base.py says")
+    why = ", which by_rows=True requires (solvers/sparsegpt.py)" if cls.by_rows else ""
+    why = ", which ranks=True requires (solvers/ranked.py)" if cls.ranks else why
+    require(not lacks, f"{owner} lacks {', '.join(lacks)}{why}", hint="see `Solver` in solvers/base.py")
     kinds = {kind.__name__: kind for kind in get_args(Pattern)}
-    known = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
-    require(known and bool(cls.patterns), f"{own}.patterns={cls.patterns!r}: give a tuple of {', '.join(kinds)}")
+    valid = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
+    usage = f"give a tuple of {', '.join(kinds)}"
+    require(valid and bool(cls.patterns), usage, field=f"{owner}.patterns", value=cls.patterns)
     objectives = {kind.__name__: kind for kind in get_args(Objective)}
-    known = cls.objective in objectives.values()
-    require(known, f"{own}.objective={cls.objective!r}: give {' or '.join(objectives)}")
+    usage = f"give {' or '.join(objectives)}"
+    require(cls.objective in objectives.values(), usage, field=f"{owner}.objective", value=cls.objective)
     for name in ("grouped", "calibrated", "ranks", "by_rows"):
         value = getattr(cls, name)
-        require(isinstance(value, bool), f"{own}.{name}={value!r}: give True or False")
+        require(isinstance(value, bool), "give True or False", field=f"{owner}.{name}", value=value)
     for name in ("ranks", "by_rows"):
         require(
             not (getattr(cls, name) and cls.objective.diagonal_only),
-            f"{own}.objective={cls.objective.__name__}: a solver with {name}=True works on a Quadratic",
+            f"{name}=True requires a Quadratic",
+            field=f"{owner}.objective",
+            value=cls.objective,
         )
 
 
 def solver_names(*kinds: type[Pattern]) -> list[str]:
-    """The solvers registered so far; those of other packages join when they are asked for.
+    """The names of the solvers registered so far; entry points of other packages load on first use.
 
     Args:
-        kinds: classes of patterns, one of which the solvers take; none are those that choose weights of a matrix.
+        kinds: classes of patterns, of which the solvers support at least one; by default all that prune matrices.
     """
     wanted = kinds or (Unstructured, NM, Structured)
     return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, wanted) for kind in cls.patterns))
 
 
 def solver_class(name: str) -> type[Solver]:
-    """The solver registered under a name, if need be by the package that names it as an entry point.
+    """The solver registered under a name; loads the entry point of that name if there is one.
 
     Raises:
         MoonshotError: no such solver, or one whose package cannot be imported.
     """
     if isinstance(name, str) and name not in _SOLVERS and load_entry_point(name):
-        told = f"solver={name!r}: it is an entry point of an installed package, which registers no solver of this name"
-        require(name in _SOLVERS, told)
+        message = "the entry point of this name in an installed package registers no solver of this name"
+        require(name in _SOLVERS, message, field="solver", value=name)
     if not isinstance(name, str) or name not in _SOLVERS:
-        known = sorted({*_SOLVERS, *entry_point_names()})
-        raise MoonshotError(f"solver={name!r}: use one of {', '.join(known)}")
+        names = sorted({*_SOLVERS, *entry_point_names()})
+        raise MoonshotError(f"use one of {', '.join(names)}", field="solver", value=name)
     return _SOLVERS[name]
 
 
 def solver_options(name: str) -> dict[str, dataclasses.Field[Any]]:
-    """The hyperparameters of a registered solver, by name: ``type``, ``default`` and ``metadata["help"]`` of each.
+    """The hyperparameters of a registered solver by name, each with ``type``, ``default`` and ``metadata["help"]``.
 
     Raises:
         MoonshotError: no such solver.
@@ -233,15 +233,15 @@ def solver_options(name: str) -> dict[str, dataclasses.Field[Any]]:
 
 
 def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
-    """A registered solver with some of its hyperparameters; the others have their defaults.
+    """Make a registered solver; hyperparameters that are not in `options` have their defaults.
 
     Args:
         name: of the solver.
         options: hyperparameter → value.
 
     Raises:
-        MoonshotError: no such solver or hyperparameter, or a value that it cannot have; also where the solver itself
-            refuses them with a `ValueError`.
+        MoonshotError: no such solver or hyperparameter, or an invalid value, also where the solver's own constructor
+            raises a `ValueError`.
     """
     cls = solver_class(name)
     check_options(cls, options, f"solver={name!r}")
@@ -250,46 +250,48 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
     except MoonshotError:
         raise
     except ValueError as error:
-        raise MoonshotError(f"solver={name!r}: {reason(error)}") from error
+        raise MoonshotError(reason(error), field="solver", value=name) from error
 
 
 def finish(
-    objective: Objective, weight: Tensor, keep: Tensor, damping: float = 0.0, asked: float = 0.0
+    objective: Objective, weight: Tensor, keep: Tensor, damping: float = 0.0, initial: float = 0.0
 ) -> PrunedWeight:
-    """A `PrunedWeight` with exact zeros off `keep`, the objective's own notes, and one on damping beyond the asked.
+    """The `PrunedWeight` with exact zeros where `keep` is False, and the notes of `notes_of`.
 
     Args:
-        objective: that was solved.
+        objective: of the layer.
         weight: [d_out, d_in].
         keep: bool [d_out, d_in].
-        damping: that it took, 0 without one.
-        asked: the hyperparameter.
+        damping: that the factorisations needed; 0 without damping.
+        initial: the hyperparameter ``damping``.
     """
-    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, notes_of(objective, damping, asked))
+    return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, notes_of(objective, damping, initial))
 
 
-def notes_of(objective: Objective, damping: float = 0.0, asked: float = 0.0) -> tuple[str, ...]:
-    """The objective's own notes, and one on damping beyond the asked.
+def notes_of(objective: Objective, damping: float = 0.0, initial: float = 0.0) -> tuple[str, ...]:
+    """The objective's notes, and one on damping above the initial value.
 
     Args:
-        objective, damping, asked: as for `finish`.
+        objective: of the layer.
+        damping: that the factorisations needed.
+        initial: the hyperparameter ``damping``.
     """
-    raised = () if damping == asked else (f"damping raised from {asked:g} to {damping:g}",)
+    raised = () if damping == initial else (f"damping raised from {initial:g} to {damping:g}",)
     return objective.scales.notes + raised
 
 
-def damped(objective: Quadratic, asked: float, attempt: Callable[[float], tuple[Tensor, Tensor]]) -> PrunedWeight:
-    """What `attempt` finds at the smallest damping, of the asked times a power of ten, at which all factors exist.
+def damped(objective: Quadratic, initial: float, attempt: Callable[[float], tuple[Tensor, Tensor]]) -> PrunedWeight:
+    """Solve at the smallest damping, `initial` times a power of ten up to 1, at which all factorisations succeed.
 
     Args:
-        objective: that is solved.
-        asked: the hyperparameter, in (0, 1].
-        attempt: gets what is added to the diagonal of every F_k; it returns the pruned weight and `keep`, both
+        objective: of the layer.
+        initial: the hyperparameter ``damping``, in (0, 1].
+        attempt: called with the number to add to the diagonal of every F_k; returns the pruned weight and `keep`, both
             [d_out, d_in], or raises `FactorizationError`.
 
     Raises:
-        FactorizationError: no damping up to 1 sufficed.
+        FactorizationError: no damping up to 1 suffices.
     """
     unit = objective.damping_unit
-    (weight, keep), damping = escalate(asked, lambda damping: attempt(damping * unit))
-    return finish(objective, weight, keep, damping, asked)
+    (weight, keep), damping = escalate(initial, lambda damping: attempt(damping * unit))
+    return finish(objective, weight, keep, damping, initial)

@@ -1,7 +1,7 @@
 """CAP (Kuznedelev et al., arXiv 2210.09223) with both objectives: greedy OBS on column blocks.
 
-A row's inputs fall into blocks of consecutive ones, each with a quadratic of its own. A block's removals are ranked,
-with those of all blocks of the layer, by their cumulative loss.
+Each row is split into blocks of consecutive inputs, and each block has its own quadratic. The removals of all blocks
+of the layer are ranked together by cumulative loss.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from .ranked import Ranked
 class CAP(Ranked):
     """Comparison group: the layer. `damping` p adds ``p·mean(diag)`` to the diagonal of every block's matrix.
 
-    `block_size` is the most inputs that a column block may have: they are the largest divisor of d_in up to there (for
-    n:m, among the multiples of m).
+    `block_size` bounds the inputs of a column block, which has the largest divisor of d_in up to that size (for n:m,
+    among the multiples of m).
     """
 
-    # The default is that of the original, for DeiT.
-    block_size: int = hyperparameter(192, help="the most inputs of a row that have a quadratic together", least=1)
+    # 192 is the value of the original implementation, for DeiT.
+    block_size: int = hyperparameter(192, help="largest number of inputs in a column block", least=1)
 
     cumulative: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
-"""Solvers of other installed packages, imported when a configuration asks for one.
+"""Solvers of other installed packages, imported when a configuration names one.
 
-A package names the module that registers a solver under the solver's name, in its ``pyproject.toml``:
+A package declares the module that registers a solver in its ``pyproject.toml``, under the solver's name:
 
     [project.entry-points."optimum_moonshot.solvers"]
     mine = "my_package.my_solver"
@@ -14,24 +14,24 @@ GROUP = "optimum_moonshot.solvers"
 
 
 def entry_point_names() -> list[str]:
-    """The solvers that installed packages have, without importing any."""
+    """Names of the solvers in installed packages; imports none of them."""
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
 def load_entry_point(name: str) -> bool:
-    """Import what registers a solver, if an installed package has one of this name.
+    """Import the module that registers a solver, if an installed package declares one of this name.
 
     Returns:
-        Whether there is such a package.
+        Whether a package declares it.
 
     Raises:
-        MoonshotError: the import fails; it names the package's object.
+        MoonshotError: the import fails.
     """
     points = entry_points(group=GROUP, name=name)
     for point in points:
         try:
             point.load()
-        except Exception as error:  # whatever the code of another package raises
-            place = f"the entry point {point.value!r} of an installed package"
-            raise MoonshotError(f"solver={name!r}: {place} cannot be imported ({reason(error)})") from error
+        except Exception as error:  # code of another package can raise anything
+            message = f"the entry point {point.value!r} of an installed package cannot be imported ({reason(error)})"
+            raise MoonshotError(message, field="solver", value=name) from error
     return bool(points)

@@ -1,4 +1,4 @@
-"""The baseline for whole experts: those that the router sends the fewest tokens go."""
+"""The baseline for whole experts: removes those to which the router sends the fewest tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,15 +6,15 @@ from typing import ClassVar
 from ..objective.patterns import Experts
 from ..objective.removal import Removal
 from .base import PrunedWeight, Solver, register_solver
-from .subsets import chosen
+from .subsets import expert_mask
 
 
 @register_solver("frequency")
 @dataclass(frozen=True)
 class Frequency(Solver):
-    """No hyperparameters; the comparison group is the mixture, or a group of its router."""
+    """No hyperparameters; the comparison group is the mixture, or an expert group of its router."""
 
     patterns: ClassVar[tuple[type, ...]] = (Experts,)
 
     def solve(self, objective: Removal, pattern: Experts) -> PrunedWeight:
-        return chosen(objective, pattern.keep(objective.tokens))
+        return expert_mask(objective, pattern.keep(objective.tokens))

@@ -1,7 +1,7 @@
-"""The hyperparameters of a solver: fields of its dataclass, each a number, a truth value or a string with bounds.
+"""Hyperparameters of a solver: fields of its dataclass, each a number with optional bounds, a bool or a string.
 
-A configuration and the command line read names, types, defaults, bounds and help from the fields alone, so that a
-solver states each of them once.
+The configuration and the command line read names, types, defaults, bounds and help from the fields, so each is declared
+once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from ..errors import MoonshotError, require
 from ..objective.linalg import MAX_DAMPING
 
-# What a hyperparameter may be: what JSON and a command line can carry. Each may also be None, where its type says so.
+# Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
 KINDS = (bool, int, float, str)
-NONE = "none"  # how a command line writes None
+NONE = "none"  # None on a command line
 
 
 def hyperparameter(
@@ -34,63 +34,66 @@ def hyperparameter(
     """A field of a solver's dataclass, such as ``damping: float = hyperparameter(0.01, help="…", above=0, most=1)``.
 
     Args:
-        default: its value where none is given.
-        help: what it is, for the command line; without the default.
-        least: the smallest value.
-        most: the largest value.
-        above: what every value exceeds.
+        default: the default value.
+        help: a description for the command line, without the default.
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        above: an exclusive lower bound.
     """
     bounds = {"least": least, "most": most, "above": above}
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
-    return dataclasses.field(default=default, metadata={"help": help, **given})
+    declared = {name: bound for name, bound in bounds.items() if bound is not None}
+    return dataclasses.field(default=default, metadata={"help": help, **declared})
 
 
 def damping_option() -> Any:
-    """The field ``damping`` of a solver that factors its Hessians, and grows it where that fails."""
-    help = "share of the mean diagonal added to a Hessian before it is factored; it grows tenfold where that fails"
+    """The field ``damping`` of a solver that factors its Hessians, with tenfold increase on failure."""
+    help = "fraction of the mean diagonal added to a Hessian before it is factored; increased tenfold on failure"
     return hyperparameter(0.01, help=help, above=0, most=MAX_DAMPING)
 
 
 def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """The hyperparameters of a solver's dataclass by name; each has its type as ``type``, and ``metadata["help"]``.
+    """The hyperparameters of a solver's dataclass by name, with ``type`` resolved and a ``metadata["help"]``.
 
     Raises:
-        MoonshotError: the class is no dataclass, or a field of it has no default, a type that no command line can
-            give, or a default that is out of its own bounds.
+        MoonshotError: the class is not a dataclass, or a field has no default, an unsupported type, or a default out of
+            bounds.
     """
     require(
-        dataclasses.is_dataclass(cls), f"{cls.__name__} is no dataclass: put @dataclass(frozen=True) under its name"
+        dataclasses.is_dataclass(cls),
+        f"{cls.__name__} is not a dataclass",
+        hint="put @dataclass(frozen=True) under @register_solver",
     )
     try:
         hints = typing.get_type_hints(cls)
     except NameError as error:
         raise MoonshotError(f"{cls.__name__}: an annotation cannot be read ({error})") from None
-    found = {}
+    options = {}
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        option = copy.copy(field)  # the class keeps its own, where the type may be a string
+        option = copy.copy(field)  # the class needs its own unchanged; its type may be a string
         option.type = hints[field.name]
         option.metadata = types.MappingProxyType({"help": "", **field.metadata})
         _check_declaration(cls, option)
-        found[field.name] = option
-    return found
+        options[field.name] = option
+    return options
 
 
 def _check_declaration(cls: type, option: dataclasses.Field[Any]) -> None:
     name = f"{cls.__name__}.{option.name}"
     kind, _ = _kind(option)
     allowed = ", ".join(kind.__name__ for kind in KINDS)
-    require(kind in KINDS, f"{name} has the type {option.type}: use one of {allowed}, or one of these | None")
-    require(option.default is not dataclasses.MISSING, f"{name} has no default: give it one")
+    usage = f"use one of {allowed}, or one of these | None"
+    require(kind in KINDS, f"{name} has the type {option.type}", hint=usage)
+    require(option.default is not dataclasses.MISSING, f"{name} has no default", hint="add one")
     try:
         check_option(option, option.default)
     except MoonshotError as error:
-        raise MoonshotError(f"{cls.__name__}: the default {error}") from None
+        raise error.within(f"{cls.__name__}: default") from None
 
 
 def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
-    """The type of a hyperparameter without None, and whether it may be None."""
+    """The type of a hyperparameter without None, and whether None is allowed."""
     union = typing.get_origin(option.type) in (typing.Union, types.UnionType)
     kinds = typing.get_args(option.type) if union else (option.type,)
     others = [kind for kind in kinds if kind is not type(None)]
@@ -98,7 +101,7 @@ def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
 
 
 def _wanted(option: dataclasses.Field[Any]) -> str:
-    """What a value has to be, for a message."""
+    """The valid values in words, for a message."""
     kind, optional = _kind(option)
     nouns = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
     words = {"above": "above", "least": "at least", "most": "at most"}
@@ -108,11 +111,11 @@ def _wanted(option: dataclasses.Field[Any]) -> str:
 
 
 def check_option(option: dataclasses.Field[Any], value: Any) -> None:
-    """Raise `MoonshotError` unless a hyperparameter may have a value; the message names both, and what it may be.
+    """Raise `MoonshotError` unless a value is valid for a hyperparameter.
 
     Args:
         option: one of `options_of`.
-        value: of any type; a whole number serves where a number is asked for.
+        value: of any type; an int is valid for a float.
     """
     kind, optional = _kind(option)
     if value is None and optional:
@@ -125,33 +128,34 @@ def check_option(option: dataclasses.Field[Any], value: Any) -> None:
             and bounds.get("least", -math.inf) <= value <= bounds.get("most", math.inf)
             and value > bounds.get("above", -math.inf)
         )
-    require(ok, f"{option.name}={value!r}: give {_wanted(option)}")
+    require(ok, f"give {_wanted(option)}", field=option.name, value=value)
 
 
 def check_options(cls: type, values: Mapping[str, Any], owner: str) -> None:
-    """Raise `MoonshotError` unless a solver has hyperparameters of these names and may have these values.
+    """Raise `MoonshotError` unless a solver has hyperparameters of these names and the values are valid.
 
     Args:
         cls: the solver's dataclass.
-        values: by name; not every hyperparameter needs one.
-        owner: how a message calls the solver, such as ``solver='obc'``.
+        values: name → value, of any of the hyperparameters.
+        owner: the solver in messages, such as ``solver='obc'``.
     """
     options = options_of(cls)
     for name, value in values.items():
-        listed = ", ".join(options) or "none"
-        require(name in options, f"{name}={value!r}: {owner} has no such hyperparameter; it has {listed}")
+        if name not in options:
+            hint = f"it has {', '.join(options) or 'none'}"
+            raise MoonshotError(f"{owner} has no such hyperparameter", field=name, value=value, hint=hint)
         check_option(options[name], value)
 
 
 def parse_option(option: dataclasses.Field[Any], text: str) -> Any:
-    """The value of a hyperparameter that a command line gives as text, checked.
+    """Parse and check the value of a hyperparameter from a command line.
 
     Args:
         option: one of `options_of`.
-        text: a number, "true" or "false", any string; "none" for None, where the type allows it.
+        text: a number, "true" or "false", or any string; "none" for None, if the type allows it.
 
     Raises:
-        MoonshotError: the text is no such value, or one out of bounds.
+        MoonshotError: the value has another type or is out of bounds.
     """
     kind, optional = _kind(option)
     value: Any = text
@@ -160,7 +164,7 @@ def parse_option(option: dataclasses.Field[Any], text: str) -> Any:
     elif kind is bool:
         value = {"true": True, "false": False}.get(text.lower(), text)
     elif kind in (int, float):
-        with contextlib.suppress(ValueError):  # the text itself is what the message shows
+        with contextlib.suppress(ValueError):  # check_option then reports the text itself
             value = kind(text)
     check_option(option, value)
     return value

@@ -1,6 +1,6 @@
-"""Magnitude pruning, the baseline that needs no data: the smallest |w| of the whole layer go.
+"""Magnitude pruning, the baseline without data: removes the smallest |w| of the whole layer.
 
-Structured, the columns with the smallest Σ|w| (the ℓ₁ norm of Li et al., arXiv 1608.08710).
+The structured variant removes the columns with the smallest Σ|w| (the ℓ₁ norm of Li et al., arXiv 1608.08710).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .base import PrunedWeight, Solver, finish, register_solver
 @register_solver("magnitude")
 @dataclass(frozen=True)
 class Magnitude(Solver):
-    """No hyperparameters; the comparison group is the layer, and the surviving weights stay as they are."""
+    """No hyperparameters; the comparison group is the layer, and the surviving weights do not change."""
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
     grouped: ClassVar[bool] = True

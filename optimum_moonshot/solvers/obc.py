@@ -1,6 +1,6 @@
 """OBC (Frantar & Alistarh, arXiv 2208.11580, "ExactOBS") with row-specific Hessians.
 
-Every row is one quadratic, eliminated greedily; the layer's removals are ranked by the loss of each on its own.
+Each row is one quadratic, eliminated greedily; the removals of the layer are ranked by their individual losses.
 """
 
 from dataclasses import dataclass

@@ -1,19 +1,21 @@
-"""OSSCAR (Meng et al., arXiv 2403.12983) with row-specific Hessians: whole input columns go, the same for all rows.
+"""OSSCAR (Meng et al., arXiv 2403.12983) with row-specific Hessians: removes the same input columns from all rows.
 
-Greedy: remove the group g of columns with the least ``Σ_k w_kgᵀ ([F_k⁻¹]_gg)⁻¹ w_kg`` and update all rows; at the end
-the survivors are the quadratic's minimiser, ``w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P``. With ``S₀ = aG + μI`` and J = S₀⁻¹,
+Greedy: remove the group g of columns with the smallest ``Σ_k w_kgᵀ ([F_k⁻¹]_gg)⁻¹ w_kg``, and update all rows. At the
+end the remaining columns S are set to the quadratic's minimiser, ``w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P``. With ``S₀ = aG + μI``
+and J = S₀⁻¹, restricted to the remaining columns,
 
     F_k⁻¹ = J - b P_k M_k⁻¹ P_kᵀ        P_k = J A_k,   M_k = I + b A_kᵀ J A_k
 
-on what survives, so that no row needs a matrix of d_in². Removing g with ``u = J_:g L⁻ᵀ`` and ``q_k = L⁻¹ P_k,g:``,
-where ``L Lᵀ = J_gg``, takes u uᵀ off J, u q_k off P_k and b q_kᵀ q_k off M_k. The first two wait as U and Q_k, and
-follow in one product every `WAITING` columns. What is left of a removal is one reading of P_k, which therefore lies in
-memory as its transpose: x P_kᵀ for a few rows x is several times faster than P_k xᵀ.
+so no row needs a d_in × d_in matrix. Removing g with ``u = J_:g L⁻ᵀ`` and ``q_k = L⁻¹ P_k,g:``, where ``L Lᵀ = J_gg``,
+subtracts u uᵀ from J, u q_k from P_k and b q_kᵀ q_k from M_k. The updates of J and P_k are deferred as U and Q_k and
+applied in one matrix product every `WAITING` columns, as rank-1 updates are bound by memory bandwidth. A removal then
+only reads P_k once. P_k is stored transposed, since x P_kᵀ is several times faster than P_k xᵀ for few rows x.
 
-Of a mixture, whole experts go; subsets.py has the search.
+For mixtures of experts, `subsets` searches for the experts to remove.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -28,14 +30,15 @@ from ..objective.row_slices import row_slices
 from .base import PrunedWeight, Solver, damped, register_solver
 from .hyperparameters import damping_option, hyperparameter
 from .sparsegpt import SINGLE_LAM
-from .subsets import best_subset, chosen
+from .subsets import best_subset, expert_mask
 
-# Columns whose removal waits, and the share of dead ones that is worth a copy without them.
+# Columns whose updates are deferred.
 WAITING = 64
+# Fraction of removed columns that is worth a copy without them.
 DEAD = 0.25
-# Largest condition number of an M_k, by its bound, that takes its row's state in float32.
+# Largest bound on the condition number of an M_k for which float32 suffices for the state of the rows.
 SINGLE_CONDITION = 256.0
-# The survivors solve their equations up to this share of the right-hand side.
+# Largest residual of the minimiser's equations, relative to the right-hand side.
 RESIDUAL = 1e-6
 
 
@@ -44,27 +47,27 @@ RESIDUAL = 1e-6
 class OSSCAR(Solver):
     """Comparison group: the layer's column groups. `damping` p adds μ = p·mean(diag G)/L_R(0) to F_k's diagonal.
 
-    Of experts, all choices are tried where there are at most `exact`; damping has no effect on them.
+    For experts, all subsets are evaluated if there are at most `exact`; damping has no effect.
     """
 
     damping: float = damping_option()
-    exact: int = hyperparameter(5000, help="all choices of experts are tried where there are at most so many", least=0)
+    exact: int = hyperparameter(5000, help="evaluate all subsets of experts if there are at most this many", least=0)
 
     patterns: ClassVar[tuple[type, ...]] = (Structured, Experts)
 
     def solve(self, objective: Quadratic | Removal, pattern: Structured | Experts) -> PrunedWeight:
-        """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
+        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
 
         Args:
-            objective: of the whole layer; of experts a `Removal`.
-            pattern: how many columns go together, and the share of them to remove; or which share of experts.
+            objective: of the whole layer; a `Removal` for experts.
+            pattern: the columns of a group and the fraction of groups to remove, or the fraction of experts.
 
         Raises:
-            FactorizationError: none up to 1 sufficed.
+            FactorizationError: no damping up to 1 suffices.
         """
         if isinstance(pattern, Experts):
             assert isinstance(objective, Removal)
-            return chosen(objective, best_subset(objective, pattern, self.exact))
+            return expert_mask(objective, best_subset(objective, pattern, self.exact))
         assert isinstance(objective, Quadratic)
 
         def attempt(ridge: float) -> tuple[Tensor, Tensor]:
@@ -74,11 +77,7 @@ class OSSCAR(Solver):
         return damped(objective, self.damping, attempt)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the shared inverse; of every row P_k, in both precisions for a time, and M_k.
-
-        Args:
-            size, pattern: as said there.
-        """
+        """As `Solver.work`: the shared inverse, and for every row P_k (at times in both precisions) and M_k."""
         rows, d_in, rank = size.rows, size.inputs, size.rank
         shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
         if not rank:
@@ -91,15 +90,15 @@ class OSSCAR(Solver):
 
 
 def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
-    """Remove column groups one by one, each time the one that costs least.
+    """Remove column groups greedily by cost.
 
     Args:
         objective: of the whole layer.
-        pattern: how many columns a group has, and the share of groups to remove.
-        ridge: what is added to the diagonal of every F_k.
+        pattern: the columns of a group, and the fraction of groups to remove.
+        ridge: added to the diagonal of every F_k.
 
     Returns:
-        The pruned weight [d_out, d_in], and which column groups survive, bool [d_in / group].
+        The pruned weight [d_out, d_in], and bool [d_in / group], True for the column groups that remain.
 
     Raises:
         FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
@@ -111,18 +110,18 @@ def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> t
 
 
 class Support:
-    """F_k⁻¹ on the columns that survive, and the weights there.
+    """F_k⁻¹ and the weights on the remaining columns.
 
-    Columns stay in place until a quarter is dead; `groups` says which ones are left. The state of the rows is in
-    float32, unless the condition of an M_k asks for more.
+    Removed columns keep their position until they are a quarter of all; `groups` has the indices of those that are
+    stored. The state of the rows is in float32 unless the condition number of an M_k requires float64.
 
     Args:
         objective: of the whole layer.
-        group: columns that go together, a divisor of d_in.
-        ridge: what is added to the diagonal of every F_k.
+        group: columns of a group, a divisor of d_in.
+        ridge: added to the diagonal of every F_k.
 
     Raises:
-        FactorizationError: a matrix is not positive definite with it.
+        FactorizationError: a matrix is not positive definite.
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
@@ -139,7 +138,7 @@ class Support:
         self.weight = objective.weight.double()
         if self.scale:
             self._start_rows(objective)
-        blocks = torch.stack([self.inverse[some, some] for some in map(self._columns, range(len(self.groups)))])
+        blocks = torch.stack([self.inverse[each, each] for each in map(self._columns, range(len(self.groups)))])
         self.blocks = blocks[None]  # [F_k⁻¹]_gg, [rows or 1, groups, group, group]
         if self.scale:
             self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
@@ -157,7 +156,7 @@ class Support:
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
-        fisher, (count, d_in) = objective.known_fisher, self.weight.shape
+        fisher, (count, d_in) = objective.fisher_term, self.weight.shape
         samples = fisher.rank
         self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
@@ -167,6 +166,7 @@ class Support:
             self.spread[rows] = spread
             inner[rows] = self.scale * spread @ factors.mT
         inner.diagonal(dim1=1, dim2=2).add_(1)
+        # M_k ≥ I, so its norm bounds its condition number. All rows share one dtype: their products are batched.
         if inner.norm(dim=(1, 2)).amax() >= SINGLE_CONDITION:
             self.spread = self.spread.double()
             for rows in self._slices(3 * samples):
@@ -177,14 +177,14 @@ class Support:
         self.waiting = self.spread.new_empty(len(self.spread), 0, samples)  # Q_k
 
     def _slices(self, numbers: int) -> list[slice]:
-        """Rows whose intermediates, of so many numbers per input, pass together."""
+        """Rows in slices whose intermediates, `numbers` per input, fit the limit of `row_slices`."""
         return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
 
     def _columns(self, group: int) -> slice:
         return slice(group * self.group, (group + 1) * self.group)
 
     def cheapest(self) -> int:
-        """The place of the group whose removal costs least, the first of equals."""
+        """Position of the group with the smallest cost of removal; the first among ties."""
         weight = self.weight.unflatten(1, (-1, self.group))
         if self.group == 1:
             scores = (weight.square() / self.blocks[..., 0]).sum((0, 2))
@@ -197,53 +197,54 @@ class Support:
         return int(scores.masked_fill(~self.alive, torch.inf).argmin())
 
     def remove(self, group: int) -> None:
-        """Remove the group of columns at a place, from every row."""
-        some = self._columns(group)
-        column = self.inverse[:, some] - self.removed @ self.removed[some].T  # J_:g
-        half, lower = _half_solve(column[some], column.T)  # uᵀ, L
+        """Remove the group of columns at a position from all rows."""
+        columns = self._columns(group)
+        inverse = self.inverse[:, columns] - self.removed @ self.removed[columns].T  # J_:g
+        half, lower = _half_solve(inverse[columns], inverse.T)  # uᵀ, L
         if not self.scale:
-            self._update(slice(None), column.T[None], some)
+            self._update(slice(None), inverse.T[None], columns)
         else:
-            self.waiting = torch.cat([self.waiting, self._take_off(column.T, lower, some)], 1)
+            self.waiting = torch.cat([self.waiting, self._eliminate(inverse.T, lower, columns)], 1)
         self.removed = torch.cat([self.removed, half.T], 1)
         self.alive[group] = False
-        self.weight[:, some] = 0
+        self.weight[:, columns] = 0
         self.blocks[:, group] = torch.eye(self.group, dtype=self.blocks.dtype, device=self.device)
         if self.removed.shape[1] >= WAITING:
             self._flush()
 
-    def _take_off(self, column: Tensor, lower: Tensor, some: slice) -> Tensor:
-        """Bring M_k⁻¹, weights and blocks of all rows up to date, and return q_k, [rows, group, N].
+    def _eliminate(self, inverse: Tensor, lower: Tensor, columns: slice) -> Tensor:
+        """Update M_k⁻¹, weights and blocks of all rows for the removal of `columns`, and return q_k, [rows, group, N].
 
-        `column` is J_g: [group, d] and `lower` its factor L.
+        `inverse` is J_g:, [group, d], and `lower` the factor L of J_gg.
         """
-        kind = self.spread.dtype
-        column, lower, removed = column.to(kind), lower.to(kind), self.removed.to(kind)
-        taken = self.spread.new_empty(len(self.weight), self.group, self.spread.shape[1])
+        dtype = self.spread.dtype
+        inverse, lower, removed = inverse.to(dtype), lower.to(dtype), self.removed.to(dtype)
+        eliminated = self.spread.new_empty(len(self.weight), self.group, self.spread.shape[1])
         for rows in self._slices(4 * self.group):
             spread, waiting, inner = self.spread[rows], self.waiting[rows], self.inner[rows]
-            now = spread[:, :, some].mT - removed[some] @ waiting
-            q = torch.linalg.solve_triangular(lower.expand(len(now), -1, -1), now, upper=False)
+            current = spread[:, :, columns].mT - removed[columns] @ waiting  # P_k,g: with the deferred updates
+            q = torch.linalg.solve_triangular(lower.expand(len(current), -1, -1), current, upper=False)
             solved = q @ inner  # q M⁻¹
-            reach = solved @ spread - solved @ waiting.mT @ removed.T
-            self._update(rows, column - self.scale * lower @ reach, some)
-            rest = torch.eye(self.group, dtype=kind, device=self.device) - self.scale * q @ solved.mT
-            half, _ = _half_solve(rest, solved)
+            coupling = solved @ spread - solved @ waiting.mT @ removed.T
+            self._update(rows, inverse - self.scale * lower @ coupling, columns)
+            # The inverse of M - b qᵀq by the Woodbury identity.
+            remainder = torch.eye(self.group, dtype=dtype, device=self.device) - self.scale * q @ solved.mT
+            half, _ = _half_solve(remainder, solved)
             inner.baddbmm_(half.mT, half, alpha=self.scale)
-            taken[rows] = q
-        return taken
+            eliminated[rows] = q
+        return eliminated
 
-    def _update(self, rows: slice, columns: Tensor, some: slice) -> None:
-        """Weights and blocks of some rows after the removal of `some`, the rows [F_k⁻¹]_g: are [rows or 1, g, d]."""
-        half, lower = _half_solve(columns[:, :, some], columns)
+    def _update(self, rows: slice, inverse: Tensor, columns: slice) -> None:
+        """Update weights and blocks of some rows for the removal of `columns`; `inverse` [r or 1, g, d]: [F_k⁻¹]_g:."""
+        half, lower = _half_solve(inverse[:, :, columns], inverse)
         weight = self.weight[rows]
-        error = torch.linalg.solve_triangular(lower.to(weight.dtype), weight[:, some, None], upper=False)
+        error = torch.linalg.solve_triangular(lower.to(weight.dtype), weight[:, columns, None], upper=False)
         self.weight[rows] = weight - (half.mT.to(weight.dtype) @ error)[:, :, 0]
         by_group = half.mT.unflatten(1, (-1, self.group))
         self.blocks[rows] -= by_group @ by_group.mT
 
     def _flush(self) -> None:
-        """Bring J and P_k up to date, without the dead columns once they are worth a copy."""
+        """Apply the deferred updates to J and P_k, and drop the removed columns once they are worth a copy."""
         self.inverse -= self.removed @ self.removed.T
         if self.scale:
             removed = self.removed.to(self.spread.dtype)
@@ -255,42 +256,42 @@ class Support:
             self._drop()
 
     def _drop(self) -> None:
-        kept = self.alive.repeat_interleave(self.group).nonzero()[:, 0]
-        self.inverse = self.inverse[kept[:, None], kept]
-        self.removed, self.weight = self.removed[kept], self.weight[:, kept]
+        remaining = self.alive.repeat_interleave(self.group).nonzero()[:, 0]
+        self.inverse = self.inverse[remaining[:, None], remaining]
+        self.removed, self.weight = self.removed[remaining], self.weight[:, remaining]
         self.blocks = self.blocks[:, self.alive]
         if self.scale:
-            self.spread = self.spread[:, :, kept]
+            self.spread = self.spread[:, :, remaining]
         self.groups, self.alive = self.groups[self.alive], self.alive[self.alive]
 
     def minimise(self, objective: Quadratic) -> tuple[Tensor, Tensor]:
-        """The minimiser on what survives, [d_out, d_in] in float32, and the groups that do, bool [all groups].
+        """The minimiser on the remaining columns, [d_out, d_in] in float32, and bool [groups], True where they remain.
 
-        The state is the inverse of F_SS up to rounding: three rounds of refinement, with residuals from the statistics
-        themselves in float64, make the solution exact.
+        The state is the inverse of F_SS up to rounding errors. Three rounds of iterative refinement, with residuals in
+        float64 from the statistics instead of the state, remove their effect.
 
         Raises:
-            FactorizationError: it is not, so rounding has spoilt the state.
+            FactorizationError: the refinement does not converge, because the state has lost its accuracy.
         """
         self._flush()
         self._drop()
         dense = objective.weight.double()
         groups = torch.zeros(dense.shape[1] // self.group, dtype=torch.bool, device=self.device)
         groups[self.groups] = True
-        kept = groups.repeat_interleave(self.group)
+        keep = groups.repeat_interleave(self.group)
         weight = torch.zeros_like(dense)
         if groups.all() or not groups.any():
-            return dense.mul_(kept).float(), groups
-        for rows in self._slices(3 * objective.known_fisher.rank if self.scale else 3):
-            factors = objective.known_fisher.factors(rows, self.device) if self.scale else None
-            multiply = lambda w, factors=factors: self._multiply(w, factors)  # noqa: E731
-            pull = multiply(dense[rows] * ~kept)[:, kept]
+            return dense.mul_(keep).float(), groups
+        for rows in self._slices(3 * objective.fisher_term.rank if self.scale else 3):
+            factors = objective.fisher_term.factors(rows, self.device) if self.scale else None
+            multiply = partial(self._multiply, factors=factors)
+            right = multiply(dense[rows] * ~keep)[:, keep]
             change = torch.zeros_like(weight[rows])
             for _ in range(3):
-                change[:, kept] += self._solve(rows, pull - multiply(change)[:, kept])
-            left = (pull - multiply(change)[:, kept]).norm(dim=1)
-            check_factored(left <= RESIDUAL * pull.norm(dim=1), "what the row's state stands for")
-            weight[rows] = (dense[rows] + change) * kept
+                change[:, keep] += self._solve(rows, right - multiply(change)[:, keep])
+            residual = (right - multiply(change)[:, keep]).norm(dim=1)
+            check_factored(residual <= RESIDUAL * right.norm(dim=1), "the state of a row's Hessian")
+            weight[rows] = (dense[rows] + change) * keep
         return weight.float(), groups
 
     def _multiply(self, weight: Tensor, factors: Tensor | None) -> Tensor:
@@ -301,7 +302,7 @@ class Support:
         return product
 
     def _solve(self, rows: slice, right: Tensor) -> Tensor:
-        """F_SS⁻¹ r of some rows, [r, survivors], up to the rounding errors of the state."""
+        """F_SS⁻¹ r of some rows, [rows, remaining columns], up to the rounding errors of the state."""
         solution = right @ self.inverse
         if self.scale:
             spread = self.spread[rows]
@@ -311,7 +312,7 @@ class Support:
 
 
 def _half_solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """L⁻¹ right, and L, for matrix = L Lᵀ."""
+    """L⁻¹ right and L, for matrix = L Lᵀ."""
     lower, info = torch.linalg.cholesky_ex(matrix)
     check_factored(info == 0)
     return torch.linalg.solve_triangular(lower, right.to(lower.dtype), upper=False), lower

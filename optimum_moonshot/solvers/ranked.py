@@ -1,12 +1,12 @@
-"""Solvers that remove greedily to the end, rank the removals, and choose by the ranking: OBC and CAP.
+"""Solvers that eliminate all weights greedily and choose the mask by the ranking of the removals: OBC and CAP.
 
-Three steps that may work on some rows at a time, and of which the first serves every sparsity: `rank` gives each row
-the order of its removals and their losses, `Ranking.keep` compares them across the layer, and `minimise` computes the
-weights that survive,
+Three steps: `rank` computes the order of the removals of each row and their losses, once for all sparsities;
+`Ranking.keep` compares the losses across the layer; `minimise` computes the remaining weights,
 
-    w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P        S what survives, P what went
+    w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P        S the remaining inputs, P the removed ones
 
-which is what all the updates on the way would have added up to. A row's damping is ``μ_k = p · mean(diag F_k)``.
+which is the sum of all updates during the elimination. The first and the last work on any subset of the rows. A row's
+damping is ``μ_k = p · mean(diag F_k)``.
 """
 
 from collections.abc import Sequence
@@ -27,45 +27,45 @@ from .base import PrunedWeight, Solver, finish
 from .greedy import STEPS, Elimination, removals, take_square
 from .hyperparameters import damping_option
 
-# Rows that are eliminated together: on a CPU so many that their waiting vectors stay in its cache, on a GPU as many as
-# a share of its free memory holds.
+# Rows that are eliminated together: on a CPU, as many as keep their deferred updates in its cache; on a GPU, as many as
+# fit a fraction of its free memory.
 CPU_INPUTS = 36 * 1024
-GPU_SHARE = 0.25
-# Largest [F⁻¹]_jj·F_jj of a row that is eliminated in float32. By that factor [F⁻¹]_jj shrinks until j goes, and with
-# it grow the rounding errors of its start.
+GPU_FRACTION = 0.25
+# Largest [F⁻¹]_jj·F_jj for which a row is eliminated in float32. [F⁻¹]_jj decreases by up to this factor until j is
+# removed, and its relative rounding error increases by it.
 SINGLE_INFLATION = 1e3
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The removals of some rows (blocks of rows): which input of each went when, and at what loss."""
+    """The removals of some rows or column blocks: the inputs in order, and the losses that rank them in the layer."""
 
     order: Tensor  # [rows, steps], inputs of the row
-    losses: Tensor  # [rows, steps] float64: what the layer ranks by
+    losses: Tensor  # [rows, steps] in float64
     size: int  # inputs of a row
 
     @classmethod
     def join(cls, parts: list["Ranking"]) -> "Ranking":
-        """One ranking of the rows of several."""
+        """Concatenate the rows of several rankings."""
         return cls(torch.cat([part.order for part in parts]), torch.cat([part.losses for part in parts]), parts[0].size)
 
     def keep(self, pattern: Pattern) -> Tensor:
-        """Bool [rows, size]: without the removals of least loss, of each row a first part of its order."""
+        """Bool [rows, size]: False for the removals of smallest loss, as a prefix of each row's order."""
         rows, steps = self.order.shape
         counts = torch.full((rows, 1), steps, device=self.order.device)
         if not isinstance(pattern, NM):
             counts = (~pattern.keep(self.losses)).sum(1, keepdim=True)
         late = torch.arange(steps, device=self.order.device) >= counts
-        kept = torch.ones(rows, self.size, dtype=torch.bool, device=self.order.device)
-        return kept.scatter_(1, self.order.long(), late)
+        keep = torch.ones(rows, self.size, dtype=torch.bool, device=self.order.device)
+        return keep.scatter_(1, self.order.long(), late)
 
 
 @dataclass(frozen=True)
 class Ranked(Solver):
-    """A solver that ranks removals; whoever derives from it says by which losses.
+    """A solver that ranks removals; subclasses define by which losses.
 
-    Another that declares ``ranks = True`` has the same methods, and `rank` and `minimise` work on an objective that
-    holds some rows of a layer as on one that holds all.
+    Other solvers with ``ranks = True`` implement the same methods. `rank` and `minimise` accept an objective with some
+    rows of a layer as well as one with all.
     """
 
     damping: float = damping_option()
@@ -73,32 +73,32 @@ class Ranked(Solver):
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
     ranks: ClassVar[bool] = True
-    cumulative: ClassVar[bool]  # rank by all of a row's losses so far, not by the removal's own
+    cumulative: ClassVar[bool]  # rank by the sum of a row's losses so far, not by the loss of the removal alone
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
-        """The pruned weight at the smallest damping, of `damping` times a power of ten, at which all factors exist.
+        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
 
         Args:
             objective: of the whole layer.
             pattern: unstructured or n:m.
 
         Raises:
-            FactorizationError: none up to 1 sufficed.
+            FactorizationError: no damping up to 1 suffices.
         """
         return self.solve_path(objective, [pattern])[0]
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
-        """As `solve`, for several patterns, by one elimination.
+        """As `solve`, for several patterns by one elimination.
 
         Args:
-            objective: of the layer.
+            objective: of the whole layer.
             patterns: unstructured ones, or a single n:m pattern.
 
         Returns:
-            What `solve` returns for each.
+            The result of `solve` for each pattern.
 
         Raises:
-            FactorizationError: no damping up to 1 sufficed.
+            FactorizationError: no damping up to 1 suffices.
         """
         ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
@@ -106,10 +106,10 @@ class Ranked(Solver):
         return [finish(objective, *pair, damping, self.damping) for pair in zip(weights, keeps, strict=True)]
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
-        """As `Solver.trials`: one elimination serves the unstructured ones, and every n:m has its own.
+        """As `Solver.trials`: one elimination for all unstructured patterns, and one for each n:m pattern.
 
         Args:
-            objective: of the layer.
+            objective: of the whole layer.
             patterns: of one class.
 
         Raises:
@@ -119,29 +119,25 @@ class Ranked(Solver):
         return [result.weight for family in families for result in self.solve_path(objective, family)]
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the inverses of the rows that are eliminated together, and order and losses of all.
-
-        Args:
-            size, pattern: as said there.
-        """
+        """As `Solver.work`: the inverses of the rows that are eliminated together, and the ranking of all rows."""
         d, count = size.size, size.weights // size.size
         cpu = size.device.type == "cpu"
         limit = slice_bytes(size.device)
         together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
         factored = min(together if size.rank else size.groups, max(1, limit // (24 * d * d)))
         inverses = 4 * together * d * d
-        # Half of the inverses is copied as they shrink, with what waits; before that, they come from factors.
+        # Dropping dead inputs copies (3/4)² of the inverses; before that, factors are held next to the inverses.
         eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
         threads = max(1, min(size.threads if cpu else 1, count // together))
         peak = threads * max(eliminating, (inverses if size.rank else 0) + 32 * factored * d * d)
         return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.rank))
 
     def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
-        """Remove every weight (n:m: every one that may go) of the objective's rows, one by one.
+        """Remove the weights of each row one by one, all of them or (n:m) as many as the pattern allows.
 
         Args:
             objective: of a layer, or of some of its rows.
-            pattern: unstructured or n:m; a sparsity plays no part.
+            pattern: unstructured or n:m; its sparsity is ignored.
             damping: p, in (0, 1].
 
         Raises:
@@ -165,28 +161,28 @@ class Ranked(Solver):
 
         Args:
             objective: of a layer, or of some of its rows.
-            keeps: bool, [d_out, d_in] each, of the objective's rows.
-            damping: at which the removals were ranked.
+            keeps: masks of the objective's rows, bool [rows, d_in] each.
+            damping: p, at which the removals were ranked.
 
         Returns:
-            For each mask, [d_out, d_in] in float32, 0 off the mask.
+            A weight for each mask, [rows, d_in] in float32, 0 where the mask is False.
         """
         weight, device = objective.row_weights, objective.weight.device
         size = weight.shape[1]
         masks = [keep.reshape(weight.shape) for keep in keeps]
-        found = [torch.zeros_like(weight) for _ in keeps]
+        minimisers = [torch.zeros_like(weight) for _ in keeps]
 
         def minimise(part: slice) -> None:
             hessians = damped_rows(objective, part, damping)
-            for mask, out in zip(masks, found, strict=True):
+            for mask, out in zip(masks, minimisers, strict=True):
                 _minimise(hessians, weight[part].double(), mask[part], out[part])
 
         parallel_map(minimise, row_slices(slice(0, len(weight)), 24 * size * size, device), device)
-        return [out.view_as(objective.weight) for out in found]
+        return [out.view_as(objective.weight) for out in minimisers]
 
 
 def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
-    """F_k + μ_k I of some rows, ``μ_k = p · mean(diag F_k)``, or p times the layer's mean where that is 0.
+    """F_k + μ_k I of some rows; ``μ_k = p · mean(diag F_k)``, or p times the layer's mean where that is 0.
 
     Args:
         objective: of a layer, or of some of its rows.
@@ -194,7 +190,7 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
         damping: p.
 
     Returns:
-        [r, size, size] in float64.
+        [rows, size, size] in float64.
     """
     hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
@@ -206,11 +202,11 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
 
 
 class Inverses:
-    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 those with the same G share theirs.
+    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 rows with the same G share one, which is computed once.
 
     Args:
         objective: of a layer, or of some of its rows.
-        damping: as for `damped_rows`.
+        damping: p, as for `damped_rows`.
     """
 
     def __init__(self, objective: Quadratic, damping: float):
@@ -218,7 +214,7 @@ class Inverses:
         self.shared = None if objective.scales.b else self._of_grams()
 
     def _of_grams(self) -> list[Tensor]:
-        """The inverses of all the matrices in `gram`, each from the first row that has it."""
+        """The inverses for all matrices in `gram`, each computed for the first of its rows."""
         which = self.objective.grams_of(slice(None))
         blocks = self.objective.weight.shape[1] // self.objective.size
         step = len(which) // (int(which[-1]) + 1) * blocks
@@ -226,7 +222,7 @@ class Inverses:
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """The inverses, [r, size, size] in float32, and a bool tensor [r], True where that is precise enough."""
+        """The inverses, [r, size, size] in float32, and bool [r], True where float32 is precise enough."""
         if self.shared is None:
             return self._compute(rows)
         which = self.objective.grams_of(rows)
@@ -243,7 +239,8 @@ class Inverses:
         for part in row_slices(rows, 24 * size * size, device):
             here = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
-            # The factor is exact to float64: its inverse in float32 loses by its own condition, F's root, alone.
+            # The factor is accurate to float64, so inverting it in float32 loses accuracy by its own condition number
+            # only, the square root of F's.
             inverse[here] = torch.cholesky_inverse(lower.float())
             fits[here] = (inverse[here].diagonal(dim1=1, dim2=2) * diagonal).amax(1) < SINGLE_INFLATION
         return inverse, fits
@@ -257,31 +254,32 @@ class Inverses:
 
 
 def _eliminate(inverses: Inverses, weight: Tensor, part: slice, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Order and losses of some rows [r, steps]; the ill-conditioned ones again, in float64."""
+    """Order and losses of some rows, [r, steps]; ill-conditioned rows are repeated in float64."""
     inverse, fits = inverses.of(part)
     order, losses = Elimination(inverse, weight[part], pattern).run()
     del inverse
     for row in (~fits).nonzero()[:, 0].tolist():
         here = part.start + row
-        again = Elimination(inverses.exactly(here), weight[here : here + 1].double(), pattern).run()
-        order[row], losses[row] = again[0][0], again[1][0]
+        exact = Elimination(inverses.exactly(here), weight[here : here + 1].double(), pattern).run()
+        order[row], losses[row] = exact[0][0], exact[1][0]
     return order, losses
 
 
 def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> None:
-    """Into `out` [r, size], the minimisers on `keep` [r, size]; `hessians` [r, size, size] and `weight` in float64."""
+    """Write the minimisers on `keep` [r, size] to `out` [r, size]; `hessians` [r, size, size], `weight` in float64."""
+    # The rows retain different numbers of inputs. To solve them in one batch, shorter systems are padded with identity.
     count = int(keep.sum(1).max())
     chosen = torch.sort(~keep, dim=1, stable=True).indices[:, :count]
-    surplus = ~keep.gather(1, chosen)  # of rows that keep fewer than the others: an identity takes their place
-    pull = (hessians @ weight.masked_fill(keep, 0)[:, :, None])[:, :, 0].gather(1, chosen).masked_fill_(surplus, 0)
+    surplus = ~keep.gather(1, chosen)
+    right = (hessians @ weight.masked_fill(keep, 0)[:, :, None])[:, :, 0].gather(1, chosen).masked_fill_(surplus, 0)
     matrices = take_square(hessians, chosen)
     matrices.masked_fill_(surplus[:, :, None] | surplus[:, None, :], 0)
     matrices.diagonal(dim1=1, dim2=2).add_(surplus)
-    change = torch.cholesky_solve(pull[:, :, None], torch.linalg.cholesky(matrices))[:, :, 0]
+    change = torch.cholesky_solve(right[:, :, None], torch.linalg.cholesky(matrices))[:, :, 0]
     out.scatter_(1, chosen, (weight.gather(1, chosen) + change).masked_fill_(surplus, 0).to(out.dtype))
 
 
 def _rows_together(rows: int, size: int, device: torch.device) -> list[slice]:
     matrix = 4 * size * size
-    room = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_SHARE * free_bytes(device))
-    return slices_within(slice(0, rows), matrix, room)
+    limit = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_FRACTION * free_bytes(device))
+    return slices_within(slice(0, rows), matrix, limit)

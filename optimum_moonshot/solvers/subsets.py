@@ -1,7 +1,7 @@
-"""Which experts go: a subset of a fixed size with the least ``zᵀ F z``, by trying all or by local search.
+"""The search for the experts to remove: a subset of fixed size with the smallest ``zᵀ F z``, exhaustive or local.
 
-OSSCAR's problem (arXiv 2403.12983) with one row and no update of what stays. The local search removes greedily, then
-exchanges one that goes for one that stays, the best exchange first, until none gains.
+This is OSSCAR's problem (arXiv 2403.12983) with one row and no update of the remaining weights. The local search
+removes greedily, then applies the best exchange of a removed expert for a remaining one until none reduces the loss.
 """
 
 import math
@@ -15,36 +15,36 @@ from ..objective.patterns import Experts
 from ..objective.removal import Removal, mean_norms
 from .base import PrunedWeight
 
-# Subsets that are tried together.
-TOGETHER = 4096
-# An exchange gains more than this share of the trace of F, or rounding could go round in circles.
+# Subsets evaluated in one batch.
+BATCH = 4096
+# Smallest gain of an exchange, relative to the trace of F: rounding errors could otherwise make the search cycle.
 LEAST_GAIN = 1e-12
 
 
 def best_subset(removal: Removal, pattern: Experts, exact: int) -> Tensor:
-    """Which experts stay, bool [E].
+    """The experts that remain, bool [E].
 
     Args:
         removal: the quadratic.
-        pattern: how many go, and of which groups.
-        exact: where there are no more choices than that, all are tried. Otherwise the best of local searches that begin
-            with the greedy choice, with REAP's and with that of the frequency, so that it is no worse than these.
+        pattern: how many experts to remove, and their groups.
+        exact: number of subsets up to which all are evaluated. Beyond it, the result is the best of three local
+            searches, which start from the greedy, the REAP and the frequency subset, so it is never worse than these.
     """
-    matrix = removal.matrix.cpu()
-    size, gone = len(matrix) // pattern.groups, pattern.removed(len(matrix)) // pattern.groups
-    if math.comb(size, gone) ** pattern.groups <= exact:
-        return ~_of_all(matrix, pattern.groups, gone).to(removal.gram.device)
-    starts = [_greedy(matrix, pattern.groups, gone)]
+    matrix = removal.matrix.cpu()  # small, and the search is sequential: a GPU would only add latency
+    size, count = len(matrix) // pattern.groups, pattern.removed(len(matrix)) // pattern.groups
+    if math.comb(size, count) ** pattern.groups <= exact:
+        return ~_exhaustive(matrix, pattern.groups, count).to(removal.gram.device)
+    starts = [_greedy(matrix, pattern.groups, count)]
     starts += [~pattern.keep(scores).cpu() for scores in (mean_norms(removal), removal.tokens)]
-    found = [exchange(matrix, start, pattern.groups) for start in starts]
-    return ~min(found, key=lambda subset: _value(matrix, subset)).to(removal.gram.device)
+    subsets = [exchange(matrix, start, pattern.groups) for start in starts]
+    return ~min(subsets, key=lambda subset: _value(matrix, subset)).to(removal.gram.device)
 
 
-def chosen(removal: Removal, keep: Tensor) -> PrunedWeight:
-    """What a solver says of a mixture: one row, a 1 for each expert that stays.
+def expert_mask(removal: Removal, keep: Tensor) -> PrunedWeight:
+    """The result of a solver for a mixture: one row with a 1 for each expert that remains.
 
     Args:
-        removal: that was solved.
+        removal: the quadratic.
         keep: bool [E].
     """
     return PrunedWeight(keep.float()[None], keep[None], 0.0, removal.scales.notes)
@@ -54,55 +54,58 @@ def _value(matrix: Tensor, subset: Tensor) -> float:
     return float(matrix[subset][:, subset].sum())
 
 
-def _subsets(size: int, groups: int, gone: int) -> Iterator[list[int]]:
-    """Every choice of so many of each group, in the order of their numbers."""
-    within = [[[group * size + i for i in some] for some in combinations(range(size), gone)] for group in range(groups)]
-    for chosen in product(*within):
-        yield [expert for some in chosen for expert in some]
+def _subsets(size: int, groups: int, count: int) -> Iterator[list[int]]:
+    """Every subset with `count` experts of each group, in lexicographic order."""
+    within = [
+        [[group * size + i for i in subset] for subset in combinations(range(size), count)] for group in range(groups)
+    ]
+    for subsets in product(*within):
+        yield [expert for subset in subsets for expert in subset]
 
 
-def _of_all(matrix: Tensor, groups: int, gone: int) -> Tensor:
-    """The best of all subsets, bool [E], the first of equals."""
-    subsets = torch.tensor(list(_subsets(len(matrix) // groups, groups, gone)))
+def _exhaustive(matrix: Tensor, groups: int, count: int) -> Tensor:
+    """The best of all subsets, bool [E]; the first among ties."""
+    subsets = torch.tensor(list(_subsets(len(matrix) // groups, groups, count)))
     values = []
-    for some in subsets.split(TOGETHER):
-        chosen = torch.zeros(len(some), len(matrix), dtype=matrix.dtype).scatter_(1, some, 1.0)
-        values.append((chosen @ matrix * chosen).sum(1))
+    for batch in subsets.split(BATCH):
+        members = torch.zeros(len(batch), len(matrix), dtype=matrix.dtype).scatter_(1, batch, 1.0)
+        values.append((members @ matrix * members).sum(1))
     best = torch.zeros(len(matrix), dtype=torch.bool)
     best[subsets[torch.cat(values).argmin()]] = True
     return best
 
 
-def _greedy(matrix: Tensor, groups: int, gone: int) -> Tensor:
-    """One after another goes, each time the one that costs least, bool [E]."""
+def _greedy(matrix: Tensor, groups: int, count: int) -> Tensor:
+    """Remove one expert at a time, each time the one with the smallest cost; bool [E], True for the removed."""
     subset = torch.zeros(len(matrix), dtype=torch.bool)
     size = len(matrix) // groups
-    for _ in range(groups * gone):
-        full = (subset.view(groups, size).sum(1) >= gone).repeat_interleave(size)
+    for _ in range(groups * count):
+        full = (subset.view(groups, size).sum(1) >= count).repeat_interleave(size)
         costs = matrix.diagonal() + 2 * matrix @ subset.to(matrix)
         subset[costs.masked_fill(subset | full, torch.inf).argmin()] = True
     return subset
 
 
 def exchange(matrix: Tensor, subset: Tensor, groups: int) -> Tensor:
-    """A subset with the best exchanges of one in it for one outside of it, until none gains.
+    """Improve a subset by the best exchange of a member for a non-member, until none reduces the loss.
 
     Args:
         matrix: F, symmetric, [E, E].
         subset: bool [E].
-        groups: equal runs of consecutive experts, inside of which is exchanged.
+        groups: number of equal runs of consecutive experts; exchanges stay within a run.
 
     Returns:
-        Bool [E], as many of each group.
+        Bool [E], with the same number of members in each group.
     """
     subset = subset.clone()
     group = torch.arange(len(matrix)) // (len(matrix) // groups)
-    apart = group[:, None] != group
+    across = group[:, None] != group
     least = LEAST_GAIN * float(matrix.trace())
     while subset.any() and not subset.all():
-        reach, own = matrix @ subset.to(matrix), matrix.diagonal()
-        change = (own - 2 * reach)[:, None] + (own + 2 * reach) - 2 * matrix  # of taking i out and j in
-        change = change.masked_fill(apart | ~subset[:, None] | subset, torch.inf)
+        coupling, diagonal = matrix @ subset.to(matrix), matrix.diagonal()
+        # Of the loss, by removing i from the subset and adding j.
+        change = (diagonal - 2 * coupling)[:, None] + (diagonal + 2 * coupling) - 2 * matrix
+        change = change.masked_fill(across | ~subset[:, None] | subset, torch.inf)
         best = int(change.argmin())
         if not float(change.flatten()[best]) < -least:
             break

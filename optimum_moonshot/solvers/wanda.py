@@ -1,6 +1,6 @@
-"""Wanda (Sun et al., arXiv 2306.11695) on the multi-objective diagonal: score w² · F_jj, row by row, no update.
+"""Wanda (Sun et al., arXiv 2306.11695) on the multi-objective diagonal: score w² · F_jj within each row, no update.
 
-At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂. Structured: summed over rows.
+At λ = 1 the score is w² · Σ x², the square of Wanda's |w| · ‖x‖₂. The structured variant sums the scores over the rows.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .base import PrunedWeight, Solver, finish, register_solver
 @register_solver("wanda")
 @dataclass(frozen=True)
 class Wanda(Solver):
-    """No hyperparameters; the comparison group is one row, and the surviving weights stay as they are."""
+    """No hyperparameters; the comparison group is one row, and the surviving weights do not change."""
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM, Structured)
     objective: ClassVar[type] = DiagonalQuadratic

@@ -43,13 +43,13 @@ def test_groups_of_several_sizes_in_one_model():
 def test_rules_by_exact_name_first_then_in_order():
     names = ["a.0", "a.00", "b.0"]
     rules = parse_rules({"0": 0.1, "a.0": "2:4", "a": 0.3})
-    with pytest.raises(MoonshotError, match="'a' decides nothing: every layer that it is found in has an earlier"):
+    with pytest.raises(MoonshotError, match="'a' has no effect: each layer it matches has an earlier"):
         apply_rules(rules, names, None)
     rules = parse_rules({"a.0": "2:4", "a": 0.3})
     assert apply_rules(rules, names, NM(1, 2)) == {"a.0": NM(2, 4), "a.00": Unstructured(0.3), "b.0": NM(1, 2)}
-    with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set sparsity"):
+    with pytest.raises(MoonshotError, match="no entry for b.0; add one, or set sparsity for layers"):
         apply_rules(rules, names, None)
-    with pytest.raises(MoonshotError, match="'c' decides nothing: it is found in no pruned layer"):
+    with pytest.raises(MoonshotError, match="'c' has no effect: it matches no pruned layer"):
         apply_rules(parse_rules({"c": 0.5}), names, NM(1, 2))
 
 

@@ -310,12 +310,12 @@ def test_trials_are_solves(solver):
     ("options", "told"),
     [
         (dict(pattern="n:4", sparsity=0.5), "pattern=.n:4.: .*add allocation='fisher'"),
-        (dict(pattern="n:4", allocation="fisher"), 'sparsity=None: pattern="n:4" needs one'),
+        (dict(pattern="n:4", allocation="fisher"), "sparsity=None: pattern='n:4' needs one"),
         (
             dict(pattern="n:4", sparsity=0.8, allocation="fisher"),
             "sparsity=0.8: .*at least 1 of every 4; give 0 to 0.75",
         ),
-        (dict(pattern="n:1", sparsity=0, allocation="fisher"), "pattern=.n:1.: m is at least 2"),
+        (dict(pattern="n:1", sparsity=0, allocation="fisher"), "pattern=.n:1.: m must be at least 2"),
         (dict(pattern="2:4", allocation="fisher"), "allocation=.fisher.: pattern=.2:4. takes the same share"),
         (dict(sparsity=0.5, allocation={"mlp": "n:4"}), r"allocation\['mlp'\]='n:4': give a sparsity"),
     ],

@@ -1,4 +1,4 @@
-"""Zeros that stay zero through every kind of training step."""
+"""Zeros are preserved by every kind of training step."""
 
 import copy
 import warnings
@@ -159,7 +159,7 @@ def test_what_counts_as_pruned():
     named = [layer.name for layer in find_pruned(model, targets=("lm_head", "layers.0.mlp.down_proj"))]
     assert sorted(named) == ["lm_head", "model.layers.0.mlp.down_proj"]
     assert len(find_pruned(model, ignore=("layers.0",))) == 2
-    with pytest.raises(MoonshotError, match="no layer of the model is pruned: prune it first"):
+    with pytest.raises(MoonshotError, match="no layer of the model is pruned; prune it first"):
         find_pruned(make("llama"))
     tied = make("llama-tied-biased")
     tied.lm_head.weight.data[:, ::2] = 0

@@ -1,4 +1,4 @@
-"""The compiled library: every instruction set of this processor against float64, and nothing read outside buffers."""
+"""The compiled library: every instruction set of this CPU against float64, and no access outside of buffers."""
 
 import logging
 import os
@@ -181,12 +181,12 @@ def test_threads_change_no_bit(kernels):
         for kind, rows in ((NM(2, 4), 3), (0.7, 3), (0.7, 70)):
             dense = matrix(2000, 512, kind, torch.bfloat16)
             parts, inputs = packed(dense, kind), torch.randn(rows, 512).bfloat16()
-            found = []
+            result = []
             for count in (1, 2, 5):
                 torch.set_num_threads(count)
-                found.append((kernels.product(inputs, *parts, None), unpack(*parts[:2], 512)))
-            for outputs, unpacked in found:
-                assert torch.equal(outputs, found[0][0]) and torch.equal(unpacked, dense)
+                result.append((kernels.product(inputs, *parts, None), unpack(*parts[:2], 512)))
+            for outputs, unpacked in result:
+                assert torch.equal(outputs, result[0][0]) and torch.equal(unpacked, dense)
     finally:
         torch.set_num_threads(threads)
 
@@ -239,7 +239,7 @@ def test_the_sanitizer_finds_nothing(tmp_path):
 @needs_library
 def test_an_instruction_set_is_chosen_by_name(monkeypatch):
     assert SETS[0] == "portable"
-    with pytest.raises(MoonshotError, match="MOONSHOT_KERNELS='sse9': here are portable"):
+    with pytest.raises(MoonshotError, match="MOONSHOT_KERNELS='sse9': use one of portable"):
         LIBRARY.use("sse9")
     find_library.cache_clear()
     try:

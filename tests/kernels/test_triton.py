@@ -54,10 +54,10 @@ def test_the_product_is_the_dense_one(pattern, d_in, dtype):
         inputs = torch.randn(rows, d_in, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
         weight = matrix.to(DEVICE).double()
         exact = inputs.double() @ weight.T
-        found = triton_bitmask.linear(inputs, values, meta, offsets, window)
-        assert found.dtype == dtype and found.shape == (rows, 9)
+        result = triton_bitmask.linear(inputs, values, meta, offsets, window)
+        assert result.dtype == dtype and result.shape == (rows, 9)
         bound = torch.finfo(dtype).eps * exact.abs() + 1e-6 * (inputs.double().abs() @ weight.abs().T) + 1e-30
-        assert bool(((found - exact).abs() <= bound).all())
+        assert bool(((result - exact).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +79,8 @@ def test_packed_layers_use_them(pattern, rows, monkeypatch):
     inputs, bias = torch.randn(*rows, 48, device=DEVICE), torch.randn(9, device=DEVICE)
     expected = torch.nn.functional.linear(inputs, matrix.to(DEVICE), bias)
     for known in (-1, window):
-        found = bitmask_product.packed_linear(inputs, values, meta, None, bias, known)
-        torch.testing.assert_close(found, expected)
+        result = bitmask_product.packed_linear(inputs, values, meta, None, bias, known)
+        torch.testing.assert_close(result, expected)
 
 
 def test_offsets_are_the_values_of_the_rows_before():
@@ -112,12 +112,12 @@ def compiled(kernel, tensors, constants, capability):
     types = {name: tensors.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     warps = {"num_warps": constants.pop("num_warps")}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=warps)
-    assert "cubin" in found.asm
-    print(kernel.__name__, capability, found.metadata.shared)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=warps)
+    assert "cubin" in binary.asm
+    print(kernel.__name__, capability, binary.metadata.shared)
 
 for capability in (80, 90):
-    tensors = {name: "*bf16" for name in ("inputs", "values", "found", "dense")} | {"meta": "*u8", "offsets": "*i64"}
+    tensors = {name: "*bf16" for name in ("inputs", "values", "outputs", "dense")} | {"meta": "*u8", "offsets": "*i64"}
     regular = {"M": kernels.FEW_ROWS, "PER": 4, **kernels._REGULAR}
     compiled(kernels._regular, tensors | {"places": "*u8"}, regular, capability)
     for one, tile in ((True, kernels._ANY), (False, kernels._DOT)):

@@ -14,7 +14,7 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.objective.removal import Removal
 from optimum_moonshot.solvers import base, solver_names
-from optimum_moonshot.solvers.subsets import best_subset, chosen, exchange
+from optimum_moonshot.solvers.subsets import best_subset, exchange, expert_mask
 
 LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
 
@@ -173,7 +173,7 @@ def test_what_vanishes_gives_way():
     assert problem.scales.lam == 1 and "reconstruction alone" in problem.scales.notes[0]
     assert problem.losses(keep)[0].total == pytest.approx(problem.losses(keep)[0].reconstruction)
     nothing = removal(0 * contributions, gradients, samples, 0.5)
-    assert nothing.scales.notes == ("its experts contribute nothing: the first ones go",)
+    assert nothing.scales.notes == ("its experts contribute nothing: the first ones are removed",)
     assert solve("osscar", nothing, Experts(1 / 3)).tolist() == [False, False, True, True, True, True]
 
 
@@ -197,7 +197,7 @@ def test_a_solver_of_ones_own(monkeypatch):
 
         def solve(self, objective, pattern):
             keep = pattern.keep(-torch.arange(len(objective.gram)).double())
-            return chosen(objective, keep)
+            return expert_mask(objective, keep)
 
     assert "last" in solver_names(Experts) and "last" not in solver_names()
     keep = solve("last", random_removal(8, 0.5), Experts(0.25))
@@ -208,7 +208,7 @@ def test_a_solver_of_ones_own(monkeypatch):
     ("options", "told"),
     [
         ({"solver": "sparsegpt"}, 'solver="frequency" or "osscar" or "reap"'),
-        ({"sparsity": None}, 'sparsity=None: pattern="experts" needs one'),
+        ({"sparsity": None}, "sparsity=None: pattern='experts' needs one"),
         ({"targets": ["experts"]}, "targets=.*equally many experts of every layer"),
         ({"ignore": ["layers.0"]}, "ignore="),
         ({"allocation": "fisher"}, "allocation='fisher'"),
@@ -234,5 +234,5 @@ def test_what_does_not_combine(options, told):
 
 def test_a_matrix_has_no_experts():
     config = MoonshotConfig(solver="osscar", pattern="experts", sparsity=0.25, lam=1.0)
-    with pytest.raises(MoonshotError, match="whole experts leave a model, not a matrix"):
+    with pytest.raises(MoonshotError, match="experts are removed from a model, not from a matrix"):
         prune_weight(torch.ones(2, 4), torch.eye(4), config=config)

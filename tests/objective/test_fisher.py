@@ -1,4 +1,4 @@
-"""The laws of a Fisher term: in whatever form, it is Σ_n a_n a_nᵀ of every row, and reading it changes nothing."""
+"""The Fisher term: every representation equals Σ_n a_n a_nᵀ of every row, and reading it changes nothing."""
 
 from dataclasses import dataclass
 
@@ -121,8 +121,8 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def same(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+def same(result, expected, tolerance=1e-5):
+    torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def case(form, shape):
@@ -147,9 +147,9 @@ def test_its_matrices_are_the_sums_over_samples(form, shape):
     term, gradients = case(form, shape)
     truth = reference.row_fishers(gradients)
     for rows in (everything(term.count), slice(None), slice(0, 1), slice(term.count // 2, term.count)):
-        found = term.matrices(rows, CPU)
-        assert found.dtype == torch.float64
-        same(found, truth[rows])
+        result = term.matrices(rows, CPU)
+        assert result.dtype == torch.float64
+        same(result, truth[rows])
 
 
 @CASES
@@ -158,9 +158,9 @@ def test_its_factors_multiply_to_its_matrices(form, shape):
     truth = reference.row_fishers(gradients)
     for rows in (everything(term.count), slice(term.count // 2, term.count)):
         for dtype in (torch.float64, torch.float32):
-            found = term.factors(rows, CPU, dtype)
-            assert found.dtype == dtype and found.shape == (len(truth[rows]), term.rank, term.size)
-            same(found.double().mT @ found.double(), truth[rows])
+            result = term.factors(rows, CPU, dtype)
+            assert result.dtype == dtype and result.shape == (len(truth[rows]), term.rank, term.size)
+            same(result.double().mT @ result.double(), truth[rows])
 
 
 @CASES
@@ -171,9 +171,9 @@ def test_with_a_shared_matrix_it_adds_up(form, shape, a, b):
     root = some_gradients(term.count, term.size, term.size, seed=3).double()[rows]
     shared = root @ root.mT
     before = shared.clone()
-    found = term.combined(shared, rows, a, b)
-    assert found.dtype == torch.float64 and torch.equal(shared, before)
-    same(found, a * shared + b * reference.row_fishers(gradients)[rows])
+    result = term.combined(shared, rows, a, b)
+    assert result.dtype == torch.float64 and torch.equal(shared, before)
+    same(result, a * shared + b * reference.row_fishers(gradients)[rows])
 
 
 @CASES
@@ -183,9 +183,9 @@ def test_its_losses_are_those_of_the_formula(form, shape, slice_bytes, monkeypat
     term, gradients = case(form, shape)
     deltas = some_gradients(3, term.count, term.size, seed=4)
     expected = torch.stack([(gradients * delta).sum(2).square().sum() for delta in deltas.double()]) / len(gradients)
-    found = term.losses(deltas)
-    assert found.dtype == torch.float64
-    same(found, expected, 1e-4)
+    result = term.losses(deltas)
+    assert result.dtype == torch.float64
+    same(result, expected, 1e-4)
     assert not term.losses(torch.zeros_like(deltas)).any()
 
 
@@ -270,7 +270,7 @@ def test_solvers_ask_nothing_else_of_it(solver, options, pattern, lam, grouped):
     made = make_solver(solver, options)
     size = made.column_block(24, pattern)
     term = Bare(matrices(gradients).values, len(gradients))
-    found = made.solve(Quadratic.build(weight, gram, term, lam, column_block=size), pattern)
+    result = made.solve(Quadratic.build(weight, gram, term, lam, column_block=size), pattern)
     expected = made.solve(full(weight, gram, gradients, lam, column_block=size), pattern)
-    assert torch.equal(found.keep, expected.keep)
-    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
+    assert torch.equal(result.keep, expected.keep)
+    torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)

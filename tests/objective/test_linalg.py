@@ -1,4 +1,4 @@
-"""One factorisation stands for inverse and Cholesky, and damping grows until it exists."""
+"""One factorisation replaces inverse and Cholesky, and damping increases until it exists."""
 
 import pytest
 import torch

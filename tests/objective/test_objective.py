@@ -1,4 +1,4 @@
-"""The quadratic: 1 at W = 0 for every λ, equal to the formulas elsewhere, and clear about terms that vanish."""
+"""The quadratic: 1 at W = 0 for every λ, equal to the literal formulas, with notes on terms that vanish."""
 
 import pytest
 import reference
@@ -38,8 +38,8 @@ def test_losses_are_those_of_the_formula(lam):
     weight, gram, gradients = layer(6, 20, 5, seed=1)
     generator = torch.Generator().manual_seed(2)
     others = [torch.randn(weight.shape, generator=generator) for _ in range(3)]
-    found = full(weight, gram, gradients, lam).losses(*others)
-    for other, loss in zip(others, found, strict=True):
+    result = full(weight, gram, gradients, lam).losses(*others)
+    for other, loss in zip(others, result, strict=True):
         exact = reference.objective(other.double(), weight.double(), gram.double(), gradients.double(), lam)
         assert loss.total == pytest.approx(float(exact), rel=1e-5)
         assert loss.total == pytest.approx(lam * loss.reconstruction + (1 - lam) * loss.fisher)
@@ -80,7 +80,7 @@ def test_the_zero_weight_goes_by_magnitude(build, lam):
     weight, gram, gradients = layer(4, 12, 3)
     quadratic = build(torch.zeros_like(weight), gram, gradients, lam)
     assert quadratic.scales[:2] == (0, 0)
-    assert quadratic.scales.notes == ("no loss at W = 0: weights go by magnitude",)
+    assert quadratic.scales.notes == ("no loss at W = 0: weights are removed by magnitude",)
     assert quadratic.losses(torch.zeros_like(weight))[0].total == 0
 
 
@@ -91,7 +91,7 @@ def test_a_zero_gram_leaves_what_else_tells_weights_apart(build, lam):
     quadratic = build(weight, torch.zeros_like(gram), gradients if lam < 1 else None, lam)
     assert torch.equal(quadratic.weight, weight)
     notes = {0.0: (), 0.5: ("no reconstruction loss at W = 0: Fisher alone",)}
-    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights go by magnitude",))
+    assert quadratic.scales.notes == notes.get(lam, ("no loss at W = 0: weights are removed by magnitude",))
 
 
 @BUILD
@@ -163,10 +163,10 @@ def test_where_every_input_is_dead_the_asked_count_goes_by_magnitude(solver, lam
         pytest.skip("the solver takes no such pattern")
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     config = MoonshotConfig(solver=solver, pattern=pattern, sparsity=sparsity, lam=lam)
-    found = prune_weight(weight, torch.zeros(16, 16), torch.zeros(5, 8, 16), config=config)
-    assert (found.weight == 0).float().mean() == 0.5
-    assert torch.equal(found.weight[found.keep], weight[found.keep])
-    assert found.notes == ("no loss at W = 0: weights go by magnitude",)
+    result = prune_weight(weight, torch.zeros(16, 16), torch.zeros(5, 8, 16), config=config)
+    assert (result.weight == 0).float().mean() == 0.5
+    assert torch.equal(result.weight[result.keep], weight[result.keep])
+    assert result.notes == ("no loss at W = 0: weights are removed by magnitude",)
     if pattern == "2:4":  # whatever the solver compares within a row, of four weights the two smallest go
         smaller = weight.abs().view(-1, 4).argsort(1)[:, :2]
-        assert not found.keep.view(-1, 4).gather(1, smaller).any()
+        assert not result.keep.view(-1, 4).gather(1, smaller).any()

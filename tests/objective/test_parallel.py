@@ -1,4 +1,4 @@
-"""Pieces of work on several threads: the same results in the same order, and torch's settings as they were."""
+"""Parallel tasks: the same results in the same order, and torch's settings unchanged."""
 
 import pytest
 import torch

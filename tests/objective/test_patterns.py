@@ -1,4 +1,4 @@
-"""Exactly as many weights go as asked, and of equals the first index goes first."""
+"""Patterns remove the exact number of weights; of equal scores, the lowest index is removed first."""
 
 import random
 
@@ -113,7 +113,7 @@ def test_a_pattern_is_parsed(pattern, sparsity, expected):
 @pytest.mark.parametrize(
     ("pattern", "sparsity", "message"),
     [
-        ("structured", None, 'sparsity=None: pattern="structured"'),
+        ("structured", None, "sparsity=None: pattern='structured' needs one"),
         ("structured", 1.5, "sparsity=1.5.*between 0 and 1"),
         ("unstructured", None, "sparsity=None.*sparsity=0.5"),
         ("unstructured", 1.2, "sparsity=1.2.*between 0 and 1"),
@@ -124,9 +124,9 @@ def test_a_pattern_is_parsed(pattern, sparsity, expected):
         ("-2:4", None, "pattern='-2:4'.*\"n:m\""),
         ("", None, "pattern=''.*\"n:m\""),
         (24, None, 'pattern=24.*"n:m"'),
-        ("0:4", None, "pattern='0:4'.*n must lie between 1 and m"),
-        ("5:4", None, "pattern='5:4'.*n must lie between 1 and m"),
-        ("2:4", 0.6, "sparsity=0.6 contradicts pattern='2:4'.*leave it out"),
+        ("0:4", None, "pattern='0:4'.*n must be between 1 and m"),
+        ("5:4", None, "pattern='5:4'.*n must be between 1 and m"),
+        ("2:4", 0.6, "sparsity=0.6: it contradicts pattern='2:4'.*leave it out"),
     ],
 )
 def test_what_cannot_be_parsed_names_the_field_and_the_mend(pattern, sparsity, message):

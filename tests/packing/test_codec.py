@@ -102,7 +102,7 @@ def test_formats_are_found_by_name_and_registered_once(coordinates):
     for unknown in ("zip", None, ["bitmask"]):
         with pytest.raises(MoonshotError, match="codec=.*this release reads bitmask, coordinates"):
             find_codec(unknown)
-    with pytest.raises(MoonshotError, match="'coordinates' is registered already"):
+    with pytest.raises(MoonshotError, match="'coordinates' is already registered"):
         register_codec(Coordinates())
     named = {"a.weight_packed": "a.weight", "a.weight_at_packed": "a.weight", "b_meta": "b", "a.weight": "a.weight"}
     assert {stored: weight_of(stored) for stored in named} == named
@@ -140,10 +140,10 @@ ENTRY = {"shape": [4, 8], "transposed": False, "pattern": "2:4", "dtype": "bfloa
         *(({"shape": [4, True]}, "^shape="), ({"shape": {"0": 4}}, "^shape=")),
         *(({"pattern": pattern}, "^pattern=") for pattern in (None, 4, ["2:4"], "", "2:", "3:2", "0:4", "2:4:8", "x")),
         ({"pattern": "9" * 5000 + ":" + "9" * 5000}, "^pattern="),
-        ({"pattern": "2:16"}, "^pattern='2:16' does not divide rows of 8"),
+        ({"pattern": "2:16"}, "^pattern='2:16': m must divide the 8 weights of a row"),
         *(({"dtype": dtype}, "^dtype=") for dtype in (None, 16, "int8", "bfloat17", "Tensor", [])),
         *(({"transposed": value}, "^transposed=") for value in (None, 0, "false", [])),
-        ({"shape": [4, 8, 1], "transposed": True}, "only a matrix is transposed"),
+        ({"shape": [4, 8, 1], "transposed": True}, "only a matrix can be transposed"),
         *(({"codec": name}, "^codec=") for name in (None, 1, {}, "zip")),
         ({"bits": 4}, r"unknown fields: \['bits'\]"),
     ],

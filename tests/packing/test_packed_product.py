@@ -108,13 +108,13 @@ def test_gradients_are_those_of_a_dense_layer(pattern, dtype, route, monkeypatch
     monkeypatch.setattr(bitmask_product, "_TILE", 64 * dtype.itemsize * 7)  # more than one tile, the last one smaller
     linear, packed = pair(pattern, dtype)
     for shape in ((64,), (5, 64), (2, 3, 64), (0, 64)):
-        found = []
+        result = []
         for module in (packed, linear):
             inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
             linear.bias.grad = None
             module(inputs).float().square().sum().backward()
-            found.append((inputs.grad, linear.bias.grad))
-        for ours, theirs in zip(*found, strict=True):
+            result.append((inputs.grad, linear.bias.grad))
+        for ours, theirs in zip(*result, strict=True):
             assert ours.dtype == dtype
             assert torch.allclose(ours, theirs, rtol=0.05 if dtype.itemsize == 2 else 1e-4, atol=20 * ATOL[dtype])
 

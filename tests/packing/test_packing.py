@@ -1,4 +1,4 @@
-"""Packing and unpacking one matrix against the format written out literally, and what a damaged one is refused for."""
+"""Packing and unpacking one matrix against the format written out literally, and the errors for damaged ones."""
 
 import numpy as np
 import pytest

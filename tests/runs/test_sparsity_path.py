@@ -44,10 +44,10 @@ def test_a_path_is_its_single_runs(solver, lam, dtype, monkeypatch):
         (
             dict(solver="wanda"),
             [0.5],
-            "solver='wanda' has no path of sparsities: use one of cap, obc, or prune for each",
+            "solver='wanda': it does not support several sparsities; use one of cap, obc, or prune for each",
         ),
-        (dict(solver="sparsegpt"), [0.5], "solver='sparsegpt' has no path"),
-        (dict(pattern="2:4"), [0.5], "pattern='2:4' has its own sparsity.*unstructured"),
+        (dict(solver="sparsegpt"), [0.5], "solver='sparsegpt': it does not support several"),
+        (dict(pattern="2:4"), [0.5], "pattern='2:4': it implies a single sparsity.*unstructured"),
         ({}, [], r"sparsities=\[\]: give a list"),
         ({}, 0.5, "sparsities=0.5: give a list"),
         ({}, "0.5", "sparsities='0.5': give a list"),

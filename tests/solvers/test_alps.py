@@ -1,4 +1,4 @@
-"""ALPS with row-specific Hessians against the dense float64 algorithm, and what is its own."""
+"""ALPS with row-specific Hessians against the dense float64 algorithm, its conjugate gradients and convergence."""
 
 import pytest
 import reference
@@ -32,9 +32,9 @@ def solve(tensors, lam, pattern, **options):
 def test_at_lambda_one_it_is_the_dense_algorithm(pattern):
     tensors = layer(16, 96, 12, seed=1)
     weight, keep = reference_of(tensors, 1.0, pattern)
-    found = solve(tensors, 1.0, pattern)
-    assert torch.equal(found.keep, keep)
-    assert (found.weight - weight).norm() <= 1e-4 * weight.norm()
+    result = solve(tensors, 1.0, pattern)
+    assert torch.equal(result.keep, keep)
+    assert (result.weight - weight).norm() <= 1e-4 * weight.norm()
 
 
 @PATTERNS
@@ -43,12 +43,12 @@ def test_at_lambda_one_it_is_the_dense_algorithm(pattern):
 def test_below_it_enough_inner_steps_are_the_dense_algorithm(pattern, lam, samples):
     tensors = layer(16, 96, samples, seed=1)
     weight, keep = reference_of(tensors, lam, pattern)
-    found = solve(tensors, lam, pattern, inner_steps=60)
-    assert (found.keep == keep).double().mean() > 0.995
+    result = solve(tensors, lam, pattern, inner_steps=60)
+    assert (result.keep == keep).double().mean() > 0.995
     gradients = tensors[2].double()
     losses = [
         float(reference.objective(each.double(), tensors[0].double(), tensors[1].double(), gradients, lam))
-        for each in (found.weight, weight)
+        for each in (result.weight, weight)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
@@ -78,13 +78,13 @@ def test_it_loses_less_than_sparsegpt(pattern, lam):
 @pytest.mark.parametrize("lam", [0.5, 1.0])
 def test_survivors_are_those_of_least_squares(pattern, lam):
     weight, gram, gradients = layer(8, 48, 10, seed=4)
-    found = solve((weight, gram, gradients), lam, pattern, refit_steps=500)
+    result = solve((weight, gram, gradients), lam, pattern, refit_steps=500)
     lost = float(((weight.double() @ gram.double()) * weight.double()).sum())
     ridge = 0.01 * gram.double().diagonal().mean() / lost * torch.eye(48)
     hessians = reference.hessians(weight.double(), gram.double(), gradients.double() if lam < 1 else None, lam) + ridge
-    difference = weight.double() - found.weight
+    difference = weight.double() - result.weight
     pull = (hessians @ difference[:, :, None])[:, :, 0]
-    assert float(pull[found.keep].abs().max()) < 1e-4 * float(pull.abs().max())
+    assert float(pull[result.keep].abs().max()) < 1e-4 * float(pull.abs().max())
 
 
 def test_gradients_and_their_sums_are_the_same():
@@ -109,13 +109,13 @@ def test_rows_of_very_different_size(pattern, samples):
     gram = gram + 20 * gram.diagonal().mean() * torch.ones(96, 96)
     gradients = gradients * torch.where(torch.arange(16) < 2, 100.0, 0.01)[:, None]
     objective = full(weight, gram, gradients, 0.5)
-    found = make_solver("alps", {}).solve(objective, pattern)
-    assert found.damping == 0.01
+    result = make_solver("alps", {}).solve(objective, pattern)
+    assert result.damping == 0.01
     greedy = make_solver("sparsegpt", {}).solve(objective, pattern)
     gradients = gradients.double()
     losses = [
         float(reference.objective(each.weight.double(), weight.double(), gram.double(), gradients, 0.5))
-        for each in (found, greedy)
+        for each in (result, greedy)
     ]
     assert losses[0] < losses[1]
 
@@ -148,9 +148,9 @@ def test_conjugate_gradients_reach_the_solution_and_stop_there():
         calls.append(1)
         return (systems @ vectors[:, :, None])[:, :, 0]
 
-    found, residual = alps.conjugate_gradients(times, right, torch.zeros_like(right), 500)
-    torch.testing.assert_close(residual, right - times(found), rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(found, torch.linalg.solve(systems, right), rtol=1e-5, atol=1e-6)
+    result, residual = alps.conjugate_gradients(times, right, torch.zeros_like(right), 500)
+    torch.testing.assert_close(residual, right - times(result), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(result, torch.linalg.solve(systems, right), rtol=1e-5, atol=1e-6)
     assert len(calls) < 60
 
 
@@ -158,11 +158,11 @@ def test_a_row_that_is_there_waits_for_the_others():
     systems = torch.stack([torch.eye(40), torch.diag(torch.logspace(-6, 0, 40))]).double()
     right = torch.randn(2, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     right[0, 1:] = 0
-    found, _ = alps.conjugate_gradients(
+    result, _ = alps.conjugate_gradients(
         lambda vectors: (systems @ vectors[:, :, None])[:, :, 0], right, torch.zeros_like(right), 200
     )
-    assert found.isfinite().all()
-    assert torch.equal(found[0], right[0])
+    assert result.isfinite().all()
+    assert torch.equal(result[0], right[0])
 
 
 @pytest.mark.parametrize("samples", [200, 8])
@@ -171,8 +171,8 @@ def test_a_few_inputs_and_many_samples_end_in_finite_weights(samples):
     weight, gram, gradients = layer(16, 27, samples, seed=7)
     gradients[:, :8] *= 1e-4
     for lam in (0.0, 0.5, 1.0):
-        found = solve((weight, gram, gradients), lam, Unstructured(0.8))
-        assert found.weight.isfinite().all()
+        result = solve((weight, gram, gradients), lam, Unstructured(0.8))
+        assert result.weight.isfinite().all()
 
 
 @pytest.mark.parametrize(("option", "value"), [("penalty", 0.0), ("iterations", 0), ("inner_steps", 0)])

@@ -1,4 +1,4 @@
-"""OBC, CAP and the elimination in matrix products: the textbook's order and losses, however the work is cut."""
+"""OBC, CAP and the elimination in matrix products: the textbook's order and losses, for any slices of rows."""
 
 import itertools
 
@@ -48,9 +48,9 @@ def test_the_elimination_is_the_textbooks(rows, size, steps, pattern, monkeypatc
     else:
         order, losses = torch.empty(rows, 0), torch.empty(rows, 0)
     before = weight.clone()
-    found = Elimination(inverse, weight, pattern).run()
-    assert torch.equal(found[0].long(), order.long()) and torch.equal(weight, before)
-    torch.testing.assert_close(found[1], losses, rtol=1e-9, atol=1e-12, check_dtype=False)
+    result = Elimination(inverse, weight, pattern).run()
+    assert torch.equal(result[0].long(), order.long()) and torch.equal(weight, before)
+    torch.testing.assert_close(result[1], losses, rtol=1e-9, atol=1e-12, check_dtype=False)
 
 
 def test_float32_keeps_the_order_of_a_well_conditioned_row():
@@ -84,9 +84,9 @@ def test_solvers_are_the_literal_ones(solver, pattern, lam, seed):
     choice = {"nm": (2, 4)} if pattern == "2:4" else {"sparsity": pattern}
     choice |= {"block_size": 12} if solver == "cap" else {}
     weight, keep = getattr(reference, solver)(*exact, lam, **choice)
-    found = prune(solver, pattern, lam, tensors, **({"block_size": 12} if solver == "cap" else {}))
-    assert torch.equal(found.keep, keep)
-    assert (found.weight - weight).norm() < 1e-5 * weight.norm()
+    result = prune(solver, pattern, lam, tensors, **({"block_size": 12} if solver == "cap" else {}))
+    assert torch.equal(result.keep, keep)
+    assert (result.weight - weight).norm() < 1e-5 * weight.norm()
 
 
 def loss(weight, tensors, lam, damping=0.01):
@@ -103,7 +103,7 @@ def loss(weight, tensors, lam, damping=0.01):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_first_removal_and_the_weights_are_the_best_there_are(solver, lam, seed):
     tensors = layer(1, 8, 5, seed=seed)
-    found = prune(solver, 1 / 8, lam, tensors)
+    result = prune(solver, 1 / 8, lam, tensors)
 
     def best(gone):
         _, matrix = loss(tensors[0], tensors, lam)
@@ -115,11 +115,11 @@ def test_the_first_removal_and_the_weights_are_the_best_there_are(solver, lam, s
         return weight
 
     losses = [loss(best([j]), tensors, lam)[0] for j in range(8)]
-    assert found.keep[0].tolist() == [j != losses.index(min(losses)) for j in range(8)]
+    assert result.keep[0].tolist() == [j != losses.index(min(losses)) for j in range(8)]
     for sparsity in (1 / 8, 0.5, 7 / 8):
-        found = prune(solver, sparsity, lam, tensors)
-        gone = (~found.keep[0]).nonzero()[:, 0].tolist()
-        torch.testing.assert_close(found.weight.double(), best(gone), rtol=1e-5, atol=1e-6)
+        result = prune(solver, sparsity, lam, tensors)
+        gone = (~result.keep[0]).nonzero()[:, 0].tolist()
+        torch.testing.assert_close(result.weight.double(), best(gone), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5])
@@ -127,7 +127,7 @@ def test_two_weights_of_four_are_rarely_far_from_the_best_pair(lam):
     ratios = []
     for seed in range(10):
         tensors = layer(1, 4, 5, seed=seed)
-        found = prune("obc", "2:4", lam, tensors)
+        result = prune("obc", "2:4", lam, tensors)
         pairs = []
         for pair in itertools.combinations(range(4), 2):
             fixed = MoonshotConfig(solver="obc", sparsity=0.5, lam=lam).make_solver()
@@ -135,7 +135,7 @@ def test_two_weights_of_four_are_rarely_far_from_the_best_pair(lam):
             keep = torch.tensor([[j not in pair for j in range(4)]])
             (weight,) = fixed.minimise(objective, [keep], 0.01)
             pairs.append(loss(weight, tensors, lam)[0])
-        ratios.append(loss(found.weight, tensors, lam)[0] / min(pairs))
+        ratios.append(loss(result.weight, tensors, lam)[0] / min(pairs))
     assert min(ratios) >= 1 - 1e-6 and sorted(ratios)[5] == pytest.approx(1, abs=1e-4)
 
 
@@ -148,9 +148,9 @@ def test_how_many_rows_pass_together_changes_nothing(solver, pattern, lam, monke
     for inputs, size in ((1, 1), (5 * 16, 1), (10**9, 10**12), (7 * 48, 24 * 48 * 48 * 3)):
         monkeypatch.setattr(ranked, "CPU_INPUTS", inputs)
         monkeypatch.setattr(slices_module, "CPU_BYTES", size)
-        found = prune(solver, pattern, lam, tensors, block_size=16)
-        assert torch.equal(found.keep, whole.keep)
-        torch.testing.assert_close(found.weight, whole.weight, rtol=1e-6, atol=1e-7)
+        result = prune(solver, pattern, lam, tensors, block_size=16)
+        assert torch.equal(result.keep, whole.keep)
+        torch.testing.assert_close(result.weight, whole.weight, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("lam", [0.1, 1.0])
@@ -160,9 +160,9 @@ def test_an_ill_conditioned_row_is_eliminated_in_float64(lam, monkeypatch):
     objective = full(*tensors, lam)
     _, fits = Inverses(objective, 1e-4).of(slice(0, 6))
     assert not fits.any()
-    found = prune("obc", 0.5, lam, tensors, damping=1e-4)
+    result = prune("obc", 0.5, lam, tensors, damping=1e-4)
     exact, keep = reference.obc(*(tensor.double() for tensor in tensors), lam, 0.5, damping=1e-4)
-    assert torch.equal(found.keep, keep) and (found.weight - exact).norm() < 1e-4 * exact.norm()
+    assert torch.equal(result.keep, keep) and (result.weight - exact).norm() < 1e-4 * exact.norm()
     monkeypatch.setattr(ranked, "SINGLE_INFLATION", 1e12)
     assert Inverses(objective, 1e-4).of(slice(0, 6))[1].all()
 
@@ -176,9 +176,9 @@ def test_each_row_has_a_damping_of_its_own_and_a_dead_filter_the_layers():
     means = plain.diagonal(dim1=1, dim2=2).mean(1)
     means[2] = means.mean()
     torch.testing.assert_close(extra, (0.01 * means)[:, None].expand(-1, 12), rtol=1e-4, atol=0)
-    found = prune("obc", 0.2, 0.0, (weight, gram, gradients))
+    result = prune("obc", 0.2, 0.0, (weight, gram, gradients))
     exact, keep = reference.obc(*(tensor.double() for tensor in (weight, gram, gradients)), 0.0, 0.2)
-    assert torch.equal(found.keep, keep) and (found.weight - exact).norm() < 1e-5 * exact.norm()
+    assert torch.equal(result.keep, keep) and (result.weight - exact).norm() < 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_a_ranking_takes_the_first_of_each_row():
 def test_damping_grows_until_every_row_is_definite(solver, share, taken, lam):
     weight, gram, gradients = layer(6, 40, 5, seed=11)
     gram = indefinite(gram, share)
-    found = prune(solver, 0.5, lam, (weight, gram, 0.01 * gradients))
-    assert found.damping in (0.1, 1.0) if lam < 1 else found.damping == pytest.approx(taken)
-    assert found.notes == (f"damping raised from 0.01 to {found.damping:g}",)
+    result = prune(solver, 0.5, lam, (weight, gram, 0.01 * gradients))
+    assert result.damping in (0.1, 1.0) if lam < 1 else result.damping == pytest.approx(taken)
+    assert result.notes == (f"damping raised from 0.01 to {result.damping:g}",)
     with pytest.raises(FactorizationError, match=r"not positive definite at any damping of \[0.01, 0.1, 1.0\]"):
         prune(solver, 0.5, lam, (weight, indefinite(gram, 3.0), 0.01 * gradients))
 

@@ -1,4 +1,4 @@
-"""Solvers own their hyperparameters: names, types and bounds are stated once, on the dataclass, and checked by it."""
+"""Hyperparameters: names, types and bounds are declared once, by the fields of a solver's dataclass, and checked."""
 
 import re
 from dataclasses import dataclass, field
@@ -132,8 +132,8 @@ def test_bounds_of_the_solvers_here():
     ],
 )
 def test_text_becomes_the_value(options, name, text, value):
-    found = parse_option(options[name], text)
-    assert found == value and type(found) is type(value)
+    result = parse_option(options[name], text)
+    assert result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_what_no_command_line_could_give_is_not_registered():
             register_solver("own")(cls)
         assert "own" not in solver_names()
 
-    refused(tuple, (), r"^Own\.own has the type .*tuple.*: use one of bool, int, float, str")
-    refused(int | float, 1, r"^Own\.own has the type int \| float: use one of")
+    refused(tuple, (), r"^Own\.own has the type .*tuple.*; use one of bool, int, float, str")
+    refused(int | float, 1, r"^Own\.own has the type int \| float; use one of")
     refused(int, field(), r"^Own\.own has no default")
-    refused(int, hyperparameter(0, help="", least=1), r"^Own: the default own=0: give a whole number of at least 1")
+    refused(int, hyperparameter(0, help="", least=1), r"^Own: default: own=0: give a whole number of at least 1")
     refused("Missing", 1, "^Own: an annotation cannot be read .*Missing")
-    with pytest.raises(MoonshotError, match="^Plain is no dataclass: put @dataclass"):
+    with pytest.raises(MoonshotError, match="^Plain is not a dataclass; put @dataclass"):
         register_solver("plain")(type("Plain", (), {}))

@@ -23,10 +23,10 @@ def prune(tensors, lam, sparsity, group=1, **more):
 def assert_literal(tensors, lam, sparsity, group, tolerance=1e-5, **more):
     exact = [tensor.double() for tensor in tensors]
     weight, keep = reference.osscar(*exact, lam, sparsity, group, **more)
-    found = prune(tensors, lam, sparsity, group, **more)
-    assert torch.equal(found.keep, keep)
-    assert (found.weight - weight).norm() <= tolerance * weight.norm()
-    return found
+    result = prune(tensors, lam, sparsity, group, **more)
+    assert torch.equal(result.keep, keep)
+    assert (result.weight - weight).norm() <= tolerance * weight.norm()
+    return result
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
@@ -86,23 +86,23 @@ def test_the_first_column_is_the_best_there_is(lam):
         return total
 
     costs = [cost(j) for j in range(8)]
-    found = prune(tensors, lam, 1 / 8)
-    assert (~found.keep[0]).nonzero().item() == costs.index(min(costs))
+    result = prune(tensors, lam, 1 / 8)
+    assert (~result.keep[0]).nonzero().item() == costs.index(min(costs))
 
 
 def test_of_equal_columns_the_first_go():
     weight = torch.ones(3, 8)
-    found = prune((weight, torch.eye(8), torch.zeros(2, 3, 8)), 1.0, 0.5, 2)
-    assert found.keep[0].tolist() == [False] * 4 + [True] * 4
+    result = prune((weight, torch.eye(8), torch.zeros(2, 3, 8)), 1.0, 0.5, 2)
+    assert result.keep[0].tolist() == [False] * 4 + [True] * 4
 
 
 def test_damping_grows_for_a_gram_that_is_not_definite():
     weight, gram, gradients = layer(6, 24, 5, seed=7)
     gram = indefinite(gram, 0.05)
     for lam in (0.5, 1.0):
-        found = assert_literal((weight, gram, gradients), lam, 0.5, 1, damping=0.1, tolerance=1e-4)
+        result = assert_literal((weight, gram, gradients), lam, 0.5, 1, damping=0.1, tolerance=1e-4)
         grown = prune((weight, gram, gradients), lam, 0.5)
         assert grown.damping == 0.1 and grown.notes == ("damping raised from 0.01 to 0.1",)
-        assert torch.equal(grown.weight, found.weight)
+        assert torch.equal(grown.weight, result.weight)
     with pytest.raises(FactorizationError, match=r"size 24 is not positive definite at any damping of \[0.01, 0.1"):
         prune((weight, indefinite(gram, 3.0), gradients), 0.5, 0.5)

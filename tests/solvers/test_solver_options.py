@@ -1,4 +1,4 @@
-"""A solver of somebody else, with hyperparameters of its own: from Python, in files, on the command line."""
+"""A solver of another package with its own hyperparameters: in Python, in files and on the command line."""
 
 import dataclasses
 import json
@@ -51,10 +51,10 @@ def test_hyperparameters_reach_the_solver(toy):
     assert config.damping is None and config.block_size is None
     assert MoonshotConfig(solver="toy", sparsity=0.5).make_solver() == toy.Toy()
     weight, gram = torch.randn(6, 8), torch.eye(8)
-    found = prune_weight(weight, gram, config=dataclasses.replace(config, lam=1))
-    assert found.keep[:, :2].all() and (found.keep.sum(1) == 4).all() and found.damping == 0
+    result = prune_weight(weight, gram, config=dataclasses.replace(config, lam=1))
+    assert result.keep[:, :2].all() and (result.keep.sum(1) == 4).all() and result.damping == 0
     rest = weight[:, 2:].abs()
-    assert (rest[~found.keep[:, 2:]].view(6, 4).amin(1) > (rest * found.keep[:, 2:]).amax(1)).all()
+    assert (rest[~result.keep[:, 2:]].view(6, 4).amin(1) > (rest * result.keep[:, 2:]).amax(1)).all()
 
 
 def test_every_hyperparameter_changes_the_pruning(toy):
@@ -144,9 +144,9 @@ def parse(*argv):
 
 def test_options_of_the_command_line_have_the_solvers_types(toy):
     argv = ("--solver-option", "power=1", "--solver-option", "spare=2", "--solver-option", "largest=true")
-    found = parse("--solver", "toy", *argv).solver_options
-    assert found == {"power": 1.0, "spare": 2, "largest": True}
-    assert [type(value) for value in found.values()] == [float, int, bool]
+    result = parse("--solver", "toy", *argv).solver_options
+    assert result == {"power": 1.0, "spare": 2, "largest": True}
+    assert [type(value) for value in result.values()] == [float, int, bool]
     assert parse("--solver-option", "block_size=64", "--damping", "0.1") == MoonshotConfig(
         sparsity=0.5, block_size=64, damping=0.1
     )

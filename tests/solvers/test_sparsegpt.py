@@ -1,4 +1,4 @@
-"""SparseGPT with row-specific Hessians against the dense float64 algorithm, and every shortcut against the long way."""
+"""SparseGPT with row-specific Hessians, and its shortcuts, against the dense float64 algorithm."""
 
 from itertools import combinations
 
@@ -11,7 +11,7 @@ from objectives import full
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.functional import prune_weight
-from optimum_moonshot.solvers import sparsegpt
+from optimum_moonshot.solvers import sparsegpt, sparsegpt_factors
 
 PATTERNS = pytest.mark.parametrize("pattern", [0.6, "2:4"])
 LAMS = pytest.mark.parametrize("lam", [0.0, 0.1, 0.9])
@@ -27,10 +27,10 @@ def exact(tensors, lam, pattern, **more):
     return reference.sparsegpt(*(tensor.double() for tensor in tensors), lam, **choice, **more)
 
 
-def assert_same(found, expected, tolerance):
+def assert_same(result, expected, tolerance):
     weight, keep = expected
-    assert torch.equal(found.keep, keep)
-    assert (found.weight - weight).norm() <= tolerance * weight.norm()
+    assert torch.equal(result.keep, keep)
+    assert (result.weight - weight).norm() <= tolerance * weight.norm()
 
 
 def hard_layer(seed=0):
@@ -70,10 +70,10 @@ def hard_layer(seed=0):
     ],
 )
 def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_size, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = layer(*shape, seed=sum(shape))
-    found = prune(tensors, lam, pattern, block_size=block_size)
-    assert_same(found, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
+    result = prune(tensors, lam, pattern, block_size=block_size)
+    assert_same(result, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
 
 
 @PATTERNS
@@ -91,16 +91,16 @@ def test_grouped_rows_have_hessians_of_their_own(sizes, lam, pattern, monkeypatc
 )
 def test_lambda_one_is_the_single_objective_algorithm(shape, pattern, block_size):
     tensors = layer(*shape, seed=5)
-    found = prune(tensors[:2], 1.0, pattern, block_size=block_size)
-    assert_same(found, exact(tensors, 1.0, pattern, block_size=block_size), 2e-5)
+    result = prune(tensors[:2], 1.0, pattern, block_size=block_size)
+    assert_same(result, exact(tensors, 1.0, pattern, block_size=block_size), 2e-5)
 
 
 @pytest.mark.parametrize("damping", [1e-3, 0.1, 1.0])
 def test_damping_is_that_of_the_formula(damping):
     tensors = layer(8, 80, 6, seed=6)
-    found = prune(tensors, 0.5, 0.6, damping=damping)
-    assert_same(found, exact(tensors, 0.5, 0.6, damping=damping), 2e-5)
-    assert found.damping == damping and found.notes == ()
+    result = prune(tensors, 0.5, 0.6, damping=damping)
+    assert_same(result, exact(tensors, 0.5, 0.6, damping=damping), 2e-5)
+    assert result.damping == damping and result.notes == ()
 
 
 @PATTERNS
@@ -112,9 +112,9 @@ def test_dead_inputs_are_left_out_as_in_the_dense_algorithm(pattern):
 def test_many_samples_take_dense_rows_and_few_do_not(monkeypatch):
     made = []
     for name in ("RowFactors", "LowRankFactors", "SharedFactor"):
-        original = getattr(sparsegpt, name)
+        original = getattr(sparsegpt_factors, name)
         monkeypatch.setattr(
-            sparsegpt, name, lambda *args, name=name, original=original: made.append(name) or original(*args)
+            sparsegpt_factors, name, lambda *args, name=name, original=original: made.append(name) or original(*args)
         )
     for samples, lam in ((40, 0.5), (4, 0.5), (4, 1.0)):
         prune(layer(4, 40, samples), lam, 0.5)
@@ -128,7 +128,7 @@ def test_low_rank_and_dense_rows_agree(lam, pattern, samples, monkeypatch):
     tensors = layer(8, 72, samples, seed=8)
     results = []
     for dense in (True, False):
-        monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, dense=dense, **named: dense)
+        monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, dense=dense, **named: dense)
         results.append(prune(tensors, lam, pattern, block_size=40))
     assert_same(results[0], (results[1].weight, results[1].keep), 2e-5)
 
@@ -137,11 +137,12 @@ def test_low_rank_and_dense_rows_agree(lam, pattern, samples, monkeypatch):
 @LAMS
 @PATTERNS
 def test_rows_in_groups_and_slices_give_the_same_result(lam, pattern, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = layer(10, 140, 12, seed=9)
     whole = prune(tensors, lam, pattern)
-    for name, size in (("SLICE_BYTES", 1), ("STATE_BYTES", 1), ("SLICE_BYTES", 300_000), ("STATE_BYTES", 300_000)):
-        monkeypatch.setattr(sparsegpt, name, size)
+    slices, states = (sparsegpt_factors, "SLICE_BYTES"), (sparsegpt, "STATE_BYTES")
+    for (module, name), size in ((slices, 1), (states, 1), (slices, 300_000), (states, 300_000)):
+        monkeypatch.setattr(module, name, size)
         assert_same(prune(tensors, lam, pattern), (whole.weight, whole.keep), 1e-5)
 
 
@@ -162,7 +163,7 @@ def test_only_rows_that_do_not_compete_are_split(monkeypatch):
 def test_single_precision_state_is_as_good_as_double(lam, pattern, monkeypatch):
     tensors = layer(12, 160, 10, seed=10)
     usual = prune(tensors, lam, pattern)
-    monkeypatch.setattr(sparsegpt, "SINGLE_CONDITION", 0)
+    monkeypatch.setattr(sparsegpt_factors, "SINGLE_CONDITION", 0)
     double = prune(tensors, lam, pattern)
     assert_same(usual, (double.weight, double.keep), 1e-5)
 
@@ -171,7 +172,7 @@ def test_single_precision_state_is_as_good_as_double(lam, pattern, monkeypatch):
 @PATTERNS
 @pytest.mark.parametrize("dense", [False, True], ids=["low rank", "dense rows"])
 def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
     tensors = hard_layer()
     hessians = reference.hessians(*(tensor.double() for tensor in tensors), lam)
     quadratic = full(*tensors, lam)
@@ -193,25 +194,25 @@ def indefinite(gram, share, seed=0):
 def test_damping_grows_where_a_gram_is_not_definite_and_the_result_says_so(lam, pattern, share, taken):
     weight, gram, gradients = layer(6, 40, 5, seed=11)
     tensors = (weight, indefinite(gram, share), gradients)
-    found = prune(tensors, lam, pattern)
-    assert found.damping == pytest.approx(taken)
-    assert found.notes == (f"damping raised from 0.01 to {taken:g}",)
-    assert_same(found, exact(tensors, lam, pattern, damping=taken), 1e-4)
+    result = prune(tensors, lam, pattern)
+    assert result.damping == pytest.approx(taken)
+    assert result.notes == (f"damping raised from 0.01 to {taken:g}",)
+    assert_same(result, exact(tensors, lam, pattern, damping=taken), 1e-4)
 
 
 def test_damping_grows_for_rows_whose_own_matrix_fails(monkeypatch):
     tensors = layer(6, 40, 5, seed=12)
-    original, calls = sparsegpt.check_factored, []
+    original, calls = sparsegpt_factors.check_factored, []
 
     def fail_once(ok):
         calls.append(None)
         original(ok & (len(calls) > 1))
 
-    monkeypatch.setattr(sparsegpt, "check_factored", fail_once)
-    found = prune(tensors, 0.5, 0.5)
-    assert found.damping == 0.1 and found.notes == ("damping raised from 0.01 to 0.1",)
+    monkeypatch.setattr(sparsegpt_factors, "check_factored", fail_once)
+    result = prune(tensors, 0.5, 0.5)
+    assert result.damping == 0.1 and result.notes == ("damping raised from 0.01 to 0.1",)
     monkeypatch.undo()
-    assert_same(found, exact(tensors, 0.5, 0.5, damping=0.1), 2e-5)
+    assert_same(result, exact(tensors, 0.5, 0.5, damping=0.1), 2e-5)
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])
@@ -228,7 +229,7 @@ def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
     reached, masked = [], []
     for seed in range(8):
         tensors = layer(1, 4, 6, seed=seed)
-        found = prune(tensors, lam, "2:4")
+        result = prune(tensors, lam, "2:4")
         dense = tensors[0].double()[0]
         hessian = reference.hessians(*(tensor.double() for tensor in tensors), lam)[0]
 
@@ -240,8 +241,8 @@ def test_tiny_rows_lie_between_the_optimum_and_their_masks_alone(lam):
             row = torch.zeros(4, dtype=torch.float64)
             row[kept] = torch.linalg.solve(hessian[kept][:, kept], hessian[kept] @ dense)
             best.append(loss(row))
-        reached.append(loss(found.weight[0].double()))
-        masked.append(loss(dense * found.keep[0]))
+        reached.append(loss(result.weight[0].double()))
+        masked.append(loss(dense * result.keep[0]))
         assert min(best) - 1e-9 <= reached[-1]
     # Errors go right only, so that a single row may lose a little by it.
     assert all(one <= 1.05 * other for one, other in zip(reached, masked, strict=True))

@@ -20,7 +20,8 @@ from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.pipeline import spec
 from optimum_moonshot.pipeline.slices import ShardedRows
 from optimum_moonshot.solvers.ranked import Ranked
-from optimum_moonshot.solvers.sparsegpt import LowRankFactors, SparseGPT
+from optimum_moonshot.solvers.sparsegpt import SparseGPT
+from optimum_moonshot.solvers.sparsegpt_factors import LowRankFactors
 
 SIZES = (1, 2, 3, 4)
 
@@ -122,7 +123,7 @@ def of_two(folder):
     for name, place, at in (("rank", (Ranked, "rank"), {0, 5}), ("minimise", (Ranked, "minimise"), {1})):
         with full(place, at):
             done[name] = CASES["cap"]()
-    with full((LowRankFactors, "leave"), {1}):
+    with full((LowRankFactors, "end_group"), {1}):
         done["in the middle"] = told(CASES["sparsegpt"])
     with mock.patch.object(Ranked, "rank", singular):
         done["singular"] = told(CASES["cap"])

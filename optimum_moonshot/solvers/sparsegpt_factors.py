@@ -1,0 +1,337 @@
+"""The Cholesky factors C_k of F_k⁻¹ that `sparsegpt` sweeps over: shared, in low-rank form, or as matrices.
+
+C_k is upper triangular with ``F_k⁻¹ = C_kᵀ C_k``. The sweep reads its diagonal in a whole comparison group of columns,
+but all entries only in small diagonal blocks, so it need not exist as a matrix:
+
+* `SharedFactor`: λ = 1, one factor U for all rows;
+* `LowRankFactors`: with ``S₀ = aG + μI = (Uᵀ U)⁻¹`` and the whitened gradients ``Z = √b·U·A_k``,
+  ``F_k⁻¹ = Uᵀ (I + Z Zᵀ)⁻¹ U``. So C_k = R_k U for the upper factor R_k of (I + Z Zᵀ)⁻¹, whose blocks are computed from
+  a state of N×N + N numbers per row, P = (I + Zᵀ Z)⁻¹ and s;
+* `RowFactors`: C_k itself, [d_in, d_in] per row: cheaper where N is not well below d_in, and for grouped convolutions,
+  whose rows share no matrix and have few inputs.
+
+All three are exact.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..objective.linalg import check_factored, inverse_factor
+from ..objective.parallel import parallel_map
+from ..objective.patterns import NM, Pattern
+from ..objective.quadratic import Quadratic
+from ..objective.row_slices import slices_within, split_range
+
+# Columns in a block: errors spread to later columns once per block, by matrix products. C_k is needed as a matrix only
+# on diagonal blocks of this size.
+STEP = 32
+# Intermediates of a slice of rows: small enough for the caches of a CPU, large enough to occupy a GPU.
+SLICE_BYTES = 4 * 2**20
+GPU_SLICE_BYTES = 256 * 2**20
+# Largest bound on the condition number of a row's state for which float32 suffices: errors stay below about 1e-5.
+SINGLE_CONDITION = 256.0
+# Matrices per row are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
+DENSE_BELOW = 1.7
+
+
+class Widths(NamedTuple):
+    """Numbers of columns in a comparison group and in a block of it; multiples of m for n:m."""
+
+    compared: int
+    block: int
+
+    @classmethod
+    def of(cls, pattern: Pattern, block_size: int) -> "Widths":
+        """The widths for a pattern.
+
+        Args:
+            pattern: its m divides both widths.
+            block_size: columns of a comparison group, rounded down to a multiple of m, but at least m.
+        """
+        m = pattern.m if isinstance(pattern, NM) else 1
+        compared, block = (max(1, size // m) * m for size in (block_size, STEP))
+        return cls(compared, min(compared, block))
+
+
+class Factors(Protocol):
+    """The factors C_k of some rows, read from left to right by comparison groups of columns and their blocks.
+
+    All methods update the weights [r, d_in], in float32, in place: blocked so that most of the work is matrix products.
+    """
+
+    def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
+        """Apply the errors of earlier comparison groups to the weights of this one.
+
+        Args:
+            weight: of these rows, all columns [r, d_in].
+            columns: of the comparison group.
+
+        Returns:
+            C_jj of the columns, [r or 1, columns].
+        """
+
+    def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        """Apply the errors of earlier blocks of the comparison group to the weights of this block.
+
+        Args:
+            weight: of these rows, all columns [r, d_in].
+            columns: of the comparison group.
+            block: columns of the matrix, `widths.block` of them or the remainder.
+            errors: [r, columns], final in the blocks before.
+
+        Returns:
+            C_k[block, block], [r or 1, block, block].
+        """
+
+    def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        """Apply the errors of the comparison group to all columns on its right, or record them in the state.
+
+        Args:
+            weight: of these rows, all columns [r, d_in].
+            columns: of the comparison group.
+            errors: [r, columns].
+
+        Raises:
+            FactorizationError: after the last columns, if a factor does not exist.
+        """
+
+
+class SharedFactor:
+    """λ = 1: C_k = U for every row; [d_in, d_in], stored in float32."""
+
+    def __init__(self, factor: Tensor):
+        self.factor = factor.float()
+
+    def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
+        return self.factor.diagonal()[None, columns]
+
+    def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(columns.start, block.start)
+        weight[:, block].addmm_(errors[:, within(columns, before)], self.factor[before, block], alpha=-1)
+        return self.factor[None, block, block]
+
+    def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        weight[:, columns.stop :].addmm_(errors, self.factor[columns, columns.stop :], alpha=-1)
+
+
+class RowFactors:
+    """C_k as matrices, [r, d_in, d_in], factored in float64 and stored in float32.
+
+    Args:
+        objective: of the whole layer.
+        ridge: added to the diagonal of every F_k.
+        rows: r rows of the layer.
+
+    Raises:
+        FactorizationError: a matrix is not positive definite.
+    """
+
+    def __init__(self, objective: Quadratic, ridge: float, rows: slice):
+        device, d_in = objective.weight.device, objective.weight.shape[1]
+        self.factor = torch.empty(rows.stop - rows.start, d_in, d_in, device=device)
+        for part in _slices(rows, 4 * 8 * d_in * d_in, device):  # up to four float64 matrices per row
+            hessians = objective.row_hessians(part)
+            hessians.diagonal(dim1=-2, dim2=-1).add_(ridge)
+            factor, ok = inverse_factor(hessians)
+            check_factored(ok)
+            self.factor[part.start - rows.start : part.stop - rows.start] = factor
+
+    def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
+        return self.factor.diagonal(dim1=1, dim2=2)[:, columns]
+
+    def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        before = slice(columns.start, block.start)
+        weight[:, block] -= (errors[:, None, within(columns, before)] @ self.factor[:, before, block]).squeeze(1)
+        return self.factor[:, block, block]
+
+    def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        weight[:, columns.stop :] -= (errors[:, None] @ self.factor[:, columns, columns.stop :]).squeeze(1)
+
+
+class LowRankFactors:
+    """C_k = R_k U from P [r, N, N] and s [r, N], with Z [r, d_in, N] in float32.
+
+    P does not depend on the weights, so it advances over all blocks b of a comparison group at once, before the group's
+    mask is chosen, which needs all its C_jj:
+
+        E = I - Z_b P Z_bᵀ = Rᵀ R,   Q = R⁻ᵀ Z_b P,   P += Qᵀ Q
+
+    where R is the diagonal block of R_k. The weights depend on s: y = -Z_b s at the start of a block, then y -= err R
+    and s -= err Q with the block's errors. They change by w += y U, one product with a matrix that all rows share.
+
+    The cancellation in E grows with the condition number of I + ZᵀZ, whose smallest eigenvalue is at least 1 and whose
+    largest is bounded by the Frobenius norm. Slices of rows below `SINGLE_CONDITION` therefore store P, R and Q in
+    float32 (at λ = 0.9, trained layers have conditions of 2 to 60), the others, mostly at small λ, in float64. The sums
+    s and y over all columns are always in float64.
+
+    Args:
+        objective: of the whole layer.
+        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64.
+        rows: r rows of the layer.
+        widths: of comparison groups and column blocks.
+
+    Raises:
+        FactorizationError: (by `end_group` after the last columns) a state was not positive definite.
+    """
+
+    def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
+        device, samples, d_in = factor.device, objective.fisher_term.rank, len(factor)
+        self.factor, self.single = factor, factor.float()
+        self.count, self.widths = rows.stop - rows.start, widths
+        self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
+        self.whitened = torch.empty(self.count, d_in, samples, device=device)  # Z
+        self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
+        # Checked once at the end: a check per block would synchronise with the GPU each time.
+        self.failed = torch.zeros(self.count, dtype=torch.int32, device=device)
+        self._whiten(objective, rows)
+        self.states = parallel_map(self._invert, self.parts, device)  # P
+        # R and Q of one comparison group, reused by all.
+        self.uppers = [state.new_empty(len(state), widths.compared, widths.block) for state in self.states]
+        self.carries = [state.new_empty(len(state), widths.compared, samples) for state in self.states]
+
+    def _whiten(self, objective: Quadratic, rows: slice) -> None:
+        """Compute Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left."""
+        fisher, device = objective.fisher_term.part(rows), self.factor.device
+        samples, d_in = fisher.rank, fisher.size
+        cuts = split_range(0, d_in, self.widths.compared)
+        uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
+
+        def whiten(part: slice) -> None:
+            tail = fisher.factors(part, device, torch.float32).flatten(0, 1)
+            for columns, upper in zip(cuts, uppers, strict=True):
+                product = upper @ tail[:, columns.start :].mT
+                self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
+
+        parallel_map(whiten, _slices(slice(0, self.count), 4 * samples * d_in, device), device)
+
+    def _invert(self, part: slice) -> Tensor:
+        """P of a slice of rows, in the precision that its condition number requires."""
+        total = self._information(part, torch.float32)
+        if not total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:
+            total = self._information(part, torch.float64)
+        # Symmetric: the transpose is the same matrix in LAPACK's column-major order, and so needs no transposing copy.
+        upper, info = torch.linalg.cholesky_ex(total.mT, upper=True)
+        self.failed[part] |= info
+        return torch.cholesky_inverse(upper, upper=True)
+
+    def _information(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """I + ZᵀZ of a slice of rows."""
+        count, d_in, samples = self.whitened[part].shape
+        total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
+        for columns in split_range(0, d_in, 4 * samples):  # bounds the float64 copy to four times the result
+            z = self.whitened[part, columns].to(dtype)
+            total.baddbmm_(z.mT, z)
+        return total
+
+    def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
+        blocks = split_range(0, columns.stop - columns.start, self.widths.block)
+        upper = self.factor[columns, columns]
+        self.pull = weight.new_empty(self.count, 1, columns.stop - columns.start, dtype=torch.float64)  # y
+        pivots = weight.new_empty(self.count, columns.stop - columns.start)
+
+        def advance(index: int) -> None:
+            part, state = self.parts[index], self.states[index]
+            uppers, carries = self.uppers[index], self.carries[index]
+            z = self.whitened[part, columns].to(state.dtype)
+            self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
+            for block in blocks:
+                root = self._advance(part, state, z[:, block], carries[:, block])
+                uppers[:, block, : root.shape[-1]] = root
+                pivots[part, block] = root.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
+
+        parallel_map(advance, range(len(self.parts)), weight.device)
+        # Of y and s, by the errors in this group.
+        self.pull_change, self.spread_change = torch.zeros_like(self.pull), torch.zeros_like(self.spread)
+        weight[:, columns] += (self.pull @ upper).squeeze(1).float()
+        return pivots
+
+    def _advance(self, part: slice, state: Tensor, z: Tensor, carries: Tensor) -> Tensor:
+        """Advance P of a slice of rows over a block, in place, and write Q to `carries`. Returns R, [rows, b, b]."""
+        carry = z @ state
+        remainder = torch.bmm(carry, z.mT).neg_()
+        remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
+        lower, info = torch.linalg.cholesky_ex(remainder.mT)
+        self.failed[part] |= info
+        # `carry` is contiguous: for another layout, torch would copy it several times.
+        torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)
+        state.baddbmm_(carry.mT, carry)
+        carries.copy_(carry)
+        return lower.mT
+
+    def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
+        inner = within(columns, block)
+        width = inner.stop - inner.start
+        if inner.start:
+            self._absorb(slice(inner.start - self.widths.block, inner.start), errors)
+            for part, state in zip(self.parts, self.states, strict=True):
+                spread = self.spread_change[part].to(state.dtype)
+                self.pull_change[part, :, inner] = -(spread @ self.whitened[part, block].to(state.dtype).mT)
+            upper = self.factor[columns.start : block.stop, block]
+            weight[:, block] += (self.pull_change[:, 0, : inner.stop] @ upper).float()
+        corner = self.single[block, block]
+        return torch.cat([uppers[:, inner, :width].float() @ corner for uppers in self.uppers])
+
+    def _absorb(self, inner: slice, errors: Tensor) -> None:
+        """Add the errors of a block, columns `inner` of the group, to y and s."""
+        errors = errors[:, None, inner]
+        for part, uppers, carries in zip(self.parts, self.uppers, self.carries, strict=True):
+            error = errors[part].to(carries.dtype)
+            self.pull_change[part, :, inner] -= error @ uppers[:, inner, : error.shape[-1]]
+            self.spread_change[part] -= error @ carries[:, inner]
+
+    def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
+        self._absorb(split_range(0, errors.shape[1], self.widths.block)[-1], errors)
+        self.spread += self.spread_change
+        weight[:, columns.stop :].addmm_(
+            (self.pull + self.pull_change).squeeze(1).float(), self.single[columns, columns.stop :]
+        )
+        if columns.stop == weight.shape[1]:
+            check_factored(self.failed == 0)
+
+
+def make_factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
+    """The factors of some rows in the cheapest form.
+
+    Args:
+        objective: of the whole layer.
+        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64; None where rows do not share G.
+        ridge: μ, added to the diagonal of every F_k.
+        rows: of the layer.
+        widths: of comparison groups and column blocks.
+    """
+    if needs_matrices(objective):
+        return RowFactors(objective, ridge, rows)
+    assert factor is not None  # the rows share G
+    if not objective.scales.b:
+        return SharedFactor(factor)
+    return LowRankFactors(objective, factor, rows, widths)
+
+
+def needs_matrices(objective: Quadratic) -> bool:
+    """Whether `make_factors` makes `RowFactors`."""
+    if objective.gram.ndim == 3:  # groups of rows with separate Gram matrices
+        return True
+    return bool(objective.scales.b) and dense_is_cheaper(objective.fisher_term.rank, objective.weight.shape[1])
+
+
+def dense_is_cheaper(samples: int, d_in: int) -> bool:
+    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in).
+
+    Args:
+        samples: N, the rank of the Fisher term of a row, at most d_in.
+        d_in: inputs of the layer.
+    """
+    return d_in < DENSE_BELOW * samples
+
+
+def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
+    """Rows in slices whose intermediates fit `SLICE_BYTES` or `GPU_SLICE_BYTES`."""
+    limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
+    return slices_within(rows, bytes_per_row, limit)
+
+
+def within(columns: slice, block: slice) -> slice:
+    """The position of a block of columns relative to the first of `columns`."""
+    return slice(block.start - columns.start, block.stop - columns.start)
