@@ -196,9 +196,9 @@ ARGUMENTS = [
     ({"resume_dir": ""}, "resume_dir='': give a path"),
     ({"resume_dir": "a\0b"}, "resume_dir='a\\x00b': give a path"),
     ({"resume_dir": "x" * 260}, "cannot be written: [Errno 36] File name too long"),
-    ({"resume_dir": "FILE"}, "is a file: give a folder"),
+    ({"resume_dir": "FILE"}, "is a file; give a folder"),
     ({"resume_dir": "FILE/in"}, "cannot be written: [Errno 20] Not a directory"),
-    ({"resume_dir": "LINK"}, "is a link to a folder that does not exist: make it, or give another"),
+    ({"resume_dir": "LINK"}, "is a link to a folder that does not exist; create that folder, or give another"),
     ({"offload_dir": "FILE", "max_memory": 1}, "offload_dir="),
 ]
 
@@ -343,9 +343,9 @@ def pruned():
 
 
 PLACES = [
-    ("file", "is a file: give a folder"),
+    ("file", "is a file; give a folder"),
     ("file/in", "cannot be written: [Errno 20] Not a directory"),
-    ("link", "is a link to a folder that does not exist: make it, or give another"),
+    ("link", "is a link to a folder that does not exist; create that folder, or give another"),
     ("x" * 300, "cannot be written: [Errno 36] File name too long"),
     ("a\0b", "give a path"),
     (5, "directory=5: give a path"),
@@ -451,9 +451,9 @@ def test_results_of_an_evaluation(tmp_path, values):
 
 @pytest.mark.parametrize("kind", [PruneReport, SweepReport])
 def test_reports_that_are_no_files(tmp_path, kind):
-    with pytest.raises(MoonshotError, match=r"nothing\.json is no file"):
+    with pytest.raises(MoonshotError, match=r"nothing\.json is not a file"):
         kind.load(tmp_path / "nothing.json")
-    with pytest.raises(MoonshotError, match="is no file"):
+    with pytest.raises(MoonshotError, match="is not a file"):
         kind.load(tmp_path)
     with pytest.raises(MoonshotError, match="path=5: give a path"):
         kind.load(5)
@@ -472,7 +472,7 @@ def test_a_broken_manifest_is_named_as_an_option(tmp_path, capsys):
         (tmp_path / "out.partial" / "run" / "run.json").write_text(content)
         status, lines = failure(capsys, *argv)
         assert status == 1 and lines[-1].startswith(f"error: --output {tmp_path / 'out'}: ")
-        assert "run.json is damaged" in lines[-1] and "remove the folder to start anew" in lines[-1]
+        assert "run.json is damaged" in lines[-1] and "remove the folder to start again" in lines[-1]
 
 
 # ---------------------------------------------------------------- texts and images

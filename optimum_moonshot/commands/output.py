@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
+
 from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, expect
 from .launched import is_first
 
-_MANIFEST = "command.json"
+_MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # also what a kill leaves of them
 # Options that say where and how, not what.
 _PLACES = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
@@ -113,35 +115,38 @@ class Output:
             UsageError: another command writes there, or it holds files that are not of this command.
         """
         shown = f"--output {self.args.output}"
-        with contextlib.ExitStack() as lock:
-            self._take(lock)
-            own = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
-            expect(own, f"{shown}: {self.partial} holds other files; remove it, or choose another folder")
-            self.check_empty()
-            if not self._begun():
-                self._record(writing=False)
-            try:
-                yield
-            finally:
-                self._leave()
+        try:
+            with contextlib.ExitStack() as lock:
+                self._take(lock)
+                own = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
+                expect(own, f"{shown}: {self.partial} holds other files; remove it, or choose another folder")
+                self.check_empty()
+                if not self._begun():
+                    self._record(writing=False)
+                try:
+                    yield
+                finally:
+                    self._leave()
+        finally:
+            with contextlib.suppress(OSError):  # files remain, or another command has locked the folder by now
+                self.partial.rmdir()
 
     def _take(self, lock: contextlib.ExitStack) -> None:
-        """Lock the folder that keeps results, made if need be."""
+        """Create and lock the folder that keeps results."""
         while True:
             self.partial.mkdir(parents=True, exist_ok=True)
             try:
-                descriptor = lock.enter_context(locked(self.partial))
-            except BlockingIOError:
+                # Not 0: a lock file that is just being deleted counts as held.
+                lock.enter_context(locked(self.partial / _LOCK, timeout=0.2))
+            except Timeout:
                 shown = f"--output {self.args.output}"
-                raise UsageError(
-                    f"{shown}: another command writes there; wait for its end, or choose another"
-                ) from None
+                message = f"{shown}: another command writes there; wait for its end, or choose another"
+                raise UsageError(message) from None
+            except FileNotFoundError:  # a command that has just ended deleted the folder
+                continue
             except OSError:  # a file system without locks
-                return
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(self.partial)):
-                    return
-            lock.close()  # the command that has just ended removed it
+                pass
+            return
 
     def _leave(self) -> None:
         from ..results.run_folder import RunFolder
@@ -151,9 +156,8 @@ class Output:
                 RunFolder.remove_all(folder)
         with contextlib.suppress(OSError):
             written = self._begun() and self.path.is_dir() and _filled(self.path)
-            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not written:
+            if {path.name for path in self.partial.iterdir()} - {_LOCK} == {_MANIFEST} and not written:
                 (self.partial / _MANIFEST).unlink()
-            self.partial.rmdir()
 
 
 class Elsewhere(Output):
@@ -198,7 +202,7 @@ def open_output(args: argparse.Namespace) -> Iterator[Output]:
 
 def _filled(folder: Path) -> bool:
     """Whether files lie there, beside those that a file system or a kill leaves."""
-    names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _MANIFEST + UNFINISHED}
+    names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _LOCK, _MANIFEST + UNFINISHED}
     return any(not name.startswith(STAGING_PREFIX) for name in names)
 
 
