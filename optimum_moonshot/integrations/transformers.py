@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.file_integrity import check_complete, checksums_wanted, verify
-from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, config_entry, read_version
+from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted
+from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, check_config_entry, config_entry
 from ..checkpoint.request import current_request
 from ..checkpoint.weight_files import PACKED_INDEX
 from ..checkpoint.weight_names import followed_names
@@ -60,7 +60,6 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     def __init__(self, runtime: str = "dense"):
         check_runtime(runtime, _RUNTIMES)
         self.runtime = runtime
-        self.version = VERSION
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MoonshotPrunedCheckpoint":
@@ -73,12 +72,11 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         Raises:
             MoonshotError: a version that this release does not read, or an unknown field.
         """
-        found = cls()
-        found.version = read_version(config_dict)
-        return found
+        check_config_entry(config_dict)
+        return cls()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**config_entry(), "version": self.version}
+        return config_entry()
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What transformers takes over from the caller's to the one of config.json."""
@@ -117,7 +115,7 @@ class MoonshotQuantizer(HfQuantizer):
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
-        if self.pre_quantized and self.quantization_config.version > 1:
+        if self.pre_quantized:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
@@ -193,7 +191,7 @@ class MoonshotQuantizer(HfQuantizer):
             return
         folder = Path(files[0]).parent
         with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
-            checked = verify(folder, self.quantization_config.version, checksums_wanted())
+            checked = check_files(folder, True, checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checked))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 

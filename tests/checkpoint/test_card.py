@@ -124,7 +124,7 @@ def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, cap
     (tmp_path / "README.md").write_text("no header at all")
     assert find_base(str(tmp_path)).text == "no header at all" and find_base(str(tmp_path)).name is None
     (tmp_path / "README.md").write_text("---\n[\n---\nno YAML")
-    assert find_base(str(tmp_path)) == find_base("") and "its licence is not taken over" in caplog.text
+    assert find_base(str(tmp_path)) == find_base("") and "its licence is not copied" in caplog.text
     caplog.clear()
 
     for error in (ConnectionError("no network"), LocalEntryNotFoundError("offline"), EntryNotFoundError("no card")):
@@ -135,7 +135,7 @@ def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, cap
         monkeypatch.setattr(ModelCard, "load", failing)
         caplog.clear()
         assert find_base("org/model").name == "org/model"
-        assert ("its licence is not taken over" in caplog.text) == (type(error) is not EntryNotFoundError)
+        assert ("its licence is not copied" in caplog.text) == (type(error) is not EntryNotFoundError)
 
 
 def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):

@@ -71,7 +71,7 @@ def test_commands_take_names_on_the_hub(session):
     assert status == 0 and found["holds"] and found["checksums"] and found["path"] == "me/shards"
     assert found["sparsity"] == 0.5 and all(layer["follows"] for layer in found["layers"])
     status, printed, _ = done["verified at"]
-    assert status == 0 and "packed; every checksum holds" in printed
+    assert status == 0 and "packed; every checksum is right" in printed
     for name in ("converted", "named"):
         assert done[name][0] == 0 and "weights" in done[name][1], done[name]
     assert done["folders"] == ["named", "shards-dense"] and done["weights"] == [True, True]
@@ -94,7 +94,7 @@ def test_commands_name_what_is_wrong_on_the_hub(session, name, status, words):
 
 def test_a_model_on_the_hub_that_nobody_pruned_is_no_claim(session):
     status, printed, _ = session[0]["commands"]["not pruned"]
-    assert status == 0 and "no text claims that it is pruned" in printed
+    assert status == 0 and "no metadata declares that it is pruned" in printed
 
 
 def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
