@@ -2,7 +2,7 @@
 
 Each tool quantises in a process of its own, by the Python that has it (`--torchao`, `--bitsandbytes`,
 `--llmcompressor`): llm-compressor asks for an older transformers than this package. Then `verify` counts the layers
-whose files still have the n:m that config.json, report and card claim. Perplexity is not measured here.
+whose files still have the n:m that config.json, report and card declare. Perplexity is not measured here.
 """
 
 import shutil
@@ -117,7 +117,7 @@ def version(python: str, tool: str) -> str:
 
 
 def found(folder: Path) -> dict:
-    """What the files have of what they claim."""
+    """The zeros in the files, compared with the declared metadata."""
     from optimum_moonshot import verify
 
     checked = verify(folder)
@@ -127,7 +127,7 @@ def found(folder: Path) -> dict:
         "unreadable": sum(bool(layer.problem) for layer in checked.layers),
         "sparsity": checked.sparsity,
         "stored": sorted({layer.stored for layer in checked.layers if layer.stored}),
-        "claims_hold": bool(checked),
+        "matches": bool(checked),
         "first_problem": next((layer.problem for layer in checked.layers if layer.problem), ""),
     }
 

@@ -378,7 +378,7 @@ REPORTS = [
 LAYERS = [
     ("name", None), ("shape", [1]), ("shape", "x"), ("shape", [1, 2, 3]), ("shape", [1.5, 2]), ("lam", "x"),
     ("sparsity", None), ("sparsity", True), ("sparsity", "0.5"), ("reconstruction", [1]), ("fisher", {}), ("loss", "x"),
-    ("damping", None), ("seconds", None), ("peak_memory", "x"), ("notes", [1]), ("asked", [1]), ("extra", 1),
+    ("damping", None), ("seconds", None), ("peak_memory", "x"), ("notes", [1]), ("target_sparsity", [1]), ("extra", 1),
 ]  # fmt: skip
 
 
@@ -391,7 +391,7 @@ def read(kind, path, values):
 def test_fields_of_a_report(tmp_path, pruned, field, value):
     good, path = json.loads(json.dumps(pruned.report.to_dict())), tmp_path / "report.json"
     assert read(PruneReport, path, good).to_dict() == pruned.report.to_dict()
-    with pytest.raises(MoonshotError, match=rf"report\.json is damaged: it is no report of a run \({field}") as error:
+    with pytest.raises(MoonshotError, match=rf"report\.json is damaged: it is not the report of a run \({field}") as error:
         read(PruneReport, path, {**good, field: value})
     assert one_line(error.value)
 
@@ -400,7 +400,7 @@ def test_fields_of_a_report(tmp_path, pruned, field, value):
 def test_fields_of_a_layers_report(tmp_path, pruned, field, value):
     good, path = json.loads(json.dumps(pruned.report.to_dict())), tmp_path / "report.json"
     layers = [{**good["layers"][0], field: value}, *good["layers"][1:]]
-    with pytest.raises(MoonshotError, match=rf"it is no report of a run \(layers\[0\]\.{field}"):
+    with pytest.raises(MoonshotError, match=rf"it is not the report of a run \(layers\[0\]\.{field}"):
         read(PruneReport, path, {**good, "layers": layers})
 
 
@@ -432,7 +432,7 @@ SWEEPS = [
 def test_fields_of_a_sweeps_report(tmp_path, field, value):
     path = tmp_path / "sweep.json"
     assert read(SweepReport, path, {**SWEEP, "dense": None}).entries
-    with pytest.raises(MoonshotError, match=rf"sweep\.json is damaged: it is no report of a sweep \({field}"):
+    with pytest.raises(MoonshotError, match=rf"sweep\.json is damaged: it is not the report of a sweep \({field}"):
         read(SweepReport, path, {**SWEEP, field: value})
 
 

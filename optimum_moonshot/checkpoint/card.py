@@ -187,7 +187,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         marker=MARKER,
         solver=_SOLVERS.get(config["solver"]) or escaped(config["solver"]),
         sparsity=f"{100 * report.sparsity:.1f}%",
-        whole=None if report.chosen is None else f"{100 * report.model_sparsity:.1f}%",
+        whole=f"{100 * report.model_sparsity:.1f}%",
         mostly_dense=report.mostly_dense,
         layers=len(report.layers),
         compaction=escaped(report.compacted),
@@ -200,7 +200,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         skipped=[(code(name), escaped(reason)) for name, reason in skipped[:20]] + more,
         evaluations=[
             (
-                escaped(f"{values.get('metric', 'perplexity')} on {name}"),
+                escaped(f"{values['metric']} on {name}"),
                 "" if values["dense"] is None else _short(values["dense"]),
                 _short(values["pruned"]),
             )
@@ -228,9 +228,9 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "solver": config["solver"],
             "pattern": config["pattern"],
             "lambda": facts.lam,
-            "sparsity_asked": _asked(report),
+            "target_sparsity": _target_sparsity(report),
             "sparsity": round(report.sparsity, 6),
-            "model_sparsity": None if report.chosen is None else round(report.model_sparsity, 6),
+            "model_sparsity": round(report.model_sparsity, 6),
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
@@ -251,8 +251,8 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
             task_type=find_auto_class(facts.architecture)[1] or "other",
             dataset_type=name,
             dataset_name=name,
-            metric_type=values.get("metric", "perplexity"),
-            metric_name=f"{values.get('metric', 'perplexity')}, {when}",
+            metric_type=values["metric"],
+            metric_name=f"{values['metric']}, {when}",
             metric_value=values[state],
         )
         for name, values in report.evaluations.items()
@@ -261,11 +261,11 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     ]
 
 
-def _asked(report: PruneReport) -> float | None:
+def _target_sparsity(report: PruneReport) -> float | None:
     """The target sparsity of all pruned layers together."""
-    if any(layer.asked is None for layer in report.layers):
+    if any(layer.target_sparsity is None for layer in report.layers):
         return report.config["sparsity"]
-    return round(mean_over_weights(report.layers, "asked"), 6)
+    return round(mean_over_weights(report.layers, "target_sparsity"), 6)
 
 
 def _sparsity(layers: list[LayerReport]) -> float:
@@ -321,11 +321,12 @@ def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     rows = []
     named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
     for kind, layers in [*named, ("**all**", report.layers)]:
-        asked = sorted({layer.asked for layer in layers if layer.asked is not None})
-        wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
-        rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
-    if report.chosen is not None:
-        rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
+        targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
+        target = " to ".join(
+            f"{100 * each:.1f}%" for each in (targets[:1] + targets[-1:] if len(targets) > 1 else targets)
+        )
+        rows.append((kind, str(len(layers)), target, f"{100 * _sparsity(layers):.2f}%"))
+    rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
 
 

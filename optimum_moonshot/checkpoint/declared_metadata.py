@@ -106,7 +106,7 @@ def _of_report(report: PruneReport) -> Declaration:
         PatternRules.parse(
             *settings[:3],
             settings[3] or "uniform",
-            {layer.name: layer.asked for layer in report.layers if layer.asked is not None},
+            {layer.name: layer.target_sparsity for layer in report.layers if layer.target_sparsity is not None},
         ),
         {layer.name: layer.sparsity for layer in report.layers},
         {layer.name: layer.shape for layer in report.layers},

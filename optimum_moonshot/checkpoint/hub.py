@@ -27,8 +27,8 @@ def open_repository(
         The full name.
 
     Raises:
-        MoonshotError: the token is refused, the repository contains files or has another visibility, or the Hub cannot be
-            reached.
+        MoonshotError: the token is refused, the repository contains files or has another visibility, or the Hub cannot
+            be reached.
     """
     require(isinstance(repo_id, str), 'give "user/name"', field="repo_id", value=repo_id)
     with _explained(repo_id):

@@ -22,7 +22,7 @@ from ..packing import PackedLayer
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
 VERSION = 1
 EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads instead of its usual ones
-_FIELDS = {"version": int, "layers": dict, "sha256": dict, "stored": dict, "files": int}
+_FIELDS = {"layers": dict, "sha256": dict, "stored": dict, "files": int}
 
 Tensors = dict[str, Tensor]
 Layers = dict[str, PackedLayer]
@@ -99,11 +99,12 @@ class Description:
         except (ValueError, RecursionError) as error:
             raise MoonshotError(f"the metadata of the packed layers is damaged ({error})") from None
         require(isinstance(values, dict), "the metadata of the packed layers is damaged: it is not an object")
+        version = values.get("version")
+        same = type(version) is int and version == VERSION
+        require(same, f"version={short(version)} of a packed file: this release reads {VERSION}; update it")
         for name, wanted in _FIELDS.items():
-            right = type(values.get(name)) is wanted
-            require(right, f"the metadata of the packed layers is damaged: {name}={short(values.get(name))}")
-        version = values["version"]
-        require(version == VERSION, f"a packed file of version {version}: this release reads {VERSION}; update it")
+            valid = type(values.get(name)) is wanted
+            require(valid, f"the metadata of the packed layers is damaged: {name}={short(values.get(name))}")
         layers = {name: _read_layer(name, entry) for name, entry in values["layers"].items()}
         checksum = values.pop("checksum", None)
         return cls(layers, values["sha256"], values["stored"], values["files"], checksum == _checksum(values))

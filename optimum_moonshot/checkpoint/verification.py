@@ -242,9 +242,10 @@ class _Reading:
         fewer = [layer for layer in self.layers if _has_fewer_zeros(layer, declaration)]
         if fewer:
             layer = fewer[0]
+            count = f"{len(fewer)} of {len(declaration.layers)}"
             lines.append(
-                f"{declaration.source}: {len(fewer)} of {len(declaration.layers)} layers have fewer zeros than it says, such as "
-                f"{layer.name} with {layer.sparsity:.4f} for {declaration.layers[layer.name]:.4f}"
+                f"{declaration.source}: {count} layers have fewer zeros than it says, such as {layer.name} with "
+                f"{layer.sparsity:.4f} for {declaration.layers[layer.name]:.4f}"
             )
         expected, sparsity = declaration.sparsity, self.sparsity
         if expected is not None and sparsity is not None and sparsity < expected - _ROUNDED:

@@ -1,4 +1,4 @@
-"""`optimum-cli moonshot verify`: what a folder really holds, and whether it is what its texts claim."""
+"""`optimum-cli moonshot verify`: compare the weights of a folder with its declared metadata."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """`moonshot verify`: read, compare, print; exit status 1 where a claim does not hold.
+    """`moonshot verify`: read, compare, print; exit status 1 if anything differs.
 
     Raises:
         UsageError: a model that is neither a folder nor a name on the Hub.
@@ -39,7 +39,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 class VerifyCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="verify", help="Say what a pruned checkpoint really holds, and whether its claims hold.")
+    COMMAND = CommandInfo(name="verify", help="Compare the weights of a pruned checkpoint with its declared metadata.")
     parse_args = staticmethod(add_verify_options)
 
     def run(self) -> None:

@@ -165,7 +165,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     pruner.save_pretrained(tmp_path)
     data, text = card(tmp_path)
     asked = settings.get("sparsity", 0.5)
-    assert data["moonshot"]["sparsity_asked"] == pytest.approx(asked, abs=0.01)
+    assert data["moonshot"]["target_sparsity"] == pytest.approx(asked, abs=0.01)
     assert data["moonshot"]["sparsity"] == pytest.approx(pruner.report.sparsity, abs=1e-6)
     assert data["moonshot"]["lambda"] == settings.get("lam", 0.9)
     task, cls = {
@@ -212,7 +212,7 @@ def test_the_picture_shows_every_layer_once():
     figure = plot_report(report)
     sparsity, loss = figure.axes
     drawn = {line.get_label(): line for line in sparsity.get_lines()}
-    assert drawn.keys() == {*kinds, "asked for"}
+    assert drawn.keys() == {*kinds, "target"}
     assert list(drawn["mlp.up_proj"].get_ydata()) == [layer.sparsity for _, layer in kinds["mlp.up_proj"]]
     assert len(loss.get_lines()) == len(kinds)
     for axis in figure.axes:

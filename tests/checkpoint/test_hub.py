@@ -119,7 +119,7 @@ def test_the_card_says_what_was_done(session):
     assert {"moonshot", "pruning", "2:4", "sparsegpt", "facebook", "llama"} <= set(card["tags"])
     facts = card["moonshot"]
     assert facts["lambda"] == 0.9 and facts["solver"] == "sparsegpt" and facts["pattern"] == "2:4"
-    assert facts["sparsity_asked"] == facts["sparsity"] == 0.5
+    assert facts["target_sparsity"] == facts["sparsity"] == 0.5
     assert len(facts["sparsity_by_kind"]) == 7 and set(facts["sparsity_by_kind"].values()) == {0.5}
     data = facts["calibration"]
     assert (data["num_samples"], data["sequence_length"], data["seed"]) == (6, 12, 0) and len(data["digest"]) == 64

@@ -211,7 +211,7 @@ def test_weights_that_cannot_be_told(dense):
     (line,) = [line for line in found.mismatches if "cannot be read" in line]
     assert line.endswith(
         "its weight, quantized by gptq, cannot be read: it is stored as qweight, scales, in which its zeros cannot be "
-        "told (21 layers differ)"
+        "determined (21 layers differ)"
     )
 
 
@@ -266,7 +266,7 @@ def rewrite(folder, source, edit):
         ("README.md", lambda told: told.update(pattern="1:4"), "README.md says 1:4: 21 of 21 layers are not, such as"),
         ("README.md", lambda told: told.update(sparsity=0.6), "README.md says sparsity 0.6000: the layers have 0.5000"),
         ("README.md", lambda told: told.update(format="packed"), "README.md says that it is packed: it is dense"),
-        ("README.md", lambda told: told.clear(), "README.md is damaged: moonshot={}: none of ours"),
+        ("README.md", lambda told: told.clear(), "README.md is damaged: moonshot={}: not an entry of this package"),
         ("config.json", lambda told: told["config"].update(pattern="1:8"), "config.json says 1:8: 21 of 21 layers"),
         ("config.json", lambda told: told.update(sparsity=2), "config.json is damaged: moonshot: sparsity=2"),
         ("config.json", lambda told: told.update(version=99), "config.json, moonshot: version=99: this release"),
@@ -314,7 +314,7 @@ def test_an_architecture_that_transformers_does_not_know(dense):
     config = json.loads((dense / "config.json").read_text())
     (dense / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of", "architectures": ["Own"]}))
     found = verify(dense)
-    assert found and len(found.layers) == 21 and "known by the report alone" in found.notes[0]
+    assert found and len(found.layers) == 21 and "known from the report alone" in found.notes[0]
 
 
 def test_mistakes_are_named(tmp_path):
@@ -343,10 +343,10 @@ def test_the_command(dense, capsys, tmp_path):
     assert "sparsity    0.5000 over 21 layers, 0." in printed.out and len(printed.out.splitlines()) == 22 + 7
     status, printed = run(capsys, dense, "--json")
     values = json.loads(printed.out)
-    assert status == 0 and values["holds"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5
+    assert status == 0 and values["matches"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5
     quantize(dense, lambda name, tensor: nearest(name, tensor + 0.1), "gptq")
     status, printed = run(capsys, dense)
-    assert status == 1 and "differs     README.md says 2:4: 21 of 21 layers are not" in printed.out
+    assert status == 1 and "mismatch    README.md says 2:4: 21 of 21 layers are not" in printed.out
     status, printed = run(capsys, dense, "--json")
     assert status == 1 and not json.loads(printed.out)["holds"]
     for argument, code in ((tmp_path / "nothing", 2), (tmp_path, 1)):
