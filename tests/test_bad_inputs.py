@@ -391,7 +391,9 @@ def read(kind, path, values):
 def test_fields_of_a_report(tmp_path, pruned, field, value):
     good, path = json.loads(json.dumps(pruned.report.to_dict())), tmp_path / "report.json"
     assert read(PruneReport, path, good).to_dict() == pruned.report.to_dict()
-    with pytest.raises(MoonshotError, match=rf"report\.json is damaged: it is not the report of a run \({field}") as error:
+    with pytest.raises(
+        MoonshotError, match=rf"report\.json is damaged: it is not the report of a run \({field}"
+    ) as error:
         read(PruneReport, path, {**good, field: value})
     assert one_line(error.value)
 

@@ -18,7 +18,7 @@ def open_repository(
     """Create a model repository; one that exists must be empty, unless `exist_ok`.
 
     Args:
-        repo_id: "user/name", or a name of your own.
+        repo_id: "user/name", or a name of the user's.
         private: of a new repository; None: the account's default.
         token: of the Hub; None: of the current login.
         exist_ok: allow a repository that contains files.

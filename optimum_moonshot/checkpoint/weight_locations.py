@@ -54,8 +54,8 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: Iterable[s
         return _by_name(declared, weights, reason(error))
     layers = _declared_layers(declared, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {name: adapter_at(module, key) for name, module, key in holders(model) if name in set(layers)}
-    adapters = {name: adapter for name, adapter in found.items() if adapter is not None}
+    pruned = ((name, adapter_at(module, key)) for name, module, key in holders(model) if name in set(layers))
+    adapters = {name: adapter for name, adapter in pruned if adapter is not None}
     layer_of = {id(adapter.parameter): name for name, adapter in adapters.items()}
     stored = loaded_into(model, weights)
     owners = {weight: layer_of.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}

@@ -73,8 +73,8 @@ class LayerReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From the JSON of `dataclasses.asdict`."""
-        choice, lists = values["experts"], {"shape": values["shape"], "notes": values["notes"]}
-        if values["expert_targets"] is not None:
+        choice, lists = values.get("experts"), {"shape": values["shape"], "notes": values.get("notes", ())}
+        if values.get("expert_targets") is not None:
             lists["expert_targets"] = values["expert_targets"]
         experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
         return cls(**{**values, **{name: tuple(entries) for name, entries in lists.items()}, "experts": experts})
@@ -109,7 +109,7 @@ class BlockReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
         """From the JSON of `dataclasses.asdict`."""
-        return cls(**{**values, "notes": tuple(values["notes"])})
+        return cls(**{**values, "notes": tuple(values.get("notes", ()))})
 
 
 class _Evaluation(TypedDict):
@@ -315,6 +315,7 @@ class PruneReport:
         if values.get("compaction") is not None:
             check_fields(_Compaction, values["compaction"], "compaction")
         require(len(values["layers"]) > 0, "layers: must not be empty")
+        require(values["parameters"] > 0, "must be positive", field="parameters", value=values["parameters"])
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
         rotation = values.pop("rotation", None)

@@ -59,7 +59,7 @@ class PruningRecord:
             for name in ("config", "solver_options", "versions", "calibration", "compaction", "rotation", "allocated"):
                 value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
                 valid = isinstance(value, Mapping) or (optional and value is None)
-                require(valid, f"{name}={reprlib.repr(value)}: it must be an object{' or null' if optional else ''}")
+                require(valid, f"must be an object{' or null' if optional else ''}", field=name, value=value)
             for name in ("lam", "sparsity"):
                 check_number(name, getattr(self, name))
                 _check_fraction(name, getattr(self, name))
@@ -73,7 +73,7 @@ class PruningRecord:
             _ = self.pattern_rules, self.targets, self.ignore
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
-            require(listed, f"dense={reprlib.repr(self.dense)}: it must be a list of names")
+            require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
 
     def _setting(self, name: str) -> Any:

@@ -79,7 +79,7 @@ class RotationReport:
         """
         check_fields(cls, values)
         spaces = {name: (count, width) for name, (count, width) in values["spaces"].items()}
-        return cls(**{**values, "spaces": spaces, "notes": tuple(values["notes"])})
+        return cls(**{**values, "spaces": spaces, "notes": tuple(values.get("notes", ()))})
 
     def save(self, folder: str | Path) -> Path:
         """Write moonshot_rotation.json into a folder."""

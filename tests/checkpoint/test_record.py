@@ -109,7 +109,7 @@ def test_what_was_not_pruned_has_no_record():
 DAMAGED = [
     ("version", "1", "version='1'"),
     ("version", -1, "version=-1"),
-    ("config", [1, 2], r"config=\[1, 2\]: it must be an object"),
+    ("config", [1, 2], r"config=\[1, 2\]: must be an object"),
     ("config", None, "config=None"),
     ("config.version", 99, "config.version=99"),
     ("config.version", [1], r"config.version=\[1\]"),
@@ -131,7 +131,7 @@ DAMAGED = [
     ("lam", "0.9", "lam='0.9'"),
     ("lam", 2, "lam=2"),
     ("sparsity", [0.5], r"sparsity=\[0.5\]"),
-    ("calibration", ["c4"], r"calibration=\['c4'\]: it must be an object or null"),
+    ("calibration", ["c4"], r"calibration=\['c4'\]: must be an object or null"),
     ("versions", "torch", "versions='torch'"),
     ("solver_options", [0.01], r"solver_options=\[0.01\]"),
     ("compaction", 3, "compaction=3"),
