@@ -318,11 +318,11 @@ def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
 def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
     """The modules whose weights are torch's 2:4 tensors, with these."""
     weights = ((module, module._parameters.get("weight")) for module in model.modules())
-    return [(module, weight) for module, weight in weights if weight is not None and _is_sparse(weight)]
-
-
-def _is_sparse(weight: Tensor) -> bool:
-    return isinstance(weight, SparseSemiStructuredTensor)
+    return [
+        (module, weight)
+        for module, weight in weights
+        if weight is not None and isinstance(weight, SparseSemiStructuredTensor)
+    ]
 
 
 def _unsparse(model: nn.Module) -> None:
