@@ -175,7 +175,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     assert data["pipeline_tag"] == task == data["model-index"][0]["results"][0]["task"]["type"]
     assert f"from transformers import {cls}\n" in text and f"model = {cls}.from_pretrained" in text
     assert ("\nMost of the model stayed dense: " in text) == (pruner.report.chosen < 0.5)
-    assert ("Left dense although chosen" in text) == bool(pruner.report.skipped)
+    assert ("Selected, but not pruned" in text) == bool(pruner.report.skipped)
     if "allocation" in settings:
         assert "| allocation of the sparsity | alpha |" in text and "% to " in text
     row = "| recovery | gradual, at most 5 steps for each decoder layer |"

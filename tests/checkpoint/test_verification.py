@@ -348,7 +348,7 @@ def test_the_command(dense, capsys, tmp_path):
     status, printed = run(capsys, dense)
     assert status == 1 and "mismatch    README.md says 2:4: 21 of 21 layers are not" in printed.out
     status, printed = run(capsys, dense, "--json")
-    assert status == 1 and not json.loads(printed.out)["holds"]
+    assert status == 1 and not json.loads(printed.out)["matches"]
     for argument, code in ((tmp_path / "nothing", 2), (tmp_path, 1)):
         status, printed = run(capsys, argument)
         assert status == code and printed.err.startswith("error: ") and printed.err.count("\n") == 1
