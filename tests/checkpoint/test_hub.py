@@ -106,7 +106,7 @@ def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
         assert "broke" in done[attempt] and "nothing was published in me/cut, call it again" in done[attempt]
     assert hub.commits["me/cut"] == [] and hub.files["me/cut"].keys() == {".gitattributes"}
     assert "me/refused" not in hub.files
-    assert "is no name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
+    assert "is not the name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
     assert "format='zip'" in done["bad format"] and "me/none" not in hub.files
     assert done["local files intact"]
 
