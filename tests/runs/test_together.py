@@ -20,7 +20,9 @@ def prune(path=None, **changes):
 def test_all_steps_together_keep_the_total(lam):
     _, report = prune(sparsity=0.6, lam=lam)
     total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-    assert sum(round(layer.target_sparsity * layer.shape[0] * layer.shape[1]) for layer in report.layers) == round(0.6 * total)
+    assert sum(round(layer.target_sparsity * layer.shape[0] * layer.shape[1]) for layer in report.layers) == round(
+        0.6 * total
+    )
     assert len({layer.target_sparsity for layer in report.layers}) > 1
     assert report.rotation.rotated and report.recovery
     assert set(report.seconds) == {"rotation", "allocation", "calibration", "solver", "recovery", "total"}
