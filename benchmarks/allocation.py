@@ -57,7 +57,7 @@ def main() -> None:
         report = pruner.prune(str(DEMO / "calibration.txt"), progress=False)
         row["seconds"].append(time.process_time() - started)
         row["perplexity"].append(measure(pruner.model))
-        row["blocks"] = [layer.asked for layer in report.layers if "up_proj" in layer.name]
+        row["blocks"] = [layer.target_sparsity for layer in report.layers if "up_proj" in layer.name]
         row["sparsity"], row["notes"] = report.sparsity, report.notes
         print(f"seed {seed} {solver} λ={lam:g} {variant}: {row['perplexity'][-1]:.2f}", flush=True)
         write(options.name, {"options": vars(options), "dense": dense, "runs": results})

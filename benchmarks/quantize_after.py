@@ -127,7 +127,7 @@ def check(folder: Path) -> dict:
         "unreadable": sum(bool(layer.problem) for layer in checked.layers),
         "sparsity": checked.sparsity,
         "stored": sorted({layer.stored for layer in checked.layers if layer.stored}),
-        "claims_hold": bool(checked),
+        "matches": bool(checked),
         "first_problem": next((layer.problem for layer in checked.layers if layer.problem), ""),
     }
 

@@ -1,7 +1,6 @@
-"""Files that appear in a folder together, once all of them are written."""
+"""Write files into a folder all at once: they appear when every one of them is complete."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -11,35 +10,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from .errors import MoonshotError, check_path, require
 
-# Files of another model, or of an earlier save, that would be loaded in place of, or on top of, the new ones.
+# Weights of another model or of an earlier save, which transformers would load instead of the new ones or beside them.
 WEIGHT_FILES = (
     "model*.safetensors",
     "model*.safetensors.index.json",
-    "moonshot*.safetensors",  # packed ones
+    "moonshot*.safetensors",  # packed
     "moonshot*.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model*.bin.index.json",
     "adapter_model.*",
     "adapter_config.json",
 )
-UNFINISHED = ".partial"  # at the end of a file's name until all of it is written
-STAGING_PREFIX = ".saving-"  # of the folders in which files wait for each other
-OF_THE_SYSTEM = "lost+found"  # where a file system begins
-_CONFIG = "config.json"
+UNFINISHED = ".partial"  # suffix of a file until it is complete
+STAGING_PREFIX = ".saving-"  # of temporary folders, and of the lock file that orders concurrent saves
+OF_THE_SYSTEM = "lost+found"  # at the root of a file system
+_CONFIG, _LOCK = "config.json", ".lock"
 
 
 @contextmanager
 def staged(field: str, directory: str | os.PathLike[str], model: bool = True) -> Iterator[Path]:
-    """A folder whose files move to `directory` when the block ends, and are thrown away when it fails.
+    """A temporary folder whose files move to `directory` when the block succeeds, and are deleted when it fails.
 
     Args:
-        field: the argument that the folder came with, for messages.
-        directory: the folder, made if need be.
-        model: whether the files are one: weights that lie in `directory` and are not among them are removed.
+        field: the argument that names the folder, for messages.
+        directory: the folder, created if missing.
+        model: whether the files are a model, which replaces all weight files of `directory`.
+
+    Yields:
+        The temporary folder.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
@@ -49,50 +52,71 @@ def staged(field: str, directory: str | os.PathLike[str], model: bool = True) ->
     with writing(field, directory):
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            with _in_turn(directory):  # no other save takes a folder for abandoned that is not locked yet
+            with _serialized(directory):  # another save must not see the folder as abandoned before it is locked
                 _remove_abandoned(directory)
                 made = tempfile.TemporaryDirectory(prefix=STAGING_PREFIX, dir=directory)
                 staging = Path(stack.enter_context(made))
                 with contextlib.suppress(OSError):  # a file system without locks
-                    stack.enter_context(locked(staging))
+                    stack.enter_context(locked(staging / _LOCK))
             yield staging
-            with _in_turn(directory):
+            with _serialized(directory):
                 if model:
-                    _make_room(staging, directory)
+                    _remove_model(staging, directory)
                 _move(staging, directory)
 
 
 @contextmanager
-def _in_turn(directory: Path) -> Iterator[None]:
-    """Of two saves into a folder, one comes whole after the other, where the file system has locks."""
+def _serialized(directory: Path) -> Iterator[None]:
+    """Concurrent saves into a folder run this block one after another, if the file system supports locks."""
     with contextlib.ExitStack() as lock:
         with contextlib.suppress(OSError):
-            lock.enter_context(locked(directory, wait=True))
+            lock.enter_context(locked(directory / f"{STAGING_PREFIX}lock", timeout=-1))
         yield
 
 
-def check_folder(field: str, path: Any) -> None:
-    """Raise `MoonshotError` for what is no folder and cannot become one.
+@contextmanager
+def locked(path: Path, timeout: float = 0) -> Iterator[None]:
+    """Hold a lock file, which is deleted at the end; the system releases the lock of a process that dies.
 
     Args:
-        field: the argument that the path came with.
-        path: of a folder, or of none yet.
+        path: of the lock file, in a folder that exists.
+        timeout: seconds to wait for another holder; negative: without limit.
+
+    Raises:
+        filelock.Timeout: another process or thread holds it.
+        OSError: the folder is missing, or its file system does not support locks.
+    """
+    with FileLock(path, timeout=timeout):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()  # while held: filelock never grants a lock on a deleted file
+
+
+def check_folder(field: str, path: Any) -> None:
+    """Raise `MoonshotError` for a path that is not a folder and cannot become one.
+
+    Args:
+        field: the argument that names the path.
+        path: of a folder that exists or not.
     """
     check_path(field, path)
-    shown, place = f"{field}={str(path)!r}", Path(path)
-    with writing(field, path):  # a name may be too long to be looked for
-        dangling = place.is_symlink() and not place.exists()
-        file = place.exists() and not place.is_dir()
-    require(not dangling, f"{shown} is a link to a folder that does not exist: make it, or give another")
-    require(not file, f"{shown} is a file: give a folder")
+    folder, value = Path(path), str(path)
+    with writing(field, path):  # a name may be too long for `exists`
+        dangling = folder.is_symlink() and not folder.exists()
+        file = folder.exists() and not folder.is_dir()
+    link = "is a link to a folder that does not exist"
+    require(not dangling, link, field=field, value=value, hint="create that folder, or give another")
+    require(not file, "is a file", field=field, value=value, hint="give a folder")
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
-    """Write a text file whole or not at all; what UTF-8 lacks, as names of files may have it, is escaped as in JSON.
+    """Write a text file atomically.
 
     Args:
         path: of the file.
-        content: its text.
+        content: its text; lone surrogates, as file names may contain them, are escaped as in JSON.
     """
     path = Path(path)
     partial = path.with_name(path.name + UNFINISHED)
@@ -101,39 +125,19 @@ def replace_file(path: str | os.PathLike[str], content: str) -> None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a file holds weights, or says where they are."""
+    """Whether a file contains weights, or is an index of such files."""
     return any(path.match(pattern) for pattern in WEIGHT_FILES)
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """What saves that were killed have left behind; a save that runs holds the lock of its folder."""
+    """Delete the temporary folders of saves that were killed: a save that is running holds the lock of its own."""
     for path in directory.glob(STAGING_PREFIX + "*"):
-        with contextlib.suppress(OSError), locked(path):
+        with contextlib.suppress(OSError), locked(path / _LOCK):
             shutil.rmtree(path)
 
 
-@contextmanager
-def locked(folder: str | os.PathLike[str], wait: bool = False) -> Iterator[int]:
-    """Hold the lock of a folder, which dies with its process; gives the folder's descriptor.
-
-    Args:
-        folder: to be locked.
-        wait: until nobody else holds it.
-
-    Raises:
-        BlockingIOError: another holds it.
-        OSError: no such folder, or a file system without locks.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _make_room(staging: Path, directory: Path) -> None:
-    """Remove the model that was there, config.json first: without it the rest cannot be loaded."""
+def _remove_model(staging: Path, directory: Path) -> None:
+    """Delete the previous model, config.json first: without it, a folder that a kill leaves cannot be loaded."""
     if (staging / _CONFIG).exists():
         (directory / _CONFIG).unlink(missing_ok=True)
     for path in directory.iterdir():
@@ -142,8 +146,9 @@ def _make_room(staging: Path, directory: Path) -> None:
 
 
 def _move(staging: Path, directory: Path) -> None:
-    """config.json comes last: a folder that a kill leaves half old, half new cannot be loaded."""
-    for path in sorted(staging.iterdir(), key=lambda path: (path.name == _CONFIG, path.name)):
+    """Move all files, config.json last: a kill in between leaves a folder that cannot be loaded."""
+    files = (path for path in staging.iterdir() if path.name != _LOCK)
+    for path in sorted(files, key=lambda path: (path.name == _CONFIG, path.name)):
         target = directory / path.name
         if target.is_dir():
             shutil.rmtree(target)
@@ -152,24 +157,34 @@ def _move(staging: Path, directory: Path) -> None:
 
 @contextmanager
 def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn a full disk or a forbidden folder into a `MoonshotError`.
+    """Convert the errors of a full disk or of missing permissions to `MoonshotError`.
 
     Args:
-        field: the argument that the path came with, for the message.
-        path: what is written to inside.
+        field: the argument that names the path, for the message.
+        path: the file or folder that is written.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise MoonshotError(f"{field}={str(path)!r} cannot be written: {error}") from error
+        raise MoonshotError(f"cannot be written: {error}", field=field, value=str(path)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or a `MoonshotError` that names the damaged file."""
-    require(path.is_file(), f"{path} is no file")
+    """Read a JSON file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The object in it.
+
+    Raises:
+        MoonshotError: the file does not exist, or does not contain a JSON object.
+    """
+    require(path.is_file(), f"{path} is not a file")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise MoonshotError(f"{path} is damaged: {error}") from None
-    require(isinstance(values, dict), f"{path} is damaged: it holds no JSON object")
+    require(isinstance(values, dict), f"{path} is damaged: it does not contain a JSON object")
     return values

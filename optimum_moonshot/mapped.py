@@ -1,14 +1,14 @@
-"""Tensors in files that no name leads to: a process that is killed leaves none behind."""
+"""Tensors in unlinked temporary files, which the system deletes even if the process is killed."""
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
     Args:
         shape: any.
         dtype: any.
-        folder: where the file lies, made if need be; None is the system's for temporary files.
+        folder: of the file, created if missing; None: the system's folder for temporary files.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -40,7 +40,7 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Take the room at once: writing to a mapped file on a full disk kills the process instead of raising."""
+    """Allocate the whole file: on a full disk, writing to a mapped hole raises SIGBUS, which kills the process."""
     if hasattr(os, "posix_fallocate"):  # not on macOS
         os.posix_fallocate(handle, 0, size)
     elif shutil.disk_usage(path).free < size:
@@ -48,23 +48,26 @@ def _reserve(handle: int, path: str, size: int) -> None:
 
 
 class SpillFile:
-    """Tensors that wait on disk, one behind the other, and take no memory until they are read.
+    """Tensors stored one after another in a temporary file, which use no memory until they are read.
 
     Args:
-        folder: where the file lies, made if need be; None is the system's for temporary files.
+        folder: of the file, created if missing; None: the system's folder for temporary files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None):
         self.folder = folder
-        self._file: IO[bytes] | None = None
+        self._file: io.BufferedRandom | None = None
         self._end = 0
         self._lock = Lock()
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Write a tensor; what is returned reads it again, into host memory.
+        """Write a tensor.
 
         Args:
             tensor: of any shape, in host memory.
+
+        Returns:
+            A function that reads it back, into new host memory.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.
@@ -74,7 +77,9 @@ class SpillFile:
             if self._file is None:
                 if self.folder is not None:
                     Path(self.folder).mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(prefix="moonshot-", dir=self.folder)  # noqa: SIM115
+                handle, path = tempfile.mkstemp(prefix="moonshot-", dir=self.folder)
+                os.unlink(path)
+                self._file = open(handle, "w+b")  # noqa: SIM115
             file, start = self._file, self._end
             file.seek(start)
             file.write(content)
@@ -82,16 +87,16 @@ class SpillFile:
             self._end = start + len(content)
 
         def read() -> Tensor:
-            found = torch.empty(shape, dtype=dtype)
+            result = torch.empty(shape, dtype=dtype)
             with self._lock:
                 file.seek(start)
-                file.readinto(_bytes(found))  # type: ignore[attr-defined]
-            return found
+                file.readinto(_bytes(result))
+            return result
 
         return read
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A tensor's memory; of a contiguous one itself, to be written to."""
+    """The bytes of a tensor: writable memory of a contiguous one, a copy of another."""
     flat = tensor.contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())

@@ -1,4 +1,4 @@
-"""Progress bars, where somebody is there to see them."""
+"""Progress bars, only in notebooks and terminals."""
 
 import os
 import sys
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 
 def progress_bar(iterable: Iterable[T] | None = None, *, shown: bool, **options: Any) -> "tqdm[T]":
-    """A bar of tqdm's. It moves only in a notebook or where stderr is a terminal: a log would get hundreds of lines.
+    """A tqdm bar, disabled unless in a notebook or a terminal: a log file would get hundreds of lines.
 
     Args:
-        iterable: what it counts; without one, `update` moves it.
-        shown: False for no bar at all.
+        iterable: to count; without one, `update` advances the bar.
+        shown: False disables the bar everywhere.
         options: of tqdm.
     """
     return tqdm(iterable, disable=not (shown and bars_are_wanted()), **options)
 
 
 def bars_are_wanted() -> bool:
-    """Whether anybody sees a bar, and none of the switches is off: tqdm's, transformers', huggingface_hub's."""
+    """Whether a bar is visible, and not switched off for tqdm, transformers or huggingface_hub."""
     if os.environ.get("TQDM_DISABLE", "").lower() not in ("", "0", "false") or are_progress_bars_disabled():
         return False
-    transformers = sys.modules.get("transformers.utils.logging")  # who has not imported it has switched nothing off
+    transformers = sys.modules.get("transformers.utils.logging")  # not imported: not switched off
     if transformers is not None and not transformers.is_progress_bar_enabled():
         return False
     return _in_notebook() or bool(getattr(sys.stderr, "isatty", lambda: False)())
@@ -35,7 +35,7 @@ def bars_are_wanted() -> bool:
 
 @contextmanager
 def without_transformers_bars() -> Iterator[None]:
-    """Inside the block transformers shows no bar, where one of its functions does a part of what is asked of it."""
+    """Disable the progress bars of transformers inside the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -48,5 +48,5 @@ def without_transformers_bars() -> Iterator[None]:
 
 
 def _in_notebook() -> bool:
-    """tqdm has chosen its widget: it knows."""
+    """Whether `tqdm.auto` selected the notebook widget."""
     return any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)

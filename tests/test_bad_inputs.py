@@ -196,9 +196,9 @@ ARGUMENTS = [
     ({"resume_dir": ""}, "resume_dir='': give a path"),
     ({"resume_dir": "a\0b"}, "resume_dir='a\\x00b': give a path"),
     ({"resume_dir": "x" * 260}, "cannot be written: [Errno 36] File name too long"),
-    ({"resume_dir": "FILE"}, "is a file: give a folder"),
+    ({"resume_dir": "FILE"}, "is a file; give a folder"),
     ({"resume_dir": "FILE/in"}, "cannot be written: [Errno 20] Not a directory"),
-    ({"resume_dir": "LINK"}, "is a link to a folder that does not exist: make it, or give another"),
+    ({"resume_dir": "LINK"}, "is a link to a folder that does not exist; create that folder, or give another"),
     ({"offload_dir": "FILE", "max_memory": 1}, "offload_dir="),
 ]
 
@@ -343,9 +343,9 @@ def pruned():
 
 
 PLACES = [
-    ("file", "is a file: give a folder"),
+    ("file", "is a file; give a folder"),
     ("file/in", "cannot be written: [Errno 20] Not a directory"),
-    ("link", "is a link to a folder that does not exist: make it, or give another"),
+    ("link", "is a link to a folder that does not exist; create that folder, or give another"),
     ("x" * 300, "cannot be written: [Errno 36] File name too long"),
     ("a\0b", "give a path"),
     (5, "directory=5: give a path"),
@@ -378,7 +378,7 @@ REPORTS = [
 LAYERS = [
     ("name", None), ("shape", [1]), ("shape", "x"), ("shape", [1, 2, 3]), ("shape", [1.5, 2]), ("lam", "x"),
     ("sparsity", None), ("sparsity", True), ("sparsity", "0.5"), ("reconstruction", [1]), ("fisher", {}), ("loss", "x"),
-    ("damping", None), ("seconds", None), ("peak_memory", "x"), ("notes", [1]), ("asked", [1]), ("extra", 1),
+    ("damping", None), ("seconds", None), ("peak_memory", "x"), ("notes", [1]), ("target_sparsity", [1]), ("extra", 1),
 ]  # fmt: skip
 
 
@@ -391,7 +391,9 @@ def read(kind, path, values):
 def test_fields_of_a_report(tmp_path, pruned, field, value):
     good, path = json.loads(json.dumps(pruned.report.to_dict())), tmp_path / "report.json"
     assert read(PruneReport, path, good).to_dict() == pruned.report.to_dict()
-    with pytest.raises(MoonshotError, match=rf"report\.json is damaged: it is no report of a run \({field}") as error:
+    with pytest.raises(
+        MoonshotError, match=rf"report\.json is damaged: it is not the report of a run \({field}"
+    ) as error:
         read(PruneReport, path, {**good, field: value})
     assert one_line(error.value)
 
@@ -400,7 +402,7 @@ def test_fields_of_a_report(tmp_path, pruned, field, value):
 def test_fields_of_a_layers_report(tmp_path, pruned, field, value):
     good, path = json.loads(json.dumps(pruned.report.to_dict())), tmp_path / "report.json"
     layers = [{**good["layers"][0], field: value}, *good["layers"][1:]]
-    with pytest.raises(MoonshotError, match=rf"it is no report of a run \(layers\[0\]\.{field}"):
+    with pytest.raises(MoonshotError, match=rf"it is not the report of a run \(layers\[0\]\.{field}"):
         read(PruneReport, path, {**good, "layers": layers})
 
 
@@ -432,7 +434,7 @@ SWEEPS = [
 def test_fields_of_a_sweeps_report(tmp_path, field, value):
     path = tmp_path / "sweep.json"
     assert read(SweepReport, path, {**SWEEP, "dense": None}).entries
-    with pytest.raises(MoonshotError, match=rf"sweep\.json is damaged: it is no report of a sweep \({field}"):
+    with pytest.raises(MoonshotError, match=rf"sweep\.json is damaged: it is not the report of a sweep \({field}"):
         read(SweepReport, path, {**SWEEP, field: value})
 
 
@@ -451,9 +453,9 @@ def test_results_of_an_evaluation(tmp_path, values):
 
 @pytest.mark.parametrize("kind", [PruneReport, SweepReport])
 def test_reports_that_are_no_files(tmp_path, kind):
-    with pytest.raises(MoonshotError, match=r"nothing\.json is no file"):
+    with pytest.raises(MoonshotError, match=r"nothing\.json is not a file"):
         kind.load(tmp_path / "nothing.json")
-    with pytest.raises(MoonshotError, match="is no file"):
+    with pytest.raises(MoonshotError, match="is not a file"):
         kind.load(tmp_path)
     with pytest.raises(MoonshotError, match="path=5: give a path"):
         kind.load(5)
@@ -472,7 +474,7 @@ def test_a_broken_manifest_is_named_as_an_option(tmp_path, capsys):
         (tmp_path / "out.partial" / "run" / "run.json").write_text(content)
         status, lines = failure(capsys, *argv)
         assert status == 1 and lines[-1].startswith(f"error: --output {tmp_path / 'out'}: ")
-        assert "run.json is damaged" in lines[-1] and "remove the folder to start anew" in lines[-1]
+        assert "run.json is damaged" in lines[-1] and "remove the folder to start again" in lines[-1]
 
 
 # ---------------------------------------------------------------- texts and images

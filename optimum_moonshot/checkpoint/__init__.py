@@ -1,1 +1,1 @@
-"""Folders of pruned models: packed files, their keys, saving, verified loading, model card, Hub."""
+"""Checkpoints of pruned models: packed files, weight names, saving, loading, integrity checks, model card, Hub."""

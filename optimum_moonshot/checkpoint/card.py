@@ -1,4 +1,4 @@
-"""The model card of a pruned model: what was done to it, as YAML and as text, above the card of the model it was."""
+"""The model card of a pruned model: YAML and text about the run, above the card of the dense model."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
-from ..errors import check_number, check_whole, require
+from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
 from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
@@ -22,7 +22,7 @@ from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, Base, find_base, parted, split
 from .markdown import code, escaped, printable, unescaped
-from .packed_files import pruned_layers, stored_bytes
+from .packed_files import pruned_layers
 
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ _SOLVERS = {
     "alps": "ALPS", "magnitude": "magnitude pruning", "reap": "REAP", "frequency": "the routing frequency",
 }  # fmt: skip
 _CORPORA = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext", "ptb": "ptb-text-only/ptb_text_only"}
-_TASKS = {
+_TASKS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "AutoModelForCausalLM": ("text-generation", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "AutoModelForMaskedLM": ("fill-mask", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "AutoModelForImageClassification": ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
@@ -47,19 +47,19 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of a pruned model's weights on disk, dense and packed."""
     state = model.state_dict()
     dense = sum({tensor.data_ptr() or name: tensor.nbytes for name, tensor in state.items()}.values())
-    # Tied ones once.
-    layers = dict({model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}.values())
+    unique = {model.get_parameter(name): (name, layer) for name, layer in pruned_layers(model).items()}  # tied: once
+    layers = dict(unique.values())
     saved = 0
-    for present, names in by_visit(model, layers):
-        with present():
+    for visit, names in by_visit(model, layers):
+        with visit():
             for name in names:
                 tensor = model.get_parameter(name)
-                saved += tensor.nbytes - stored_bytes(tensor, layers[name])
+                saved += tensor.nbytes - layers[name].stored_bytes(tensor)
     return dense, dense - saved
 
 
 def find_auto_class(architecture: str) -> tuple[str, str | None]:
-    """The transformers class that loads a model, and its task on the Hub, None where that is not known."""
+    """The transformers class that loads a model, and its task on the Hub; None for an unknown task."""
     for cls, (task, mapping) in _TASKS.items():
         if any(architecture in ([name] if isinstance(name, str) else name) for name in mapping.values()):
             return cls, task
@@ -68,7 +68,7 @@ def find_auto_class(architecture: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says that the report does not."""
+    """The content of a card that is not in the report."""
 
     name: str  # of the repository, or of the folder
     format: str  # of the checkpoint
@@ -78,12 +78,12 @@ class Facts:
     packed_bytes: int
     architecture: str  # the model's class
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
         check_number("lambda", self.lam, optional=True)
         check_whole("packed", self.packed_bytes, least=0)
         check_whole("dense", self.dense_bytes, least=1)
-        require(isinstance(self.architecture, str), f"architectures={self.architecture!r}: it names a class")
+        require(isinstance(self.architecture, str), "must name a class", field="architectures", value=self.architecture)
 
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
@@ -103,38 +103,39 @@ class Facts:
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
-        """From the card in the folder of a pruned model; None where there is none of ours, or it was changed too much.
+        """From the card in the folder of a pruned model; None unless it is a card of this package.
 
         Args:
             folder: of the model.
-            name: that the model has now; None is the one that the card's first heading says.
-            format: "dense" or "packed", that the model has now.
+            name: the model's new name; None: that in the card's first heading.
+            format: the model's new format, "dense" or "packed".
         """
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
-            told = claims(card)
-            size = told["weight_bytes"]["dense"], told["weight_bytes"]["packed"]
+            entry = read_entry(card)
+            dense, packed = entry["weight_bytes"]["dense"], entry["weight_bytes"]["packed"]
             (architecture,) = read_json(folder / "config.json")["architectures"]
             heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
             name = name or (unescaped(heading[1].strip()) if heading else folder.resolve().name)
-            return cls(name, format, split(None, card), told["lambda"], *size, architecture)
-        except Exception:  # somebody has written something else: it is no card of ours
+            return cls(name, format, split(None, card), entry["lambda"], dense, packed, architecture)
+        except Exception:  # any other content: not a card of this package
             return None
 
 
-def claims(card: ModelCard) -> Mapping[str, Any]:
-    """What a card of ours says in its entry `moonshot`.
+def read_entry(card: ModelCard) -> Mapping[str, Any]:
+    """The entry `moonshot` of a card of this package.
 
     Raises:
-        MoonshotError: it has none, or it is none of ours.
+        MoonshotError: it has no valid entry.
     """
-    told = card.data.to_dict().get("moonshot")
-    require(isinstance(told, Mapping) and isinstance(told.get("pattern"), str), f"moonshot={told!r:.60}: none of ours")
-    return told
+    entry = card.data.to_dict().get("moonshot")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
+        raise MoonshotError(f"moonshot={entry!r:.60}: not an entry of this package")
+    return entry
 
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """README.md and the picture it shows, in a folder.
+    """Write README.md and its picture into a folder.
 
     Args:
         folder: that exists.
@@ -146,7 +147,7 @@ def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
 
 
 def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """The measurements anew in a folder's card; all else in it, which may have been written since, stays.
+    """Replace the measurements in a folder's card; other text, which users may have edited, remains.
 
     Args:
         folder: with a card of this package.
@@ -154,19 +155,19 @@ def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
         facts: of the model.
     """
     card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
-    card.data.eval_results, card.data.model_name = fresh.data.eval_results, facts.name
-    section = _EVALUATION.search(fresh.text)[0]
+    vars(card.data).update(eval_results=_results(report, facts) or None, model_name=facts.name)
+    section = "".join(_EVALUATION.findall(fresh.text))
     ours, below = parted(card.text)
     if not _EVALUATION.search(ours):
-        place = ours.find(_AFTER_EVALUATION)
-        place = len(ours) if place < 0 else place
-        ours = f"{ours[:place].rstrip()}\n\n## Evaluation\n\n{ours[place:]}"
+        position = ours.find(_AFTER_EVALUATION)
+        position = len(ours) if position < 0 else position
+        ours = f"{ours[:position].rstrip()}\n\n## Evaluation\n\n{ours[position:]}"
     card.text = _EVALUATION.sub(lambda _: section, ours, count=1) + below
     replace_file(folder / "README.md", str(card))
 
 
 def render(report: PruneReport, facts: Facts) -> ModelCard:
-    """The card, with valid YAML on top.
+    """The card, with YAML and text.
 
     Args:
         report: of the run.
@@ -186,7 +187,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         marker=MARKER,
         solver=_SOLVERS.get(config["solver"]) or escaped(config["solver"]),
         sparsity=f"{100 * report.sparsity:.1f}%",
-        whole=None if report.chosen is None else f"{100 * report.model_sparsity:.1f}%",
+        whole=f"{100 * report.model_sparsity:.1f}%",
         mostly_dense=report.mostly_dense,
         layers=len(report.layers),
         compaction=escaped(report.compacted),
@@ -199,7 +200,7 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         skipped=[(code(name), escaped(reason)) for name, reason in skipped[:20]] + more,
         evaluations=[
             (
-                escaped(f"{values.get('metric', 'perplexity')} on {name}"),
+                escaped(f"{values['metric']} on {name}"),
                 "" if values["dense"] is None else _short(values["dense"]),
                 _short(values["pruned"]),
             )
@@ -212,8 +213,8 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
 
 def _data(report: PruneReport, facts: Facts) -> ModelCardData:
     config, base = report.config, facts.base
-    taken = {name: base.data[name] for name in (*TEXTS, *TEXTS_OR_LISTS) if name in base.data}
-    taken.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
+    copied = {name: base.data[name] for name in (*TEXTS, *TEXTS_OR_LISTS) if name in base.data}
+    copied.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
     source = (report.calibration or {}).get("source")
     return ModelCardData(
         model_name=facts.name,
@@ -227,9 +228,9 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "solver": config["solver"],
             "pattern": config["pattern"],
             "lambda": facts.lam,
-            "sparsity_asked": _asked(report),
+            "target_sparsity": _target_sparsity(report),
             "sparsity": round(report.sparsity, 6),
-            "model_sparsity": None if report.chosen is None else round(report.model_sparsity, 6),
+            "model_sparsity": round(report.model_sparsity, 6),
             "sparsity_by_kind": {
                 kind: round(mean_over_weights(layers, "sparsity"), 6) for kind, layers in _by_kind(report).items()
             },
@@ -239,19 +240,19 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "weight_bytes": {"dense": facts.dense_bytes, "packed": facts.packed_bytes},
             "versions": dict(report.versions),
         },
-        **taken,
+        **copied,
     )
 
 
 def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
-    """Every measurement, before and after; what is not finite is no JSON and stays out."""
+    """Every measurement, before and after pruning; JSON has no NaN or infinity, which are omitted."""
     return [
         EvalResult(
             task_type=find_auto_class(facts.architecture)[1] or "other",
             dataset_type=name,
             dataset_name=name,
-            metric_type=values.get("metric", "perplexity"),
-            metric_name=f"{values.get('metric', 'perplexity')}, {when}",
+            metric_type=values["metric"],
+            metric_name=f"{values['metric']}, {when}",
             metric_value=values[state],
         )
         for name, values in report.evaluations.items()
@@ -260,11 +261,11 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     ]
 
 
-def _asked(report: PruneReport) -> float | None:
-    """The sparsity asked for, of all pruned layers together."""
-    if any(layer.asked is None for layer in report.layers):
+def _target_sparsity(report: PruneReport) -> float | None:
+    """The target sparsity of all pruned layers together."""
+    if any(layer.target_sparsity is None for layer in report.layers):
         return report.config["sparsity"]
-    return round(mean_over_weights(report.layers, "asked"), 6)
+    return round(mean_over_weights(report.layers, "target_sparsity"), 6)
 
 
 def _sparsity(layers: list[LayerReport]) -> float:
@@ -276,7 +277,7 @@ def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
 
 
 def _calibration(report: PruneReport) -> dict[str, Any] | None:
-    """Where the samples came from, and how to know them again."""
+    """The source, digest and seed of the samples."""
     return None if report.calibration is None else {**report.calibration, "seed": report.config["seed"]}
 
 
@@ -293,10 +294,10 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     if config.get("allocation", "uniform") != "uniform":
         rows.append(("allocation of the sparsity", config["allocation"]))
     if report.rotation is not None and report.rotation.rotated:
-        turned = report.rotation
-        change = f"objective {turned.objective_before:.4f} → {turned.objective_after:.4f}"
-        untied = f"; the head is untied, {turned.untied_bytes / 2**20:.2f} MiB more" if turned.untied_bytes else ""
-        rows.append(("rotations, learned and merged", f"{turned.changes}; {change}{untied}"))
+        rotation = report.rotation
+        change = f"objective {rotation.objective_before:.4f} → {rotation.objective_after:.4f}"
+        untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
+        rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
     if config.get("recover") is not None:
         rows.append(
             ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
@@ -312,39 +313,40 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
 
 def _explained(pattern: str) -> str:
     if pattern.startswith("n:"):
-        return f" (of every {pattern[2:]} inputs n survive, with an n of its own for each layer)"
+        return f" (n of every {pattern[2:]} inputs survive, with a different n for each layer)"
     return " (n of every m inputs survive)" if ":" in pattern else ""
 
 
-def _kinds(report: PruneReport) -> list[tuple[str, ...]]:
+def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     rows = []
     named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
     for kind, layers in [*named, ("**all**", report.layers)]:
-        asked = sorted({layer.asked for layer in layers if layer.asked is not None})
-        wanted = " to ".join(f"{100 * share:.1f}%" for share in (asked[:1] + asked[-1:] if len(asked) > 1 else asked))
-        rows.append((kind, str(len(layers)), wanted, f"{100 * _sparsity(layers):.2f}%"))
-    if report.chosen is not None:
-        rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
+        targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
+        target = " to ".join(
+            f"{100 * each:.1f}%" for each in (targets[:1] + targets[-1:] if len(targets) > 1 else targets)
+        )
+        rows.append((kind, str(len(layers)), target, f"{100 * _sparsity(layers):.2f}%"))
+    rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
 
 
-def _mixtures(report: PruneReport) -> list[tuple[str, ...]]:
-    """Which experts each mixture lost, with the loss of that and of other criteria's choices."""
+def _mixtures(report: PruneReport) -> list[tuple[str, str, str, str]]:
+    """The removed experts of each mixture, with the loss of this choice and of other criteria's choices."""
     rows = []
     for layer in report.layers:
         if layer.experts is not None:
-            own, *others = ((escaped(name), _short(loss)) for name, loss in layer.experts.losses.items())
-            told = ", ".join(f"{name} {loss}" for name, loss in others)
-            rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), own[1], told))
+            (_, loss), *others = ((escaped(name), _short(loss)) for name, loss in layer.experts.losses.items())
+            criteria = ", ".join(f"{name} {other}" for name, other in others)
+            rows.append((code(layer.name), ", ".join(map(str, layer.experts.removed)), loss, criteria))
     return rows
 
 
 def _cost(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
-    share = f"{100 * facts.packed_bytes / facts.dense_bytes:.1f}% of that"
+    ratio = f"{100 * facts.packed_bytes / facts.dense_bytes:.1f}% of that"
     return [
         ("weights on disk, dense", f"{facts.dense_bytes / 2**20:,.1f} MiB"),
-        ("weights on disk, packed", f"{facts.packed_bytes / 2**20:,.1f} MiB, {share}"),
+        ("weights on disk, packed", f"{facts.packed_bytes / 2**20:,.1f} MiB, {ratio}"),
         ("time", escaped(seconds)),
         ("peak memory", f"{report.peak_memory / 2**30:.2f} GiB"),
         ("versions", escaped(", ".join(f"{name} {version}" for name, version in report.versions.items()))),

@@ -1,4 +1,4 @@
-"""Pruned layers of a model in memory, packed and dense again, and saving a model that is packed."""
+"""Pack and unpack the pruned layers of a model in memory, and save a model with packed layers."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,33 +21,33 @@ from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .packed_files import check_format, pruned_layers
-from .streamed_files import save_streamed
+from .packed_files import check_format, pruned_layers, save_streamed
 
 _WEIGHT = "weight"
 _SAVE = "save_pretrained"
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
-    """Hold the pruned layers of a model in another way, in place.
+    """Change how the pruned layers of a model are held in memory, in place.
 
     Args:
-        model: a pruned `PreTrainedModel`, whose layers are held in any of these ways.
+        model: a pruned `PreTrainedModel`, in any of these runtimes.
         runtime: "packed": every Linear whose packed weight is smaller; "auto": those that this device multiplies faster
-            packed, by one row of inputs, and a line in the log says which and why; "semi_structured": torch's 2:4
+            packed, for one row of inputs; a log message lists them with the reason; "semi_structured": torch's 2:4
             tensors, where they measure faster on a GPU; "dense".
-        batch_shape: samples and tokens that a layer sees at once, for which "semi_structured" measures.
+        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
 
     Returns:
-        What became of every pruned layer and why, also kept as `model.moonshot_runtime`.
+        The runtime of every pruned layer and the reason, also stored as `model.moonshot_runtime`.
 
     Raises:
-        MoonshotError: an unknown runtime, a model that is not pruned, or a layer that is not n:m any more, with its
-            name; all layers are dense then.
+        MoonshotError: an unknown runtime, a model that is not pruned, or a layer that is no longer n:m, with its name;
+            then all layers are dense.
     """
     check_runtime(runtime)
     check_batch_shape(batch_shape)
-    require(isinstance(model, PreTrainedModel), f"runtime: {type(model).__name__} is no PreTrainedModel")
+    if not isinstance(model, PreTrainedModel):
+        raise MoonshotError(f"runtime: {type(model).__name__} is not a PreTrainedModel")
     _unsparse(model)
     with _dense_shapes(model):
         layers = pruned_layers(model)
@@ -59,23 +59,23 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
 
 
 def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
-    """Keep what became of the layers as `model.moonshot_runtime`, and how the model is saved now.
+    """Store the runtime of the layers as `model.moonshot_runtime`, and replace `save_pretrained` if any is packed.
 
     Args:
         model: a `PreTrainedModel`.
-        chosen: what became of every pruned layer.
+        chosen: the runtime of every pruned layer.
 
     Returns:
         `chosen`.
     """
-    model.moonshot_runtime = chosen  # type: ignore[assignment] # a module takes any attribute
+    vars(model)["moonshot_runtime"] = chosen
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             packed = is_packed(part)
-            part.is_quantized = packed  # a Trainer stops at it: packed weights are no parameters
+            vars(part)["is_quantized"] = packed  # makes a Trainer raise: packed weights are not parameters
             vars(part).pop(_SAVE, None)
             if packed:
-                # A partial is copied and pickled with its model, a method is not.
+                # A partial is copied and pickled with its model; a bound method would refer to the original.
                 vars(part)[_SAVE] = partial(save_packed if part is model else _save_whole, part)
     return chosen
 
@@ -86,62 +86,62 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def obstacle(module: nn.Module, shared: bool) -> str | None:
-    """Why the weight of a module cannot be held packed; None where it can.
+    """The reason why the weight of a module cannot be packed in memory; None if it can.
 
     Args:
-        module: which holds it.
-        shared: whether others hold it too.
+        module: with the weight.
+        shared: whether other modules have it too.
     """
     if shared:
         return "tied to another weight"
-    form = find_adapter(module)
-    if form is None or form.images:
+    adapter = find_adapter(module)
+    if adapter is None or adapter.images:
         return f"{type(module).__name__} layers are multiplied dense"
-    return "accelerate moves it for every call" if hasattr(module, "_hf_hook") else None
+    return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
 
 
 def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
-    """What `save_pretrained` is of a model that is packed in memory: the files are those of the dense model.
+    """Replaces `save_pretrained` of a model with packed layers: the files are those of the dense model.
 
     Args:
-        model: with packed layers, of which those of one decoder layer at a time become dense.
-        save_directory: a folder, made if need be; the files appear in it when all are written.
+        model: with packed layers; those of one decoder layer at a time are unpacked.
+        save_directory: a folder, created if missing, in which the files appear all at once.
         format: "packed" or "dense".
         options: of the class's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        MoonshotError: the folder cannot be written, or an option that cannot be met.
+        MoonshotError: the folder cannot be written, or an option is not supported.
     """
     check_format(format)
     for name in ("push_to_hub", "state_dict", "variant"):
-        mend = "call model.push_to_hub" if name == "push_to_hub" else 'call pruner.to_runtime("dense") first'
-        require(not options.get(name), f"{name}: the model is packed in memory; {mend}")
-    if not options.pop("is_main_process", True):  # another one writes everything
+        hint = "call model.push_to_hub" if name == "push_to_hub" else 'call pruner.to_runtime("dense") first'
+        require(not options.get(name), "the model is packed in memory", field=name, hint=hint)
+    if not options.pop("is_main_process", True):  # the main process writes everything
         return
     with staged("save_directory", save_directory) as staging, to_save(model):
         save_streamed(model, staging, format == "packed", **options)
 
 
 def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
-    """In place of `save_pretrained` of a part of a packed model, whose file nothing would read."""
+    """Replaces `save_pretrained` of a part of a packed model, which no class could load again."""
     raise MoonshotError(
-        f"save_pretrained: {type(part).__name__} is a part of a model that is packed in memory: save the whole, or "
-        'call pruner.to_runtime("dense") first'
+        f"save_pretrained: {type(part).__name__} is a part of a model that is packed in memory",
+        hint='save the whole model, or call pruner.to_runtime("dense") first',
     )
 
 
 @contextmanager
 def to_save(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is an ordinary dense one, the weights of its packed layers elsewhere.
+    """Inside the block the model is a dense one, whose packed layers count as offloaded.
 
-    They come for the time of a visit, as offloaded ones do: one decoder layer is dense at a time.
+    Visits unpack them, one decoder layer at a time.
 
     Args:
-        model: whose layers may be packed, or torch's 2:4 tensors, which are dense together.
+        model: whose layers may be packed, or torch's 2:4 tensors, which all become dense.
     """
-    packed, sparse = _places(model), _sparse_weights(model)
+    packed, sparse = _packed_layers(model), _sparse_weights(model)
     chosen = getattr(model, "moonshot_runtime", {})
     sources = {_origin(name, module): _Unpacked(name, module) for name, module in packed.items()}
     try:
@@ -158,7 +158,7 @@ def to_save(model: nn.Module) -> Iterator[None]:
 
 
 class _Unpacked(Mapping[str, Tensor]):
-    """The parameters of the dense layer that a packed one was; the weight is unpacked whenever it is asked for.
+    """The parameters of the dense original of a packed layer; every access unpacks the weight.
 
     Args:
         name: of the layer, for messages.
@@ -179,41 +179,40 @@ class _Unpacked(Mapping[str, Tensor]):
 
 
 def _without_weight(name: str, packed: PackedLinear) -> nn.Module:
-    """The dense layer that a packed one was, with the shape and the present dtype of its weight alone."""
+    """The dense original of a packed layer, with its weight on the meta device."""
     dense = _origin(name, packed)
     before = dense._parameters[_WEIGHT]
     assert before is not None
-    away = nn.Parameter(before.to("meta", packed.dtype), before.requires_grad)
-    dense._parameters |= {_WEIGHT: away, "bias": packed.bias}
+    weight = nn.Parameter(before.to("meta", packed.dtype), before.requires_grad)
+    dense._parameters |= {_WEIGHT: weight, "bias": packed.bias}
     return dense
 
 
 @contextmanager
 def _dense_shapes(model: nn.Module) -> Iterator[None]:
-    """Inside the block the layers that are packed are the dense ones that they were, without weights."""
-    places = _places(model)
+    """Replace packed layers by their dense originals on the meta device, inside the block."""
+    packed = _packed_layers(model)
     try:
-        for name, module in places.items():
+        for name, module in packed.items():
             model.set_submodule(name, _without_weight(name, module))
         yield
     finally:
-        for name, module in places.items():
+        for name, module in packed.items():
             model.set_submodule(name, module)
 
 
-def _places(model: nn.Module) -> dict[str, PackedLinear]:
+def _packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
 def _origin(name: str, module: PackedLinear) -> nn.Module:
-    with naming(name):
-        require(module.origin is not None, "it was made packed: there is no dense layer that it was")
-    assert module.origin is not None
+    if module.origin is None:
+        raise MoonshotError("it was created packed: it has no dense original").within(name)
     return module.origin
 
 
 def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) -> dict[str, str]:
-    """Pack the layers that shall be, one after another, and unpack those that shall not."""
+    """Pack the layers that the runtime selects, one after another, and unpack the others."""
     chosen: dict[str, str] = {}
     shared = _shared(model)
     try:
@@ -226,29 +225,29 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
         note(model, {name.removesuffix(f".{_WEIGHT}"): f"{DENSE}packing failed" for name in layers})
         raise
     trim_host_memory()
-    packed = _places(model).values()
+    packed = _packed_layers(model).values()
     dense_bytes = sum(module.shape[0] * module.shape[1] * module.dtype.itemsize for module in packed)
     tell(runtime, chosen, sum(held_bytes(module.parts) for module in packed), dense_bytes)
     return note(model, chosen)
 
 
 def _shared(model: nn.Module) -> set[str]:
-    """The names of the weights that have several."""
+    """The names of the weights that have several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {name for several in names.values() if len(several) > 1 for name in several}
+    return {name for aliases in names.values() if len(aliases) > 1 for name in aliases}
 
 
 def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool) -> str:
-    """Hold one layer as it shall be; what became of it.
+    """Pack or unpack one layer, and return its runtime with the reason.
 
     Args:
-        model: that it is a part of.
+        model: with the layer.
         name: of its weight.
-        layer: what is known of it.
+        layer: its entry.
         runtime: "packed" or "auto".
-        shared: whether other modules hold its weight.
+        shared: whether other modules have its weight too.
     """
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
@@ -275,11 +274,11 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
 
 
 def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
-    """What stands in the place of a Linear whose weight is packed; the Linear lets go of it.
+    """Replace a Linear by a packed one, and release its dense weight.
 
     Args:
         module: the Linear, or Conv1D.
-        layer: what is known of its weight.
+        layer: the entry of its weight.
         parts: the packed tensors by their suffixes, or empty ones to load into.
     """
     packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module)
@@ -288,19 +287,19 @@ def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> Packed
 
 
 def _forget_weight(module: nn.Module) -> None:
-    """Leave a Linear with the shape and dtype of its weight alone."""
+    """Move the weight of a Linear to the meta device, which keeps its shape and dtype."""
     weight = module._parameters[_WEIGHT]
     assert weight is not None
     module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
 
 
 def _unpack_all(model: nn.Module) -> None:
-    for name, module in _places(model).items():
+    for name, module in _packed_layers(model).items():
         model.set_submodule(name, _unpacked(name, module))
 
 
 def _unpacked(name: str, module: PackedLinear) -> nn.Module:
-    """The dense layer that a packed one was, with its weight again."""
+    """The dense original of a packed layer, with its weight."""
     dense = _origin(name, module)
     before = dense._parameters[_WEIGHT]
     assert before is not None
@@ -311,15 +310,19 @@ def _unpacked(name: str, module: PackedLinear) -> nn.Module:
 
 @torch.no_grad()
 def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
-    form = find_adapter(dense)
-    assert form is not None
-    return form.as_parameter(packed.weight).contiguous()
+    adapter = find_adapter(dense)
+    assert adapter is not None
+    return adapter.as_parameter(packed.weight).contiguous()
 
 
 def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    """The modules whose weights are torch's 2:4 tensors, and these."""
+    """The modules whose weights are torch's 2:4 tensors, with these."""
     weights = ((module, module._parameters.get("weight")) for module in model.modules())
-    return [(module, weight) for module, weight in weights if isinstance(weight, SparseSemiStructuredTensor)]
+    return [
+        (module, weight)
+        for module, weight in weights
+        if weight is not None and isinstance(weight, SparseSemiStructuredTensor)
+    ]
 
 
 def _unsparse(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Load a pruned checkpoint, verified: dense, packed in memory, as torch's 2:4 tensors, or as what is fastest."""
+"""Load a pruned checkpoint after integrity checks: dense, packed in memory, or as torch's 2:4 tensors."""
 
 import os
 from collections import Counter
@@ -17,18 +17,17 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.runtime_selection import check_runtime
 from ..runtime.semi_structured import check_batch_shape
-from .file_integrity import check_alone, check_complete, verify
+from .file_integrity import check_complete, check_files, check_no_other_weights
 from .in_memory import to_runtime
-from .meta_model import model_class
-from .packed_files import read_model_config
+from .meta_model import model_class, read_model_config
 from .request import Request, requested
-from .weight_files import packed_version, weight_files
+from .weight_files import is_packed_checkpoint, weight_files
 from .weight_names import loaded_into
 
-# What stands in for weights in safetensors files, or for a model of another library.
+# Weights in other files than safetensors, and models of other libraries.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
-# They load what was not verified, or something else than a model.
+# These would load unverified files, or return something else than a model.
 _REFUSED = (
     "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
     "variant",
@@ -43,24 +42,23 @@ def load_pruned(
     batch_shape: tuple[int, int] = (1, 1),
     **model_kwargs: Any,
 ) -> nn.Module:
-    """Load a pruned model after checking its files, as the class that its configuration names.
+    """Load a pruned model as the class that its configuration names, after checking its files.
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        runtime: "dense" rebuilds the weights, and is what can be trained. "auto" is for inference: the layers that this
-            device multiplies faster packed, when it decodes, stay packed in memory, and a line in the log says which
-            and why. "packed" keeps all packed that can be. "semi_structured" turns 2:4 layers into torch's 2:4 tensors
-            on a GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed when it is
-            in memory.
-        batch_shape: samples and tokens that a layer sees at once, for which "semi_structured" measures.
+        runtime: "dense" unpacks the weights, which can be trained. "auto" is for inference: the layers that this device
+            multiplies faster packed while decoding remain packed in memory; a log message lists them with the reason.
+            "packed" keeps all possible layers packed. "semi_structured" converts 2:4 layers to torch's 2:4 tensors on a
+            GPU, each only if its forward pass measures faster than dense. A dense checkpoint is packed after loading.
+        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
         model_kwargs: for the model's `from_pretrained`, such as `dtype`, `device_map`, `revision`, `token`.
 
     Returns:
-        The model in evaluation mode; but for "dense", `model.moonshot_runtime` says what each layer became.
+        The model in evaluation mode; except for "dense", `model.moonshot_runtime` has the runtime of each layer.
 
     Raises:
-        MoonshotError: a missing, truncated or damaged file, with the name of the layer it happened to; counts or shapes
-            that do not fit; a checkpoint that is not pruned.
+        MoonshotError: a missing, truncated or damaged file, with the name of the layer; counts or shapes that do not
+            match; a checkpoint that is not pruned.
     """
     check_path("name_or_path", name_or_path)
     check_runtime(runtime)
@@ -68,25 +66,24 @@ def load_pruned(
     _check_options(name_or_path, model_kwargs)
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
-    version = packed_version(folder)
-    files = verify(folder, version)
-    check_alone(folder, version)
+    packed = is_packed_checkpoint(folder)
+    files = check_files(folder, packed)
+    check_no_other_weights(folder, packed)
     shared = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = read_model_config(folder, **shared)
     require(PruningRecord.read(config) is not None, f"{name_or_path}: {NOT_PRUNED}")
-    dense = version is None
     with requested(Request(runtime, frozenset(map(os.path.abspath, files)))):
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
-    if dense:
+    if not packed:
         _check_zeros(folder, model)
-    if runtime == "semi_structured" or (dense and runtime != "dense"):
+    if runtime == "semi_structured" or (not packed and runtime != "dense"):
         to_runtime(model, runtime, batch_shape)
     return model
 
 
-def _load(cls: type, folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """What `from_pretrained` gives, with its own errors as `MoonshotError`s: a damaged config.json fails anywhere."""
+def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Call `from_pretrained`, with `MoonshotError` for any error: a damaged config.json can cause all kinds."""
     try:
         return cls.from_pretrained(folder, output_loading_info=True, use_safetensors=True, **options)
     except (MoonshotError, MemoryError, torch.OutOfMemoryError):
@@ -98,35 +95,37 @@ def _load(cls: type, folder: Path, **options: Any) -> tuple[nn.Module, dict[str,
 
 def _check_options(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
     for name in _REFUSED:
-        require(name not in options, f"{name}: load_pruned takes none; call the model's from_pretrained with it")
+        message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
+        require(name not in options, message, field=name, hint=hint)
     again = isinstance(options.get("quantization_config"), MoonshotConfig)
-    require(not again, f"quantization_config: {name_or_path} is pruned already; load it without one")
+    message = f"{name_or_path} is pruned already"
+    require(not again, message, field="quantization_config", hint="load it without one")
 
 
 def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:
-    """The folder of a checkpoint; a Hub repository is downloaded.
+    """The folder of a checkpoint, downloaded from the Hub if necessary.
 
     Args:
         name_or_path: a local folder or a Hub repository.
-        whole: with all that lies beside the model, such as its card.
+        whole: also download files that loading does not need, such as the card.
         hub: `HUB_OPTIONS`.
 
     Raises:
-        MoonshotError: neither a folder nor a repository that can be read.
+        MoonshotError: neither a folder nor a readable repository.
     """
     if os.path.isdir(name_or_path):
         return Path(name_or_path)
     try:
-        which = {"ignore_patterns": list(_OTHER_WEIGHTS)} if whole else {"allow_patterns": list(_FILES)}
-        return Path(snapshot_download(str(name_or_path), **which, **hub))
+        ignored, allowed = (list(_OTHER_WEIGHTS), None) if whole else (None, list(_FILES))
+        return Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise MoonshotError(f"{name_or_path} is no folder, and no repository that can be read: {error}") from error
+        raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
 
 
 def _check_zeros(folder: Path, model: nn.Module) -> None:
-    """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than its report says."""
+    """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than in its report."""
     zeros, counted = _reported_zeros(folder), Counter[str]()
-    for path in weight_files(folder, None) if zeros else ():
+    for path in weight_files(folder, packed=False) if zeros else ():
         with safe_open(path, "pt") as file:
             for stored, name in loaded_into(model, file.keys()).items():
                 if name in zeros:
@@ -138,7 +137,7 @@ def _check_zeros(folder: Path, model: nn.Module) -> None:
 
 
 def _reported_zeros(folder: Path) -> dict[str, int]:
-    """How many zeros each weight of a dense checkpoint has at least; empty without a report, or after compaction."""
+    """The number of zeros of each weight, by the report; empty without a report, or after compaction."""
     if not (folder / REPORT_NAME).is_file():
         return {}
     report = PruneReport.load(folder)

@@ -1,30 +1,30 @@
-"""Text of others inside our Markdown: names, notes and cells that must neither break it nor become part of it."""
+"""Escape names, notes and cells inside Markdown, so that they neither break it nor act as markup."""
 
 import re
 from typing import Any
 
-# What begins markup inside a line; an underscore does so at the edge of a word alone.
+# Characters that start markup inside a line; an underscore does so only at the edge of a word.
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)")
 _ESCAPED = re.compile(r"\\([^\w\s])|\\(_)")
 
 
 def printable(value: Any) -> str:
-    """Text in one line, without what no file or terminal can show."""
+    """Text in one line, without unprintable characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in str(value)).split())
 
 
 def escaped(value: Any) -> str:
-    """Text that Markdown shows as it is, in one line or one cell of a table; `unescaped` is the inverse."""
-    return _MARKUP.sub(lambda found: "\\" + found[0], printable(value))
+    """Text that Markdown shows literally, in one line or one cell of a table; `unescaped` is the inverse."""
+    return _MARKUP.sub(lambda match: "\\" + match[0], printable(value))
 
 
 def unescaped(text: str) -> str:
-    """What `escaped` was given, but for its spaces."""
-    return _ESCAPED.sub(lambda found: found[1] or found[2], text)
+    """The inverse of `escaped`, except for spaces."""
+    return _ESCAPED.sub(lambda match: match[1] or match[2], text)
 
 
 def code(value: Any) -> str:
-    """Text as code inside a line."""
+    """Text as inline code."""
     text = printable(value)
     fence = "`" * (_longest_run(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") or not text else ""
@@ -32,7 +32,7 @@ def code(value: Any) -> str:
 
 
 def code_block(text: str, language: str) -> str:
-    """Lines as a block of code, with a fence that is not among them.
+    """Lines as a code block, with a fence longer than any in them.
 
     Args:
         text: the lines.
@@ -43,5 +43,5 @@ def code_block(text: str, language: str) -> str:
 
 
 def _longest_run(text: str) -> int:
-    """Of backticks."""
+    """The length of the longest run of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)

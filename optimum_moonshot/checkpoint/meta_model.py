@@ -1,6 +1,7 @@
-"""Models without weights, from their configuration alone, and the class that a configuration names."""
+"""Models without weights, on the meta device, from their configuration."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from ..errors import MoonshotError, check_path, reason
 
 
 def model_class(config: Any) -> type[Any]:
-    """The transformers class that a configuration names; the causal language models' where it names none."""
-    from transformers import PreTrainedModel  # after its quantizers, from which this package is imported
+    """The transformers class that a configuration names; `AutoModelForCausalLM` if it names none."""
+    from transformers import PreTrainedModel  # imported late: transformers' quantizers import this package
 
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForCausalLM
+    cls = getattr(transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else AutoModelForCausalLM
 
 
 def empty_model(config: Any, **options: Any) -> Any:
@@ -26,30 +27,51 @@ def empty_model(config: Any, **options: Any) -> Any:
 
     Args:
         config: of transformers.
-        options: for a class that is found by it, such as `trust_remote_code`.
+        options: of `AutoModelForCausalLM.from_config`, such as `trust_remote_code`.
 
     Raises:
-        Exception: whatever the model's code raises: a damaged config.json fails anywhere in it.
+        Exception: any error of the model's code, for a damaged config.json.
     """
     cls = model_class(config)
     with torch.device("meta"):
         return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
 
 
-def named_empty_model(name: Any, config: Any, **options: Any) -> Any:
-    """As `empty_model`.
-
-    Args:
-        name: of the model, for the message.
-        config, options: as there.
-
-    Raises:
-        MoonshotError: transformers cannot make it.
-    """
+def _empty_model(name: Any, config: Any, **options: Any) -> Any:
+    """As `empty_model`, with `MoonshotError` for any error."""
     try:
         return empty_model(config, **options)
     except Exception as error:
-        raise MoonshotError(f"{name}: transformers cannot make its model ({reason(error)})") from error
+        raise MoonshotError(f"{name}: transformers cannot create its model ({reason(error)})") from error
+
+
+def read_model_config(folder: Path, **options: Any) -> Any:
+    """Read the configuration of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        options: for `AutoConfig`, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: transformers cannot read it.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, **options)
+    except Exception as error:  # a damaged file can cause any error in the class that it names
+        raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
+
+
+def checkpoint_meta_model(folder: Path, **options: Any) -> nn.Module:
+    """The model of a checkpoint, on the meta device.
+
+    Args:
+        folder: of the checkpoint.
+        options: for its classes, such as `trust_remote_code`.
+
+    Raises:
+        MoonshotError: transformers cannot create it.
+    """
+    return _empty_model(folder, read_model_config(folder, **options), **options)
 
 
 def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) -> nn.Module:
@@ -57,11 +79,11 @@ def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) ->
 
     Args:
         name_or_config: a Hub repository or a local folder with a config.json, or a configuration of transformers.
-        dtype: of its weights; None and "auto" are what the configuration states, else float32.
+        dtype: of its weights; None and "auto": that of the configuration, or float32.
         options: for `AutoConfig.from_pretrained`.
 
     Raises:
-        MoonshotError: transformers cannot make it.
+        MoonshotError: transformers cannot create it.
         OSError: there is no such model.
     """
     config = name_or_config
@@ -70,7 +92,7 @@ def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) ->
         config = _read(name_or_config, options)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
-    return named_empty_model(name_or_config, config).to(kind).eval()
+    return _empty_model(name_or_config, config).to(kind).eval()
 
 
 def _read(name: str | os.PathLike[str], options: dict[str, Any]) -> Any:
@@ -78,5 +100,5 @@ def _read(name: str | os.PathLike[str], options: dict[str, Any]) -> Any:
         return AutoConfig.from_pretrained(name, **options)
     except OSError:
         raise
-    except Exception as error:  # another damaged file
+    except Exception as error:
         raise MoonshotError(f"{name}: its config.json cannot be read ({reason(error)})") from error

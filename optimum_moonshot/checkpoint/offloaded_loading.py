@@ -1,4 +1,4 @@
-"""Loading a model with its blocks elsewhere: in the checkpoint's files or in host memory, by accelerate's offload."""
+"""Load a model with offloaded blocks, in the checkpoint's files or in host memory, by accelerate."""
 
 import shutil
 import tempfile
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..devices import default_device
-from ..errors import require
+from ..errors import Text, require
 from ..files import writing
 from ..model.layers import find_blocks
 from .meta_model import empty_model
@@ -21,22 +21,24 @@ PLACES = ("cpu", "disk")
 
 
 def offload_options(config: Any, place: str, device: Any, folder: str | None) -> dict[str, Any]:
-    """What `from_pretrained` has to be told.
+    """The options of `from_pretrained` for offloaded blocks.
 
     Args:
         config: of the model.
-        place: "disk" or "cpu", where the weights of the blocks are.
-        device: where the blocks go, one at a time, and everything else is; None is the first GPU, or the CPU.
-        folder: in which weights lie that are not as the files have them, such as fused experts; None is the system's
-            for temporary files.
+        place: "disk" or "cpu", of the weights of the blocks.
+        device: of onloaded blocks and all other weights; None: the first GPU, or the CPU.
+        folder: of weights that differ from those in the files, such as fused experts; None: the system's folder for
+            temporary files.
 
     Raises:
-        MoonshotError: a place that there is not, or a model without blocks.
+        MoonshotError: an unknown place, or a model without blocks.
     """
     check_place(place)
     device = str(default_device()) if device is None else device
-    require(isinstance(device, str | int | torch.device), f"device_map={device!r}: with offload=, name one device")
-    require(place == "disk" or str(device) != "cpu", 'offload="cpu": the model is on the CPU anyway; use "disk"')
+    single = isinstance(device, str | int | torch.device)
+    require(single, Text("with {}, name one device", "offload"), field="device_map", value=device)
+    message = "the model is on the CPU anyway"
+    require(place == "disk" or str(device) != "cpu", message, field="offload", value=place, hint='use "disk"')
     device_map = _device_map(empty_model(config), place, device)
     if folder is not None:
         with writing("offload_dir", Path(folder)):
@@ -48,19 +50,19 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
 
 
 def check_place(place: str) -> None:
-    """Raise `MoonshotError` for anything but a place where blocks can be."""
-    require(place in PLACES, f'offload={place!r}: use "disk" or "cpu"')
+    """Raise `MoonshotError` unless blocks can be offloaded there."""
+    require(place in PLACES, 'use "disk" or "cpu"', field="offload", value=place)
 
 
 @contextmanager
 def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], None]]:
-    """Remove a folder with offloaded weights when its model goes, or if there will be none.
+    """Delete a folder of offloaded weights with its model, or if loading fails.
 
     Args:
-        folder: None does nothing.
+        folder: the folder; None does nothing.
 
     Yields:
-        What is told the model.
+        A function to call with the loaded model.
     """
     try:
         yield lambda model: None if folder is None else _remove_with(model, folder)
@@ -75,22 +77,23 @@ def _remove_with(model: nn.Module, folder: str) -> None:
 
 
 def _device_map(model: nn.Module, place: str, device: Any) -> dict[str, Any]:
-    """Every block in its place, everything else on the device, by the largest modules that hold no block."""
+    """All blocks in the place, other weights on the device, by the largest modules without blocks."""
     blocks = {name for name, _ in find_blocks(model)}
-    require(bool(blocks), f"offload={place!r}: {type(model).__name__} has no repeated blocks that could be elsewhere")
-    found: dict[str, Any] = {}
+    message = f"{type(model).__name__} has no repeated blocks to offload"
+    require(bool(blocks), message, field="offload", value=place)
+    device_map: dict[str, Any] = {}
 
     def place_in(module: nn.Module, prefix: str) -> None:
-        for own in (module._parameters, module._buffers):
-            found.update({prefix + key: device for key, tensor in own.items() if tensor is not None})
+        for tensors in (module._parameters, module._buffers):
+            device_map.update({prefix + key: device for key, tensor in tensors.items() if tensor is not None})
         for key, child in module.named_children():
             name = prefix + key
             if name in blocks:
-                found[name] = place
+                device_map[name] = place
             elif any(block.startswith(f"{name}.") for block in blocks):
                 place_in(child, f"{name}.")
             else:
-                found[name] = device
+                device_map[name] = device
 
     place_in(model, "")
-    return found
+    return device_map

@@ -1,107 +1,85 @@
-"""Packed checkpoints: dense weight files in, packed ones out, and back.
+"""Write packed checkpoints: from dense weight files and back, or block by block from a model.
 
-A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer became the tensors of its packed format
-(packing/), in as many files of other names (weight_files.py) that describe themselves (packed_format.py).
+A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is replaced by the tensors of its packed
+format (packing/), in files of other names (weight_files.py) with a description (packed_format.py).
 """
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import convert_file_size_to_int
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
 
-from ..errors import MoonshotError, naming, reason, require
+from ..errors import MoonshotError, Option, Text, naming, require
 from ..files import read_json
-from ..model.layers import find_structure
+from ..model.layers import Visit, by_visit, find_structure
+from ..model.offload import tie_again
 from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
+from ..progress import progress_bar, without_transformers_bars
 from ..reports.record import PruningRecord
-from .meta_model import named_empty_model
-from .packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, Tensors, config_entry, dtype_name
-from .weight_files import index_path, new_names, packed_version, read_config, sort_metadata, weight_files
+from .packed_format import EXPLICIT, METHOD, Description, Layers, Tensors, config_entry, dtype_name
+from .weight_files import index_path, is_packed_checkpoint, new_names, read_config, sort_metadata, weight_files
 from .weight_names import Merged, merged_weights, parameter_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
-# How `pack_files` and `unpack_files` change a file: its tensors and packed layers to the new ones.
-Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]
+SHARD = "500MB"  # default of `max_shard_size`
+Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]  # tensors and packed layers of a file → the new ones
+Part = list[tuple[Visit, list[str]]]  # the visits of a file, with the names of their weights
 
 
 def check_format(format: str) -> None:
     """Raise `MoonshotError` unless this is a format of checkpoints."""
-    require(format in FORMATS, f'format={format!r}: use "dense" or "packed"')
-
-
-def read_model_config(folder: Path, **options: Any) -> Any:
-    """A checkpoint's configuration.
-
-    Args:
-        folder: of the checkpoint.
-        options: for `AutoConfig`, such as `trust_remote_code`.
-
-    Raises:
-        MoonshotError: one that transformers cannot read.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder, **options)
-    except Exception as error:  # a damaged file fails anywhere in the class that it names
-        raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
-
-
-def model_skeleton(folder: Path, **options: Any) -> nn.Module:
-    """The model of a checkpoint, without weights.
-
-    Args:
-        folder: of the checkpoint.
-        options: for its classes, such as `trust_remote_code`.
-
-    Raises:
-        MoonshotError: transformers cannot make it.
-    """
-    return named_empty_model(folder, read_model_config(folder, **options), **options)
+    require(format in FORMATS, 'use "dense" or "packed"', field="format", value=format)
 
 
 def pruned_layers(model: nn.Module) -> Layers:
-    """The weights that the model's record says are pruned, under every name that they have in the model.
+    """The pruned weights according to the model's record, by every name that they have in the model.
 
     Raises:
-        MoonshotError: the model is not a pruned one, or its record is damaged.
+        MoonshotError: the model is not pruned, or its record is damaged.
     """
     record = PruningRecord.require_of(model)
-    chosen = find_structure(model, record.targets, record.ignore).layers()
-    layers = [layer for layer in chosen if layer.name not in record.dense]
+    selected = find_structure(model, record.targets, record.ignore).layers()
+    layers = [layer for layer in selected if layer.name not in record.dense]
     patterns = record.layer_patterns(layer.name for layer in layers)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found = {}
+    entries: Layers = {}
     for layer in layers:
         pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
-        # Experts that are stored [experts, in, out] are n:m along another axis than their rows in memory.
+        # Experts stored [experts, in, out] have n:m along an axis that is not contiguous in the file.
         stored = None if layer.adapter.separate and layer.adapter.axes == (2, 1) else pattern
         if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
             transposed = layer.adapter.axes == (1, 0)
             entry = PackedLayer(shape, transposed, str(stored or Unstructured.kind), dtype)
-            found |= dict.fromkeys(names[id(layer.parameter)], entry)
-    return found
+            entries |= dict.fromkeys(names[id(layer.parameter)], entry)
+    return entries
 
 
 def pack_files(source: Path, target: Path, model: nn.Module) -> None:
-    """Write the weights of a dense checkpoint packed, wherever that is smaller, and config.json with the format.
+    """Pack the pruned weights of a dense checkpoint that become smaller, and write config.json with the format.
 
     Args:
         source: folder of the dense checkpoint.
-        target: folder of the packed one; of the same, the dense files go.
-        model: the pruned model, possibly on the meta device; what is not pruned in it stays dense.
+        target: folder of the packed one; in the same folder, the dense files are deleted.
+        model: the pruned model, possibly on the meta device.
 
     Raises:
-        MoonshotError: a layer that is not n:m, with its name, or no layer that packing makes smaller.
+        MoonshotError: a layer is not n:m, with its name, or packing makes no layer smaller.
     """
     packer = Packer(model)
     _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
@@ -109,7 +87,7 @@ def pack_files(source: Path, target: Path, model: nn.Module) -> None:
 
 
 class Packer:
-    """Packs the tensors of a pruned model's files, wherever that is smaller.
+    """Pack the tensors of a pruned model's files that become smaller.
 
     Args:
         model: the pruned model, possibly on the meta device.
@@ -117,46 +95,46 @@ class Packer:
 
     def __init__(self, model: nn.Module):
         self.model, self.layers = model, pruned_layers(model)
-        self.packed = 0  # how many
+        self.packed = 0  # number of weights
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
-        """The tensors of a file with packed ones among them, and what is known of those.
+        """Pack the pruned weights among the tensors of a file.
 
         Args:
-            tensors: by the names that they have in the file; changed in place.
+            tensors: by their names in the file, each of any shape; changed in place.
+
+        Returns:
+            The tensors, and an entry for each packed one.
 
         Raises:
-            MoonshotError: a layer that is not n:m, with its name.
+            MoonshotError: a layer is not n:m, with its name.
         """
         stored = list(tensors)
-        places, merged = parameter_names(self.model, stored), merged_weights(self.model, stored)
-        entries = {}
+        names, merged = parameter_names(self.model, stored), merged_weights(self.model, stored)
+        entries: Layers = {}
         for name in stored:
             tensor = tensors[name]
             if name in merged:
                 layer = _of_expert(self.layers.get(merged[name].weight), merged[name], tensor)
             else:
-                layer = self.layers.get(places.get(name))
-            if layer is None or layer.shape != tuple(tensor.shape) or stored_bytes(tensor, layer) == tensor.nbytes:
+                layer = self.layers.get(names.get(name, ""))
+            if layer is None or layer.shape != tuple(tensor.shape) or layer.stored_bytes(tensor) == tensor.nbytes:
                 continue
             del tensors[name]
             entries[name] = replace(layer, dtype=dtype_name(tensor.dtype))
-            with naming(places.get(name, name)):
+            with naming(names.get(name, name)):
                 tensors |= layer.pack(name, tensor)
         self.packed += len(entries)
         return tensors, entries
 
     def check(self) -> None:
-        """Whether anything was packed.
-
-        Raises:
-            MoonshotError: nothing was.
-        """
-        require(self.packed > 0, 'format="packed" makes no layer smaller: use format="dense"')
+        """Raise `MoonshotError` if nothing was packed."""
+        hint = Text("use {}", Option("format", "dense"))
+        require(self.packed > 0, "packing makes no layer smaller", field="format", value="packed", hint=hint)
 
 
 def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> PackedLayer | None:
-    """What is known of a stored weight that is a part of a fused parameter; None of one that is not pruned."""
+    """The entry of a stored weight that is a part of a fused parameter; None if that is not pruned."""
     if fused is None or tensor.ndim < 2:
         return None
     alone = replace(fused, shape=tuple(tensor.shape), transposed=False)
@@ -165,10 +143,10 @@ def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> Pac
 
 
 def unpack_files(source: Path, target: Path) -> None:
-    """The inverse of `pack_files`, of files that `verify` has looked at.
+    """The inverse of `pack_files`, for files that passed `check_files`.
 
     Args:
-        source: folder of the packed checkpoint, of any version.
+        source: folder of the packed checkpoint.
         target: another folder.
     """
 
@@ -183,28 +161,18 @@ def unpack_files(source: Path, target: Path) -> None:
     _rewrite(source, target, change, packed=False)
 
 
-def stored_bytes(tensor: Tensor, layer: PackedLayer) -> int:
-    """Bytes of a pruned weight in a packed checkpoint, where it stays dense if that is smaller.
-
-    Args:
-        tensor: the dense weight, of the layer's `shape`.
-        layer: what is known of it.
-    """
-    return layer.stored_bytes(tensor)
-
-
 def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
-    """Every weight file with other tensors in it, one file in memory at a time, the index of all, and config.json."""
-    version = packed_version(source)
-    files = weight_files(source, version)
-    index_file = index_path(source, version)
-    index, places, total = _read_index(index_file), {}, 0
+    """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json."""
+    was_packed = is_packed_checkpoint(source)
+    files = weight_files(source, was_packed)
+    index_file = index_path(source, was_packed)
+    index, weight_map, total = _read_index(index_file), dict[str, str](), 0
     for path, new in zip(files, new_names(len(files), packed), strict=True):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            described = Description.read(metadata)
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            tensors, layers = change(found, {} if described is None else described.layers)
+            description = Description.read(metadata)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors, layers = change(tensors, {} if description is None else description.layers)
         metadata.pop(METHOD, None)
         if packed:
             metadata[METHOD] = Description.of(tensors, layers, len(files)).to_json()
@@ -213,47 +181,33 @@ def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
             sort_metadata(target / new)
         if path.parent == target:
             path.unlink()
-        places |= dict.fromkeys(tensors, new)
+        weight_map |= dict.fromkeys(tensors, new)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if target == source:
         index_file.unlink(missing_ok=True)
     if packed or len(files) > 1:
         metadata = {**index.get("metadata", {}), "total_size": total}
-        write_index(target, {**index, "metadata": metadata}, places, packed)
-    write_config(source, target, packed)
+        _write_index(target, {**index, "metadata": metadata}, weight_map, packed)
+    _write_config(source, target, packed)
 
 
-def write_index(folder: Path, index: dict[str, Any], places: dict[str, str], packed: bool) -> None:
-    """The index of a checkpoint's files.
-
-    Args:
-        folder: of the checkpoint.
-        index: what it says beside the places.
-        places: the file of every tensor.
-        packed: whether it is a packed one.
-    """
-    path = index_path(folder, VERSION if packed else None)
-    _write_json(path, {**index, "weight_map": dict(sorted(places.items()))})
+def _write_index(folder: Path, index: dict[str, Any], weight_map: dict[str, str], packed: bool) -> None:
+    """The index of a checkpoint's files; `index` has its entries except the file of every tensor."""
+    _write_json(index_path(folder, packed), {**index, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """What an index says beside the places; nothing where there is none."""
+    """An index; empty if there is none."""
     if not path.exists():
         return {}
     index = read_json(path)
-    good = isinstance(index.get("metadata", {}), dict)
-    require(good, f"{path} is damaged: its metadata is no object")
+    valid = isinstance(index.get("metadata", {}), dict)
+    require(valid, f"{path} is damaged: its metadata is not an object")
     return index
 
 
-def write_config(source: Path, target: Path, packed: bool) -> None:
-    """config.json, by which this package knows a packed checkpoint, and others that they do not.
-
-    Args:
-        source: where the one of the checkpoint lies.
-        target: where it goes, possibly the same.
-        packed: whether the checkpoint is a packed one.
-    """
+def _write_config(source: Path, target: Path, packed: bool) -> None:
+    """config.json, with entries that make transformers without this package raise an error for a packed checkpoint."""
     config = read_config(source)
     for name in ("quantization_config", EXPLICIT):
         config.pop(name, None)
@@ -264,3 +218,87 @@ def write_config(source: Path, target: Path, packed: bool) -> None:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:
+    """Write a model that is offloaded or packed in memory, block by block.
+
+    transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
+    contains whole blocks, packed before it is written.
+
+    Args:
+        model: a `PreTrainedModel` whose weights are onloaded by visits.
+        folder: that exists, and is empty.
+        packed: whether pruned layers are packed.
+        max_shard_size: dense bytes in a file, such as "5GB"; a larger block has a file of its own.
+        options: of the model's `save_pretrained`.
+
+    Raises:
+        MoonshotError: an option is not supported, a layer is not n:m, or packing makes no layer smaller.
+    """
+    for name, value in options.items():
+        supported = name == "save_original_format"
+        require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
+    try:
+        size = convert_file_size_to_int(max_shard_size)
+    except ValueError:
+        message = 'give a number of bytes, or "5GB"'
+        raise MoonshotError(message, field="max_shard_size", value=max_shard_size) from None
+    with warnings.catch_warnings(), without_transformers_bars():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, state_dict={})  # all files but the weights
+    tie_again(model)
+    parts, weight_map, total = list(_parts(model, size)), dict[str, str](), 0
+    packer = Packer(model) if packed else None
+    files = list(zip(parts, new_names(len(parts), packed), strict=True))
+    for part, name in progress_bar(files, shown=True, desc="writing", unit="file"):
+        tensors: Tensors = {}
+        layers: Layers = {}
+        for visit, names in part:  # packed before the next visit is onloaded
+            visited, entries = _stored(model, visit, names, options.get("save_original_format", True)), Layers()
+            if packer is not None:
+                visited, entries = packer.pack(visited)
+            tensors |= visited
+            layers |= entries
+        metadata = {"format": "pt"}
+        if packer is not None:
+            metadata[METHOD] = Description.of(tensors, layers, len(parts)).to_json()
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, metadata)
+        sort_metadata(folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if packer is not None:
+        packer.check()
+        _write_config(folder, folder, packed)
+    if packed or len(parts) > 1:
+        count = {"total_parameters": model.num_parameters()} if len(parts) > 1 else {}  # as transformers writes it
+        _write_index(folder, {"metadata": {**count, "total_size": total}}, weight_map, packed)
+
+
+def _parts(model: Any, size: int) -> Iterator[Part]:
+    """All weights, tied ones once, in parts of up to `size` bytes, or of one visit."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # imported late
+
+    state = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    dropped = model._keys_to_ignore_on_save or ()
+    bytes_of = {name: tensor.nbytes for name, tensor in state.items() if not any(fnmatch(name, key) for key in dropped)}
+    part: Part = []
+    free = 0
+    for visit, names in by_visit(model, bytes_of):
+        needed = sum(bytes_of[name] for name in names)
+        if part and needed > free:
+            yield part
+            part = []
+        free = (free if part else size) - needed
+        part.append((visit, names))
+    yield part
+
+
+def _stored(model: "PreTrainedModel", visit: Visit, names: list[str], original: bool) -> Tensors:
+    """The weights of a visit in host memory, by their names in the files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with visit():
+        state = model.state_dict()
+        tensors = {name: state[name].detach().to("cpu", copy=True) for name in names}
+    return revert_weight_conversion(model, tensors) if original else tensors

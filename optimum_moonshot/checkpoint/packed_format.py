@@ -1,11 +1,9 @@
-"""What a packed checkpoint says of itself: one entry in config.json, and a description in the metadata of every file.
+"""The description of packed weights: an entry in config.json, and one in the metadata of every weight file.
 
-``config.json`` has ``quantization_config``: {quant_method: "moonshot", format: "packed", version}. A file's metadata
-has under "moonshot", as JSON: the version, `layers` (a `PackedLayer` each), and of every tensor in the file a SHA-256
-(`sha256`) and what it is (`stored`, such as "bfloat16 [24, 16]"); how many weight files there are (`files`), and the
-SHA-256 of all this (`checksum`).
-
-Version 1 lacks `stored`, `files` and `checksum`, and its files are called as those of a dense checkpoint.
+``config.json`` has ``quantization_config``: {quant_method: "moonshot", format: "packed", version}. The metadata of a
+file has under "moonshot", as JSON: the version, `layers` (a `PackedLayer` each), of every tensor in the file a SHA-256
+(`sha256`), and its dtype and shape (`stored`, such as "bfloat16 [24, 16]"), the number of weight files (`files`), and
+the SHA-256 of all this (`checksum`).
 """
 
 import json
@@ -22,9 +20,9 @@ from ..errors import MoonshotError, naming, require
 from ..packing import PackedLayer
 
 METHOD = "moonshot"  # `quant_method` in config.json, and the key in the files' metadata
-VERSION = 2
-EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads in place of its usual ones
-_READABLE = (1, VERSION)
+VERSION = 1
+EXPLICIT = "transformers_weights"  # in config.json: a file that transformers reads instead of its usual ones
+_FIELDS = {"layers": dict, "sha256": dict, "stored": dict, "files": int}
 
 Tensors = dict[str, Tensor]
 Layers = dict[str, PackedLayer]
@@ -35,55 +33,51 @@ def config_entry() -> dict[str, Any]:
     return {"quant_method": METHOD, "format": "packed", "version": VERSION}
 
 
-def read_version(quantization: Mapping[str, Any]) -> int:
-    """The version of a packed checkpoint.
+def check_config_entry(quantization: Mapping[str, Any]) -> None:
+    """Raise `MoonshotError` unless this release reads a packed checkpoint, and its entry has no unknown field.
+
+    An unknown field is refused because transformers would pass it on as if the caller had chosen it.
 
     Args:
         quantization: `quantization_config` of its config.json.
-
-    Raises:
-        MoonshotError: a version or a format that this release does not read, or a field that no release writes: what
-            a file says must not be mistaken for what the caller chose.
     """
     version, format = quantization.get("version"), quantization.get("format")
-    require(
-        type(version) is int and version in _READABLE and format == "packed",
-        f"quantization_config={short(dict(quantization))} in config.json: this release reads format 'packed', versions "
-        f"{' and '.join(map(str, _READABLE))}; update it",
-    )
+    if type(version) is not int or version != VERSION or format != "packed":
+        raise MoonshotError(
+            f"quantization_config={short(dict(quantization))} in config.json: this release reads format 'packed', "
+            f"version {VERSION}; update it"
+        )
     unknown = {name: value for name, value in quantization.items() if name not in config_entry()}
-    require(not unknown, f"quantization_config in config.json has unknown fields: {short(unknown)}; remove them")
-    return version
+    require(not unknown, f"quantization_config in config.json has unknown fields: {short(unknown)}", hint="remove them")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a file's metadata says of its tensors."""
+    """The description of the tensors in a weight file."""
 
-    version: int
     layers: Layers  # by the names of the weights
     digests: dict[str, str]  # SHA-256 of every tensor
-    stored: dict[str, str] | None = None  # what every tensor is, as `kind` has it; None in version 1
-    files: int | None = None  # weight files of the checkpoint; None in version 1
-    intact: bool = True  # whether its own checksum holds
+    stored: dict[str, str]  # `kind` of every tensor
+    files: int  # number of weight files of the checkpoint
+    intact: bool = True  # whether its own checksum is right
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], layers: Layers, files: int) -> "Description":
-        """Of the tensors of a file, `layers` the packed among them; the same in whatever order they come.
+        """Describe the tensors of a file, independently of their order.
 
         Args:
-            tensors: of any shape, in host memory, by their names.
-            layers: by the names of the weights.
-            files: how many the checkpoint has.
+            tensors: by their names; of any shape, in host memory.
+            layers: the packed ones, by the names of the weights.
+            files: number of weight files of the checkpoint.
         """
         names = sorted(tensors)
         digests = {name: digest(tensors[name]) for name in names}
-        return cls(VERSION, dict(sorted(layers.items())), digests, {name: kind(tensors[name]) for name in names}, files)
+        return cls(dict(sorted(layers.items())), digests, {name: kind(tensors[name]) for name in names}, files)
 
     def to_json(self) -> str:
-        """For a file's metadata; `read` is the inverse."""
+        """The text for the file's metadata; `read` is the inverse."""
         values = {
-            "version": self.version,
+            "version": VERSION,
             "layers": {name: layer.describe() for name, layer in self.layers.items()},
             "sha256": self.digests,
             "stored": self.stored,
@@ -93,10 +87,10 @@ class Description:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> "Description | None":
-        """From a file's metadata; None where it has none: the file is not packed.
+        """Read a description from a file's metadata; None if there is none: the file is not packed.
 
         Raises:
-            MoonshotError: a newer version, or damaged, with the layer and the field where they can be told.
+            MoonshotError: another version, or damaged, with the layer and the field if they are known.
         """
         if METHOD not in metadata:
             return None
@@ -104,18 +98,16 @@ class Description:
             values = json.loads(metadata[METHOD])
         except (ValueError, RecursionError) as error:
             raise MoonshotError(f"the metadata of the packed layers is damaged ({error})") from None
-        require(isinstance(values, dict), "the metadata of the packed layers is damaged: it is no object")
+        require(isinstance(values, dict), "the metadata of the packed layers is damaged: it is not an object")
         version = values.get("version")
-        known = type(version) is int and version in _READABLE
-        require(known, f"version={short(version)} of a packed file: this release reads up to {VERSION}; update it")
-        wanted = {"layers": dict, "sha256": dict} | ({"stored": dict, "files": int} if version > 1 else {})
-        for name, wants in wanted.items():
-            right = type(values.get(name)) is wants
-            require(right, f"the metadata of the packed layers is damaged: {name}={short(values.get(name))}")
+        same = type(version) is int and version == VERSION
+        require(same, f"version={short(version)} of a packed file: this release reads {VERSION}; update it")
+        for name, wanted in _FIELDS.items():
+            valid = type(values.get(name)) is wanted
+            require(valid, f"the metadata of the packed layers is damaged: {name}={short(values.get(name))}")
         layers = {name: _read_layer(name, entry) for name, entry in values["layers"].items()}
         checksum = values.pop("checksum", None)
-        intact = version == 1 or checksum == _checksum(values)
-        return cls(version, layers, values["sha256"], values.get("stored"), values.get("files"), intact)
+        return cls(layers, values["sha256"], values["stored"], values["files"], checksum == _checksum(values))
 
 
 def _read_layer(name: str, entry: Any) -> PackedLayer:
@@ -128,7 +120,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, in row-major order."""
+    """SHA-256 of a tensor's bytes, in row-major order; of any shape, in host memory."""
     content = tensor.contiguous().flatten()
     return sha256(content.view(torch.uint8).numpy().data if content.numel() else b"").hexdigest()
 
@@ -139,5 +131,5 @@ def kind(tensor: Tensor) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As "bfloat16"."""
+    """The name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

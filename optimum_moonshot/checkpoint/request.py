@@ -1,4 +1,4 @@
-"""What the caller of `load_pruned` chose, on its way through transformers to the quantizer: no file can say it."""
+"""Pass the choices of `load_pruned` through transformers to the quantizer, where no file can set them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Request:
-    """Choices for one load."""
+    """Choices for one call."""
 
-    runtime: str | None = None  # of `RUNTIMES`; None: what plain `from_pretrained` was given
-    verified: frozenset[str] = frozenset()  # absolute paths of files that were verified already
+    runtime: str | None = None  # of `RUNTIMES`; None: that of plain `from_pretrained`
+    verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
 
 
 _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039
@@ -19,7 +19,7 @@ _REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request()
 
 @contextmanager
 def requested(request: Request) -> Iterator[None]:
-    """Every checkpoint that is loaded inside the block, in this thread, is loaded so."""
+    """Apply a request to all checkpoints that are loaded inside the block, in this thread."""
     token = _REQUEST.set(request)
     try:
         yield
@@ -28,5 +28,5 @@ def requested(request: Request) -> Iterator[None]:
 
 
 def current_request() -> Request:
-    """That of the innermost block around the caller; outside of all, plain `from_pretrained`'s."""
+    """The request of the innermost block around the caller; the default outside of all."""
     return _REQUEST.get()

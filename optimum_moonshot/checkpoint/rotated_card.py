@@ -1,4 +1,4 @@
-"""Write a rotated model that is not pruned: an ordinary checkpoint with its report and a card."""
+"""Save a rotated model that is not pruned: a dense checkpoint with its report and a card."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from .saving import check_saving, save_processor, write_model
 
 _TEXT = """# {title}
 
-This is {base}in another basis: it computes what it did before, up to rounding, and loses less when it is pruned. The
-change was learned and merged into the weights by optimum-moonshot; it adds no parameter{untied} and no operation.
+This is {base}in another basis: it computes the same function, up to rounding, and loses less when it is pruned. The
+rotations were learned and merged into the weights by optimum-moonshot; they add no parameter{untied} and no operation.
 
 ```python
 from transformers import {cls}
@@ -31,10 +31,10 @@ model = {cls}.from_pretrained({literal}, dtype="auto")
 | | |
 |---|---|
 | rotations | {rotations} |
-| objective, the share of the scores that pruning would remove | {before:.4f} before, {after:.4f} after |
-| steps of learning | {steps}, {seconds:.1f} s |
+| objective, the fraction of the scores that pruning would remove | {before:.4f} before, {after:.4f} after |
+| learning steps | {steps}, {seconds:.1f} s |
 
-`{report}` has all of this as JSON.
+`{report}` contains all of this as JSON.
 """
 
 
@@ -45,20 +45,24 @@ def save_rotated(
     directory: str | os.PathLike[str],
     **options: Any,
 ) -> None:
-    """Model, tokenizer or processor, report and card in `directory`; the files appear there only when all are written.
+    """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
     Args:
         model: rotated; a `PreTrainedModel`.
-        processors: tokenizer and image processor; None among them is left out.
+        processors: tokenizer and image processor; None is ignored.
         report: of the rotation.
-        directory: the folder, made if need be.
+        directory: the folder, created if missing.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        MoonshotError: the folder cannot be written, the disk is full, or the model cannot be saved in this way.
+        MoonshotError: the folder cannot be written, the disk is full, or the options are not supported.
     """
     check_saving(model, "dense", options)
-    require(hasattr(model, "save_pretrained"), f"{type(model).__name__} is no PreTrainedModel: save its state_dict")
+    require(
+        hasattr(model, "save_pretrained"),
+        f"{type(model).__name__} is not a PreTrainedModel",
+        hint="save its state_dict",
+    )
     with staged("directory", directory) as staging:
         write_model(model, staging, False, **options)
         for processor in processors:
@@ -70,10 +74,10 @@ def save_rotated(
 
 def _card(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
     base, (cls, task) = find_base(getattr(model, "name_or_path", "")), find_auto_class(type(model).__name__)
-    taken = {field: base.data[field] for field in (*TEXTS, *TEXTS_OR_LISTS) if field in base.data}
-    taken.setdefault("pipeline_tag", task)
+    copied = {field: base.data[field] for field in (*TEXTS, *TEXTS_OR_LISTS) if field in base.data}
+    copied.setdefault("pipeline_tag", task)
     tags = ["moonshot", "rotated", *base.data.get("tags", ())]
-    data = ModelCardData(model_name=name, base_model=base.name, library_name="transformers", tags=tags, **taken)
+    data = ModelCardData(model_name=name, base_model=base.name, library_name="transformers", tags=tags, **copied)
     untied = f" but an untied head of {report.untied_bytes / 2**20:.2f} MiB" if report.untied_bytes else ""
     text = _TEXT.format(
         title=escaped(name),
@@ -88,5 +92,5 @@ def _card(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
         seconds=report.seconds,
         report=ROTATION_NAME,
     )
-    below = f"\n{MARKER}\n\n# Card of the model as it was\n\n{base.text}\n" if base.text else ""
+    below = f"\n{MARKER}\n\n# Card of the original model\n\n{base.text}\n" if base.text else ""
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}{below}")

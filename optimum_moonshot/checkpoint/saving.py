@@ -1,4 +1,4 @@
-"""Write a pruned model as a checkpoint, dense or packed, with its report and model card: all of it or nothing."""
+"""Save a pruned model atomically as a dense or packed checkpoint, with its report and model card."""
 
 import inspect
 import os
@@ -10,18 +10,18 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from ..errors import check_path, reason, require
-from ..files import is_weights, staged, writing
+from ..errors import MoonshotError, check_path, reason, require
+from ..files import STAGING_PREFIX, is_weights, staged, writing
 from ..model.offload import is_offloaded
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from .card import Facts, update_evaluations, write_card
-from .file_integrity import check_alone, verify
+from .file_integrity import check_files, check_no_other_weights
 from .in_memory import is_packed, to_save
 from .loading import HUB_OPTIONS, local_folder
-from .packed_files import check_format, model_skeleton, pack_files, unpack_files
-from .streamed_files import save_streamed
-from .weight_files import checkpoint_format, packed_version
+from .meta_model import checkpoint_meta_model
+from .packed_files import check_format, pack_files, save_streamed, unpack_files
+from .weight_files import is_packed_checkpoint
 
 
 def save_model(
@@ -33,22 +33,22 @@ def save_model(
     name: str | None = None,
     **options: Any,
 ) -> None:
-    """Model, tokenizer or processor, report and card in `directory`; the files appear there only when all are written.
+    """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
-    Of a plain module, the weights go to model.safetensors, and there is no card.
+    A plain module is saved as model.safetensors, without a card.
 
     Args:
         model: pruned, with its record.
-        processors: tokenizer and image processor; None among them is left out.
+        processors: tokenizer and image processor; None is ignored.
         report: of the run.
-        directory: the folder, made if need be.
-        format: "dense", or "packed": the pruned layers' surviving values and one bit per weight; None: as the model is
-            held in memory.
-        name: of the model in its card; None is the folder's.
+        directory: the folder, created if missing.
+        format: "dense", or "packed": the surviving values of the pruned layers and one bit per weight; None: as in
+            memory.
+        name: of the model in its card; None: the folder's.
         options: of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        MoonshotError: the folder cannot be written, the disk is full, or a layer is not n:m any more.
+        MoonshotError: the folder cannot be written, the disk is full, or a layer is no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
@@ -66,7 +66,7 @@ def save_model(
 
 
 def write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
-    """The configuration and the weights of a `PreTrainedModel`, wherever these are.
+    """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded.
 
     Args:
         model: pruned, or rotated.
@@ -86,7 +86,7 @@ def write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
 
 
 def save_processor(processor: Any, folder: Path) -> None:
-    """Write a tokenizer or an image processor; the tokenizers library raises a bare Exception where it cannot.
+    """Save a tokenizer or an image processor; errors of the tokenizers library become `OSError`.
 
     Args:
         processor: with a `save_pretrained`.
@@ -104,7 +104,7 @@ def save_processor(processor: Any, folder: Path) -> None:
 
 
 def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
-    """Raise `MoonshotError` for a format or for options that `save_model` does not take: transformers takes any.
+    """Raise `MoonshotError` for a format or options that `save_model` does not support: transformers ignores them.
 
     Args:
         model: to be saved.
@@ -112,51 +112,56 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
         options: for its `save_pretrained`.
 
     Returns:
-        The format; for None that in which the model is held in memory.
+        The format; for None that of the model in memory.
     """
     format = format or ("packed" if is_packed(model) else "dense")
     check_format(format)
-    plain, cls = not hasattr(model, "save_pretrained"), type(model).__name__
-    require(not plain or format == "dense", f"format='packed': {cls} is no PreTrainedModel; use 'dense'")
-    known = () if plain else inspect.signature(type(model).save_pretrained).parameters
+    cls: Any = type(model)
+    plain = not hasattr(model, "save_pretrained")
+    if plain and format != "dense":
+        raise MoonshotError(
+            f"{cls.__name__} is not a PreTrainedModel", field="format", value=format, hint='use "dense"'
+        )
+    supported = () if plain else inspect.signature(cls.save_pretrained).parameters
     for name, value in options.items():
-        require(name != "push_to_hub", "push_to_hub: call the pruner's own push_to_hub, which writes the card too")
-        require(name != "is_main_process", "is_main_process: call it in one process, which writes everything")
-        require(name in known, f"{name}={value!r}: {cls}.save_pretrained has no such option")
-        require(name != "variant" or format == "dense", f"variant={value!r}: a packed checkpoint has no variants")
+        require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
+        require(name != "is_main_process", "call it in one process, which writes everything", field=name)
+        require(name in supported, f"{cls.__name__}.save_pretrained has no such option", field=name, value=value)
+        without = name != "variant" or format == "dense"
+        require(without, "a packed checkpoint has no variants", field=name, value=value)
     return format
 
 
 def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], format: str, **loading: Any) -> None:
-    """Write a pruned checkpoint in the other format; everything else in its folder is copied, its card adjusted.
+    """Convert a pruned checkpoint to the other format; other files are copied, and the card is updated.
 
-    The weights are verified first, as by `load_pruned`. Their files get new names, in the folder itself.
+    The weights are verified first, as by `load_pruned`.
 
     Args:
         source: folder of a checkpoint that this package pruned, or its name on the Hub.
         output: folder of the new one; may be the same.
         format: "dense" or "packed".
-        loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … of a name on the Hub.
+        loading: for the configuration, such as `trust_remote_code`, and `revision`, `token`, … for the Hub.
 
     Raises:
-        MoonshotError: no pruned checkpoint, one that has the format already, or one that is damaged.
+        MoonshotError: not a pruned checkpoint, one that has the format already, or one that is damaged.
     """
     check_format(format)
     check_path("source", source)
     hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
     folder = local_folder(source, whole=True, **hub)
-    version = packed_version(folder)
-    require((version is None) != (format == "dense"), f"{source} is a {format} checkpoint already")
-    weights = {path.resolve() for path in verify(folder, version)}
-    check_alone(folder, version)
-    model = model_skeleton(folder, **loading) if format == "packed" else None
+    packed = is_packed_checkpoint(folder)
+    require(packed != (format == "packed"), f"{source} is a {format} checkpoint already")
+    weights = {path.resolve() for path in check_files(folder, packed)}
+    check_no_other_weights(folder, packed)
+    model = None if packed else checkpoint_meta_model(folder, **loading)
     inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
     entries = [path for path in folder.iterdir() if path.resolve() not in inside]
     with staged("output", output) as staging:
         for path in entries:
             if path.is_dir() and not path.name.startswith("."):
                 shutil.copytree(path, staging / path.name, ignore=lambda at, names: _among(weights, at, names))
-            elif path.is_file() and not is_weights(path):
+            elif path.is_file() and not is_weights(path) and not path.name.startswith(STAGING_PREFIX):
                 shutil.copy2(path, staging)
         if model is None:
             unpack_files(folder, staging)
@@ -168,15 +173,15 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
 
 
 def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
-    """Note measurements in the report and in the model card of a saved model.
+    """Add measurements to the report and the model card of a saved model.
 
     Args:
         folder: of the model, as `save_pretrained` or `moonshot prune` wrote it.
-        pruned: what `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load` returned for it.
-        dense: the same for the dense model, if it is known.
+        pruned: its result of `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load`.
+        dense: the result of the dense model, if available.
 
     Returns:
-        Whether the card was changed too: one that this package did not write stays as it is.
+        Whether the card was changed: one that this package did not write is not.
 
     Raises:
         MoonshotError: a folder without a report, or two results that were measured in different ways.
@@ -184,7 +189,7 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
     folder = Path(folder)
     report = saved_report(folder)
     report.record(pruned, dense)
-    facts = Facts.read(folder, None, checkpoint_format(folder))
+    facts = Facts.read(folder, None, "packed" if is_packed_checkpoint(folder) else "dense")
     with writing("folder", folder):
         report.save(folder)
         if facts is not None:
@@ -193,16 +198,17 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
 
 
 def saved_report(folder: Path) -> PruneReport:
-    """The report that lies beside a saved model.
+    """The report of a saved model.
 
     Raises:
         MoonshotError: there is none, or it is damaged.
     """
-    found = (folder / REPORT_NAME).is_file()
-    require(found, f"{folder} holds no {REPORT_NAME}: give the folder of a model that this package pruned and saved")
+    exists = (folder / REPORT_NAME).is_file()
+    hint = "give the folder of a model that this package pruned and saved"
+    require(exists, f"{folder} holds no {REPORT_NAME}", hint=hint)
     return PruneReport.load(folder)
 
 
 def _among(weights: set[Path], folder: str, names: list[str]) -> list[str]:
-    """Those of the names in a folder that are weights."""
+    """The names in a folder that are weight files."""
     return [name for name in names if Path(folder, name).resolve() in weights]

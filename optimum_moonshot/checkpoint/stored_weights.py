@@ -1,13 +1,13 @@
-"""Which weights of a checkpoint are zero, read from its files as this package or another tool wrote them.
+"""Find the zeros in the weights of a checkpoint's files, written by this package or by another tool.
 
-Beside dense and packed weights these are known, under the name of the dense weight ``X.weight``:
+The supported representations of a weight ``X.weight``, besides dense and packed ones:
 
-- whole numbers: ``X.weight`` with ``X.weight_zero_point`` or without (round-to-nearest, bitsandbytes' 8 bits,
+- integers: ``X.weight`` with ``X.weight_zero_point`` or without (round-to-nearest, bitsandbytes' 8 bits,
   compressed-tensors);
 - torchao: ``X._weight_qdata`` with ``X._weight_zero_point`` or without;
-- bitsandbytes' 4 bits: two numbers of a code book in a byte, ``X.weight`` with ``X.weight.quant_map`` and
+- bitsandbytes' 4 bits: two indices into a code book per byte, ``X.weight`` with ``X.weight.quant_map`` and
   ``X.weight.quant_state…``;
-- compressed-tensors' packed whole numbers without zero points: ``X.weight_packed`` with ``X.weight_shape``.
+- compressed-tensors' packed integers without zero points: ``X.weight_packed`` with ``X.weight_shape``.
 """
 
 import json
@@ -21,35 +21,36 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import require
+from ..errors import MoonshotError, require
 from ..packing import weight_of
 from .packed_format import Description, Layers, dtype_name
 
-# What a quantized weight needs beside itself. Longer endings first: a name is cut once.
+# Names of auxiliary tensors of quantized weights. Longer suffixes first: a name is cut once.
 _BESIDE = re.compile(
     r"(_zero_point|_scale_inv|_scale|_shape|_g_idx|_global_scale|_format"
     r"|\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__\w+)$"
 )
 _BESIDE_MODULE = re.compile(r"(^|\.)(SCB|qzeros|scales|g_idx|(input|k|v|output)_scale|input_zero_point)$")
 _TORCHAO, _STATE = "_weight_qdata", ".quant_state.bitsandbytes__"
-_WORDS = "_packed"  # compressed-tensors' whole numbers, several in a word: int32, beside a `_shape`
+_WORDS = "_packed"  # compressed-tensors' integers, several in an int32, with a `_shape`
 
 
 class Zeros(NamedTuple):
-    """Where a weight is zero."""
+    """The zeros of a weight."""
 
-    mask: Tensor  # bool, True at a zero, in the layout of the dense weight
-    stored: str  # how the weight is stored, for people
+    mask: Tensor  # bool, True at zeros, in the layout of the dense weight
+    stored: str  # representation of the weight, for messages
 
 
 class StoredWeights:
-    """The weights in some safetensors files; a context, which closes them on exit.
+    """The weights in some safetensors files; a context manager, which closes them on exit.
 
     Args:
         paths: all files of a checkpoint.
 
     Raises:
-        SafetensorError, MoonshotError: a header that cannot be read.
+        SafetensorError: a header cannot be read.
+        MoonshotError: the description of packed weights is damaged.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -58,8 +59,8 @@ class StoredWeights:
         with ExitStack() as stack:
             for path in paths:
                 file = stack.enter_context(safe_open(path, "pt"))
-                described = Description.read(file.metadata() or {})
-                self._packed |= {} if described is None else described.layers
+                description = Description.read(file.metadata() or {})
+                self._packed |= {} if description is None else description.layers
                 self._files |= dict.fromkeys(file.keys(), file)
             self._opened = stack.pop_all()
 
@@ -70,12 +71,12 @@ class StoredWeights:
         self._opened.close()
 
     def names(self) -> list[str]:
-        """The dense names of all weights, in the order of the files' names."""
-        found = (self._dense_name(name) for name in sorted(self._files))
-        return list(dict.fromkeys(name for name in found if name is not None))
+        """The dense names of all weights, sorted by the names in the files."""
+        names = (self._dense_name(name) for name in sorted(self._files))
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     def _dense_name(self, stored: str) -> str | None:
-        """The weight that a tensor belongs to; None for what is only beside one, or no weight."""
+        """The weight that a tensor belongs to; None for auxiliary tensors, and those that are not weights."""
         module, _, last = stored.rpartition(".")
         if weight_of(stored) in self._packed:
             return weight_of(stored)
@@ -85,13 +86,13 @@ class StoredWeights:
             return f"{module}.weight"
         if last == f"weight{_WORDS}":
             return stored.removesuffix(_WORDS)
-        if self._is_beside(stored):
+        if self._is_auxiliary(stored):
             return None
         number = self._files[stored].get_slice(stored).get_dtype()
         whole = not number.startswith(("F", "BF"))
         return None if whole and not stored.endswith("weight") else stored
 
-    def _is_beside(self, stored: str) -> bool:
+    def _is_auxiliary(self, stored: str) -> bool:
         owner, cut = _BESIDE.subn("", stored)
         if cut and (owner in self._files or owner + _WORDS in self._files):
             return True
@@ -101,10 +102,10 @@ class StoredWeights:
         return any(f"{module}.{name}" in self._files for name in ("weight", f"weight{_WORDS}", "qweight", _TORCHAO))
 
     def zeros(self, weight: str) -> Zeros:
-        """Where a weight is zero.
+        """Find the zeros of a weight.
 
         Raises:
-            MoonshotError: it is stored in a way in which this release cannot tell.
+            MoonshotError: its representation is not supported.
         """
         module = weight.removesuffix("weight")
         state = next((name for name in self._files if name.startswith(weight + _STATE)), None)
@@ -118,8 +119,8 @@ class StoredWeights:
             return self._compressed(weight)
         if weight in self._files:
             return self._whole(weight, f"{weight}_zero_point")
-        found = ", ".join(sorted(name.removeprefix(module) for name in self._files if name.startswith(module)))
-        require(False, f"it is stored as {found}, in which its zeros cannot be told")
+        tensors = ", ".join(sorted(name.removeprefix(module) for name in self._files if name.startswith(module)))
+        raise MoonshotError(f"it is stored as {tensors}, in which its zeros cannot be determined")
 
     def _get(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -130,7 +131,7 @@ class StoredWeights:
         return Zeros(layer.unpack(weight, tensors) == 0, f"packed {layer.dtype}")
 
     def _whole(self, name: str, zero_point: str, by: str = "") -> Zeros:
-        """Numbers as they are, or whole ones of which the zero point means 0."""
+        """Floating-point numbers, or integers for which the zero point means 0."""
         tensor = self._get(name)
         kind = f"{by}{dtype_name(tensor.dtype)}"
         if tensor.dtype.is_floating_point or zero_point not in self._files:
@@ -152,9 +153,14 @@ class StoredWeights:
 
     def _compressed(self, weight: str) -> Zeros:
         packed, shape = self._get(weight + _WORDS), self._get(f"{weight}_shape").tolist()
-        require(f"{weight}_zero_point" not in self._files, "its zero points are packed, so that no zero can be told")
+        require(
+            f"{weight}_zero_point" not in self._files,
+            "its zero points are packed, so that its zeros cannot be determined",
+        )
         per_word = -(-shape[1] // packed.shape[1])
-        require(32 % per_word == 0 and packed.dtype == torch.int32, f"{per_word} numbers in {packed.dtype}: unknown")
+        require(
+            32 % per_word == 0 and packed.dtype == torch.int32, f"{per_word} numbers in {packed.dtype}: not supported"
+        )
         bits = 32 // per_word
         numbers = (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
         return Zeros(numbers.flatten(1)[:, : shape[1]] == 2 ** (bits - 1), f"compressed-tensors int{bits}")

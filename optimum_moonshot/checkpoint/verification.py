@@ -1,4 +1,4 @@
-"""What a folder really holds, layer by layer, against what its texts claim: read from the files, without a model."""
+"""Compare the weights in a folder's files, layer by layer, with its declared metadata, without loading the model."""
 
 import dataclasses
 import os
@@ -13,91 +13,93 @@ from ..errors import MoonshotError, check_path, reason, require
 from ..masks import follows
 from ..objective.patterns import NM, parse_pattern
 from ..reports.tables import text_table
-from .declared_metadata import CARD, Claim, Claims, read_claims
-from .file_integrity import check_alone
-from .file_integrity import verify as check_files
+from .declared_metadata import CARD, Declaration, DeclaredMetadata, read_declared_metadata
+from .file_integrity import check_files, check_no_other_weights
 from .loading import HUB_OPTIONS, local_folder
 from .packed_format import METHOD
 from .stored_weights import StoredWeights
-from .weight_files import packed_version, read_config, weight_files
-from .weight_locations import Places, find_places
+from .weight_files import is_packed_checkpoint, read_config, weight_files
+from .weight_locations import WeightLocations, locate_weights
 
-_SPARSER = 0.01  # more zeros than were claimed, as a share of the weights, that are worth a note
-_ROUNDED = 1e-6  # what texts lose of a sparsity
-_UNREADABLE = (MoonshotError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError)  # by damaged files
+_SPARSER = 0.01  # difference of sparsities that is worth a note
+_ROUNDED = 1e-6  # rounding error of a declared sparsity
+_UNREADABLE = (MoonshotError, SafetensorError, KeyError, ValueError, IndexError, RuntimeError)  # of damaged files
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerFinding:
-    """One pruned layer as the files have it. What could not be read is None, and `problem` says why."""
+    """One pruned layer in the files. Fields that could not be read are None, for the reason in `problem`."""
 
     name: str
-    claimed: float | None  # its sparsity by the report
-    pattern: str | None  # the n:m that is claimed for it
+    declared: float | None  # the sparsity in the report
+    pattern: str | None  # the declared n:m
     shape: tuple[int, int] | None = None  # d_out, d_in
-    stored: str | None = None  # how, such as "bfloat16" or "packed bfloat16"
+    stored: str | None = None  # representation, such as "bfloat16" or "packed bfloat16"
     zeros: int | None = None
     sparsity: float | None = None
-    follows: bool | None = None  # whether it is of that pattern
+    follows: bool | None = None  # whether it has that pattern
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found. It is true if every claim holds."""
+    """The result of `verify`. It is true if everything matches the declared metadata."""
 
     path: str
     format: str  # "dense", "packed", or the method of another tool that quantized it
-    checksums: bool | None  # whether those of a packed checkpoint hold; a dense one has none
+    checksums: bool | None  # whether those of a packed checkpoint are right; a dense one has none
     layers: tuple[LayerFinding, ...]
     sparsity: float | None  # zeros among the weights of the pruned layers that can be read
     model_sparsity: float | None  # zeros among all weights in the files; None where some cannot be read
     parameters: int | None  # all weights in the files; likewise
-    claims: tuple[str, ...]  # what each text says
-    broken: tuple[str, ...]  # claims that do not hold, and damage
-    notes: tuple[str, ...]  # what else is different from what was written
+    declared: tuple[str, ...]  # the metadata of each file
+    mismatches: tuple[str, ...]  # differences from it, and damage
+    notes: tuple[str, ...]  # other differences from the files as they were written
 
     def __bool__(self) -> bool:
-        return not self.broken
+        return not self.mismatches
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""
-        return {**dataclasses.asdict(self), "holds": bool(self)}
+        return {**dataclasses.asdict(self), "matches": bool(self)}
 
     def table(self, width: int = 120) -> str:
-        """For people: a row per layer, then what the texts say and what differs.
+        """A text table with a row per layer, then the declared metadata and the mismatches.
 
         Args:
             width: characters of a line of the table.
         """
-        headers = ["layer", "shape", "stored as", "claimed", "sparsity", "n:m"]
+        headers = ["layer", "shape", "stored as", "declared", "sparsity", "n:m"]
         table = text_table(headers, [_row(layer) for layer in self.layers], width, left=("stored as",))
         return "\n".join([*([table, ""] if self.layers else []), *self._summary()])
 
     def _summary(self) -> list[str]:
-        sums = {True: "; every checksum holds", False: "; damaged", None: ""}[self.checksums]
+        sums = {True: "; every checksum is right", False: "; damaged", None: ""}[self.checksums]
         lines = [f"format      {self.format}{sums}"]
         if self.sparsity is not None:
             whole = "" if self.model_sparsity is None else f", {self.model_sparsity:.4f} of the whole model"
             lines.append(f"sparsity    {self.sparsity:.4f} over {len(self.layers)} layers{whole}")
-        lines += [f"says        {claim}" for claim in self.claims]
+        lines += [f"declared    {line}" for line in self.declared]
         lines += [f"note        {note}" for note in self.notes]
-        lines += [f"differs     {line}" for line in self.broken]
-        count = len(self.broken)
-        verdict = f"{count} claim{'s do' if count > 1 else ' does'} not hold" if count else "every claim holds"
-        return [*lines, f"verdict     {verdict if self.claims or count else 'no text claims that it is pruned'}"]
+        lines += [f"mismatch    {line}" for line in self.mismatches]
+        count = len(self.mismatches)
+        verdict = f"{count} mismatch{'es' if count > 1 else ''}" if count else "matches its metadata"
+        return [
+            *lines,
+            f"verdict     {verdict if self.declared or count else 'no metadata declares that it is pruned'}",
+        ]
 
 
-def verify(name_or_path: str | os.PathLike, *, trust_remote_code: bool = False, **hub: Any) -> Verification:
-    """Say what a checkpoint really holds, whoever wrote it last, and whether it is what its texts claim.
+def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Verification:
+    """Compare the weights of a checkpoint with its declared metadata, whichever tool wrote it last.
 
-    Checked are the files (of a packed checkpoint every checksum), the zeros and the n:m of every pruned layer against
-    config.json, the report and the model card, and that nothing else would be loaded. No model is loaded. More zeros
-    than are claimed are a note, fewer are not what was claimed; nor is a weight whose zeros cannot be told.
+    This checks the files (of a packed checkpoint, every checksum), the zeros and the n:m of every pruned layer against
+    config.json, the report and the model card, and that transformers would load no other files. No model is loaded.
+    More zeros than declared are a note; fewer zeros, or a weight whose zeros cannot be determined, are a mismatch.
 
     Args:
         name_or_path: a local folder or a Hub repository, dense, packed, or quantized afterwards by another tool.
-        trust_remote_code: run code that comes with the model, to know its layers.
+        trust_remote_code: run the model's own code, to find its layers.
         hub: `revision`, `token`, `cache_dir` and `local_files_only` of a repository.
 
     Raises:
@@ -105,42 +107,43 @@ def verify(name_or_path: str | os.PathLike, *, trust_remote_code: bool = False, 
     """
     check_path("name_or_path", name_or_path)
     unknown = sorted(hub.keys() - set(HUB_OPTIONS))
-    require(not unknown, f"{', '.join(unknown)}: verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}")
+    supported = f"verify takes trust_remote_code, {', '.join(HUB_OPTIONS)}"
+    require(not unknown, supported, field=", ".join(unknown))
     folder = local_folder(name_or_path, whole=True, **hub)
-    version, claims = packed_version(folder), read_claims(folder)
-    files, damage, other = weight_files(folder, version), _damage(folder, version), _other_tool(folder)
-    with _opened(folder, files, damage) as stored:
-        places = find_places(folder, claims, stored.names(), trust_remote_code=trust_remote_code)
-        reading = _Reading.of(stored, places, claims, other)
-    broken = [*claims.damaged, *damage, *reading.broken(), *_wrong_format(claims, version)]
-    notes = [*places.notes, *([f"config.json: another tool has quantized it ({other})"] if other else [])]
+    packed, declared = is_packed_checkpoint(folder), read_declared_metadata(folder)
+    files, damage, other = weight_files(folder, packed), _damage(folder, packed), _other_tool(folder)
+    with _open(folder, files, damage) as stored:
+        locations = locate_weights(folder, declared, stored.names(), trust_remote_code=trust_remote_code)
+        reading = _Reading.of(stored, locations, declared, other)
+    mismatches = [*declared.damaged, *damage, *reading.mismatches(), *_wrong_format(declared, packed)]
+    notes = [*locations.notes, *([f"config.json: another tool has quantized it ({other})"] if other else [])]
     return Verification(
         path=str(name_or_path),
-        format=other or ("dense" if version is None else "packed"),
-        checksums=None if version is None else not damage,
+        format=other or ("packed" if packed else "dense"),
+        checksums=not damage if packed else None,
         layers=reading.layers,
         sparsity=reading.sparsity,
         model_sparsity=reading.model_sparsity,
         parameters=reading.parameters,
-        claims=tuple(claim.line() for claim in claims.found.values()),
-        broken=tuple(dict.fromkeys(broken)),
+        declared=tuple(each.line() for each in declared.declarations.values()),
+        mismatches=tuple(dict.fromkeys(mismatches)),
         notes=(*notes, *reading.notes()),
     )
 
 
-def _damage(folder: Path, version: int | None) -> list[str]:
-    """What is wrong with the files themselves, or beside them."""
-    found = []
-    for check in (check_files, check_alone):
+def _damage(folder: Path, packed: bool) -> list[str]:
+    """The errors of the integrity checks of the files."""
+    errors = []
+    for check in (check_files, check_no_other_weights):
         try:
-            check(folder, version)
+            check(folder, packed)
         except MoonshotError as error:
-            found.append(reason(error))
-    return found
+            errors.append(reason(error))
+    return errors
 
 
-def _opened(folder: Path, files: list[Path], damage: list[str]) -> StoredWeights:
-    """The files; where they cannot be opened, the error says what is damaged."""
+def _open(folder: Path, files: list[Path], damage: list[str]) -> StoredWeights:
+    """Open the files; if that fails, raise the error of the integrity check, if any."""
     try:
         return StoredWeights(files)
     except (MoonshotError, SafetensorError, OSError) as error:
@@ -148,169 +151,183 @@ def _opened(folder: Path, files: list[Path], damage: list[str]) -> StoredWeights
 
 
 def _other_tool(folder: Path) -> str | None:
-    """The method by which another tool has quantized a checkpoint."""
+    """The method of another tool that has quantized the checkpoint; None if there is none."""
     quantization = read_config(folder).get("quantization_config")
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else METHOD
     return None if method == METHOD else str(method)
 
 
-def _wrong_format(claims: Claims, version: int | None) -> list[str]:
-    claim, found = claims.found.get(CARD), "dense" if version is None else "packed"
-    wrong = claim is not None and claim.format not in (None, found)
-    return [f"{CARD} says that it is {claim.format}: it is {found}"] if wrong and claim else []
+def _wrong_format(declared: DeclaredMetadata, packed: bool) -> list[str]:
+    card, format = declared.declarations.get(CARD), "packed" if packed else "dense"
+    wrong = card is not None and card.format not in (None, format)
+    return [f"{CARD} says that it is {card.format}: it is {format}"] if wrong and card else []
 
 
 @dataclasses.dataclass
 class _Reading:
-    """What the weights in the files are, and what is claimed of them."""
+    """The weights in the files, and the metadata to compare them with."""
 
     layers: tuple[LayerFinding, ...]
     parameters: int | None
     model_zeros: int
-    claims: Claims
+    declared: DeclaredMetadata
     patterns: Mapping[str, Mapping[str, NM]]  # source → layer → n:m
-    held: Mapping[tuple[str, NM], bool]  # whether a layer is of a pattern
+    matches: Mapping[tuple[str, NM], bool]  # whether a layer has a pattern
 
     @classmethod
-    def of(cls, stored: StoredWeights, places: Places, claims: Claims, other: str | None) -> "_Reading":
-        """One pass over all weights, one in memory at a time; `other` is the method of another tool."""
+    def of(
+        cls, stored: StoredWeights, locations: WeightLocations, declared: DeclaredMetadata, other: str | None
+    ) -> "_Reading":
+        """Read all weights once, one in memory at a time; `other` is the method of another tool."""
         by = f", quantized by {other}," if other else ""
-        patterns = {claim.source: _patterns(claim, claims, places.layers) for claim in claims.found.values()}
-        found, held, whole, zeros = {}, {}, 0, 0
+        patterns = {each.source: _patterns(each, declared, locations.layers) for each in declared.declarations.values()}
+        measured: dict[str, dict[str, Any]] = {}
+        matches: dict[tuple[str, NM], bool] = {}
+        parameters, zeros, readable = 0, 0, True
         for weight in stored.names():
-            name = places.weights.get(weight)
+            name = locations.weights.get(weight)
             try:
                 mask, kind = stored.zeros(weight)
             except _UNREADABLE as error:
-                whole = None
+                readable = False
                 if name is not None:
-                    found[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
+                    measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
                 continue
             count = int(mask.sum())
-            whole, zeros = None if whole is None else whole + mask.numel(), zeros + count
+            parameters, zeros = parameters + mask.numel(), zeros + count
             if name is not None:
-                matrix = ~places.as_matrix(name, mask)
+                matrix = ~locations.as_matrix(name, mask)
                 for pattern in {rules[name] for rules in patterns.values() if name in rules}:
-                    held[name, pattern] = held.get((name, pattern), True) and follows(matrix, pattern)
-                found[name] = _with_part(found.get(name), matrix.shape, kind, count)
+                    matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
+                measured[name] = _with_part(measured.get(name), matrix.shape, kind, count)
         lost = {"problem": "no file holds its weight"}
-        layers = tuple(_finding(name, found.get(name, lost), claims, patterns, held) for name in places.layers)
-        return cls(layers, whole, zeros, claims, patterns, held)
+        layers = tuple(
+            _finding(name, measured.get(name, lost), declared, patterns, matches) for name in locations.layers
+        )
+        return cls(layers, parameters if readable else None, zeros, declared, patterns, matches)
 
     @property
     def sparsity(self) -> float | None:
-        read = [layer for layer in self.layers if layer.shape is not None]
-        total = sum(layer.shape[0] * layer.shape[1] for layer in read)
-        return sum(layer.zeros for layer in read) / total if total else None
+        total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers if layer.shape is not None)
+        return sum(layer.zeros or 0 for layer in self.layers) / total if total else None
 
     @property
     def model_sparsity(self) -> float | None:
         return self.model_zeros / self.parameters if self.parameters else None
 
-    def broken(self) -> list[str]:
-        """Claims that do not hold."""
+    def mismatches(self) -> list[str]:
+        """Differences from the declared metadata."""
         lines = []
-        for claim in self.claims.found.values():
-            lines += self._wrong_patterns(claim) + ([] if self.claims.compacted else self._wrong_sparsities(claim))
-        lost = [layer for layer in self.layers if layer.problem]
-        return [*lines, *_such(lost, lambda layer: f"{layer.name}: {layer.problem}", "layers differ")]
+        for each in self.declared.declarations.values():
+            lines += self._wrong_patterns(each) + ([] if self.declared.compacted else self._wrong_sparsities(each))
+        return [
+            *lines,
+            *_first([f"{each.name}: {each.problem}" for each in self.layers if each.problem], "layers differ"),
+        ]
 
-    def _wrong_patterns(self, claim: Claim) -> list[str]:
-        patterns = self.patterns[claim.source]
-        wrong = [name for name, pattern in patterns.items() if self.held.get((name, pattern)) is False]
+    def _wrong_patterns(self, declaration: Declaration) -> list[str]:
+        patterns = self.patterns[declaration.source]
+        wrong = [name for name, pattern in patterns.items() if self.matches.get((name, pattern)) is False]
         lines = []
         for pattern in dict.fromkeys(patterns[name] for name in wrong):
             names = [name for name in wrong if patterns[name] == pattern]
             of = sum(other == pattern for other in patterns.values())
-            lines.append(f"{claim.source} says {pattern}: {len(names)} of {of} layers are not, such as {names[0]}")
+            lines.append(
+                f"{declaration.source} says {pattern}: {len(names)} of {of} layers are not, such as {names[0]}"
+            )
         return lines
 
-    def _wrong_sparsities(self, claim: Claim) -> list[str]:
+    def _wrong_sparsities(self, declaration: Declaration) -> list[str]:
         lines = []
-        fewer = [layer for layer in self.layers if layer.name in claim.layers and _has_fewer(layer, claim)]
+        fewer = [layer for layer in self.layers if _has_fewer_zeros(layer, declaration)]
         if fewer:
             layer = fewer[0]
+            count = f"{len(fewer)} of {len(declaration.layers)}"
             lines.append(
-                f"{claim.source}: {len(fewer)} of {len(claim.layers)} layers have fewer zeros than it says, such as "
-                f"{layer.name} with {layer.sparsity:.4f} for {claim.layers[layer.name]:.4f}"
+                f"{declaration.source}: {count} layers have fewer zeros than it says, such as {layer.name} with "
+                f"{layer.sparsity:.4f} for {declaration.layers[layer.name]:.4f}"
             )
-        if claim.sparsity is not None and self.sparsity is not None and self.sparsity < claim.sparsity - _ROUNDED:
-            lines.append(f"{claim.source} says sparsity {claim.sparsity:.4f}: the layers have {self.sparsity:.4f}")
+        expected, sparsity = declaration.sparsity, self.sparsity
+        if expected is not None and sparsity is not None and sparsity < expected - _ROUNDED:
+            lines.append(f"{declaration.source} says sparsity {expected:.4f}: the layers have {sparsity:.4f}")
         return lines
 
     def notes(self) -> list[str]:
-        """What is no less than was claimed, but other."""
-        if self.claims.compacted:
-            return ["the model was made smaller: no zeros are claimed"]
-        sparser = [each for each in self.layers if each.sparsity and each.claimed is not None]
-        sparser = [each for each in sparser if each.sparsity > each.claimed + _SPARSER]
-        line = "{0.name}: sparsity {0.sparsity:.4f}, more than the {0.claimed:.4f} that is claimed"
-        return _such(sparser, line.format, "layers are sparser than is claimed")
+        """Differences that are not mismatches."""
+        if self.declared.compacted:
+            return ["the model was compacted: no zeros are declared"]
+        lines = [
+            f"{each.name}: sparsity {each.sparsity:.4f}, more than the declared {each.declared:.4f}"
+            for each in self.layers
+            if each.sparsity and each.declared is not None and each.sparsity > each.declared + _SPARSER
+        ]
+        return _first(lines, "layers are sparser than declared")
 
 
-def _with_part(known: dict[str, Any] | None, shape: torch.Size, kind: str, zeros: int) -> dict[str, Any]:
-    """What was found of a layer, with one more of its weights: of another expert, the next rows."""
-    if known is not None and known.get("problem"):
-        return known
-    if known is not None and known["shape"][1] != shape[1]:
-        return {"problem": f"its experts have {known['shape'][1]} and {shape[1]} inputs"}
-    rows, zeros = (0, zeros) if known is None else (known["shape"][0], known["zeros"] + zeros)
+def _with_part(before: dict[str, Any] | None, shape: torch.Size, kind: str, zeros: int) -> dict[str, Any]:
+    """The measurements of a layer, with those of one more weight: the rows of the next expert."""
+    if before is not None and before.get("problem"):
+        return before
+    if before is not None and before["shape"][1] != shape[1]:
+        return {"problem": f"its experts have {before['shape'][1]} and {shape[1]} inputs"}
+    rows, zeros = (0, zeros) if before is None else (before["shape"][0], before["zeros"] + zeros)
     whole = rows + shape[0], shape[1]
     return dict(shape=whole, stored=kind, zeros=zeros, sparsity=zeros / (whole[0] * whole[1]))
 
 
-def _patterns(claim: Claim, claims: Claims, layers: tuple[str, ...]) -> dict[str, NM]:
-    """The n:m of every layer, by one text."""
-    if claims.compacted:
+def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tuple[str, ...]) -> dict[str, NM]:
+    """The n:m of every layer, by one declaration."""
+    if declared.compacted:
         return {}
     try:
-        if claim.rules is not None:
-            found = claim.rules.of(layers)
-        elif any(other.rules is not None and other.rules.rules for other in claims.found.values()):
-            return {}  # every layer has its own, which this text does not say
-        else:
-            found = dict.fromkeys(layers, parse_pattern(claim.pattern, None) if ":" in claim.pattern else None)
-    except MoonshotError:  # rules for other layers, or a pattern that is none: its line shows it
+        if declaration.rules is not None:
+            by_rules = declaration.rules.of(layers)
+            return {name: pattern for name, pattern in by_rules.items() if isinstance(pattern, NM)}
+        if any(other.rules is not None and other.rules.rules for other in declared.declarations.values()):
+            return {}  # every layer has its own, which this file does not declare
+        pattern = parse_pattern(declaration.pattern, None) if ":" in declaration.pattern else None
+        return dict.fromkeys(layers, pattern) if isinstance(pattern, NM) else {}
+    except MoonshotError:  # rules for other layers, or not a pattern: its line shows it
         return {}
-    return {name: pattern for name, pattern in found.items() if isinstance(pattern, NM)}
 
 
-def _has_fewer(layer: LayerFinding, claim: Claim) -> bool:
-    if layer.shape is None or layer.zeros is None:
+def _has_fewer_zeros(layer: LayerFinding, declaration: Declaration) -> bool:
+    if layer.name not in declaration.layers or layer.shape is None or layer.zeros is None:
         return False
-    return layer.zeros < round(claim.layers[layer.name] * layer.shape[0] * layer.shape[1])
+    return layer.zeros < round(declaration.layers[layer.name] * layer.shape[0] * layer.shape[1])
 
 
 def _finding(
     name: str,
-    found: dict[str, Any],
-    claims: Claims,
+    measured: dict[str, Any],
+    declared: DeclaredMetadata,
     patterns: Mapping[str, Mapping[str, NM]],
-    held: Mapping[tuple[str, NM], bool],
+    matches: Mapping[tuple[str, NM], bool],
 ) -> LayerFinding:
-    """One row, with the claims of the first text that makes any."""
-    report = claims.report
+    """One row, with the pattern of the first file that declares one."""
+    report = None if declared.compacted else declared.report
     pattern = next((rules[name] for rules in patterns.values() if name in rules), None)
-    told = None if report is None or claims.compacted else report.shapes.get(name)
-    if told is not None and found.get("shape") not in (None, told):
-        found = {**found, "problem": f"its shape is {list(found['shape'])}, the report says {list(told)}"}
+    expected = None if report is None else report.shapes.get(name)
+    if expected is not None and measured.get("shape") not in (None, expected):
+        message = f"its shape is {list(measured['shape'])}, the report says {list(expected)}"
+        measured = {**measured, "problem": message}
     return LayerFinding(
         name=name,
-        claimed=None if report is None or claims.compacted else report.layers.get(name),
+        declared=None if report is None else report.layers.get(name),
         pattern=None if pattern is None else str(pattern),
-        follows=None if pattern is None else held.get((name, pattern)),
-        **found,
+        follows=None if pattern is None else matches.get((name, pattern)),
+        **measured,
     )
 
 
-def _such(items: list, line, what: str) -> list[str]:
-    """The first of some lines, with how many there are."""
-    more = f" ({len(items)} {what})" if len(items) > 1 else ""
-    return [line(items[0]) + more] if items else []
+def _first(lines: list[str], what: str) -> list[str]:
+    """The first of some lines, with their number."""
+    more = f" ({len(lines)} {what})" if len(lines) > 1 else ""
+    return [lines[0] + more] if lines else []
 
 
 def _row(layer: LayerFinding) -> list[str]:
     shape = "" if layer.shape is None else f"{layer.shape[0]}×{layer.shape[1]}"
-    shares = ["" if share is None else f"{share:.4f}" for share in (layer.claimed, layer.sparsity)]
+    sparsities = ["" if value is None else f"{value:.4f}" for value in (layer.declared, layer.sparsity)]
     fits = {True: layer.pattern or "", False: f"not {layer.pattern}", None: ""}[layer.follows]
-    return [layer.name, shape, layer.stored or "", *shares, fits]
+    return [layer.name, shape, layer.stored or "", *sparsities, fits]

@@ -1,8 +1,8 @@
-"""Which files of a folder hold a checkpoint's weights, and what they say before a tensor is read.
+"""The weight files of a checkpoint: their names, their index and their headers.
 
 A dense checkpoint has transformers' names, ``model.safetensors`` or ``model-00001-of-00002.safetensors`` with an index.
-A packed one has names that no other reader looks for, ``moonshot…``, and always an index: transformers without this
-package stops at it, in place of making a model of random numbers.
+A packed one has names that no other reader looks for, ``moonshot…``, and always an index: without this package,
+transformers raises an error instead of initializing the missing weights at random.
 """
 
 import json
@@ -14,125 +14,123 @@ from typing import Any, NamedTuple
 from ..errors import MoonshotError, require
 from ..files import read_json
 from ..packing import weight_of
-from .packed_format import METHOD, read_version
+from .packed_format import METHOD, check_config_entry
 
 PACKED_INDEX = "moonshot.safetensors.index.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer one
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself."""
+    """The header of a safetensors file."""
 
     metadata: dict[str, str]
-    names: frozenset[str]  # of its tensors
+    names: frozenset[str]  # of the tensors
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
+    """Read config.json of a folder.
 
     Raises:
         MoonshotError: there is none, or it is damaged.
     """
     path = folder / "config.json"
-    require(path.is_file(), f"{folder} holds no config.json: give the folder of a checkpoint")
+    require(path.is_file(), f"{folder} holds no config.json", hint="give the folder of a checkpoint")
     return read_json(path)
 
 
-def packed_version(folder: Path) -> int | None:
-    """The version of a packed checkpoint, by config.json; None for a dense one.
+def is_packed_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint is packed, by config.json.
 
     Raises:
-        MoonshotError: one that this release does not read.
+        MoonshotError: this release does not read its version.
     """
     quantization = read_config(folder).get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        return None
-    return read_version(quantization)
+        return False
+    check_config_entry(quantization)
+    return True
 
 
-def checkpoint_format(folder: Path) -> str:
-    """ "dense" or "packed", by config.json."""
-    return "dense" if packed_version(folder) is None else "packed"
-
-
-def index_path(folder: Path, version: int | None) -> Path:
-    """Where the index of a checkpoint lies, if it has one.
+def index_path(folder: Path, packed: bool) -> Path:
+    """The path of a checkpoint's index, which a dense one of a single file does not have.
 
     Args:
         folder: of the checkpoint.
-        version: of a packed one; None for a dense one.
+        packed: whether it is packed.
     """
-    return folder / (_INDEX if version in (None, 1) else PACKED_INDEX)
+    return folder / (PACKED_INDEX if packed else _INDEX)
 
 
-def weight_files(folder: Path, version: int | None) -> list[Path]:
+def weight_files(folder: Path, packed: bool) -> list[Path]:
     """The safetensors files of a checkpoint, in order.
 
     Args:
         folder: of the checkpoint.
-        version: of a packed one; None for a dense one.
+        packed: whether it is packed.
 
     Raises:
-        MoonshotError: there are none, one that the index names is missing or outside of the folder, or there are a
-            whole model and an index beside each other.
+        MoonshotError: there are none, a file of the index is missing or outside of the folder, or the folder contains
+            both a whole model and an index of others.
     """
-    places = index_places(folder, version)
-    for name, file in places.items():
+    weight_map = read_weight_map(folder, packed)
+    for name, file in weight_map.items():
         require(os.path.isfile(folder / file), f"{folder}: {file} is missing, which holds {name}")
-    if version not in (None, 1):
-        return [folder / file for file in sorted(set(places.values()))]
+    listed = sorted(set(weight_map.values()))
+    if packed:
+        return [folder / file for file in listed]
     single = (folder / _SINGLE).is_file()
-    lost = "" if version or not (folder / PACKED_INDEX).is_file() else "; its config.json has no quantization_config"
-    require(bool(places) or single, f"{folder} holds no {_SINGLE} and no {_INDEX}{lost}")
-    listed = sorted(set(places.values()))
-    require(
-        not places or not single or listed == [_SINGLE],
-        f"{folder} holds {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers would load the "
-        "first and leave out the others; remove what does not belong to the model",
-    )
+    if not weight_map and not single:
+        lost = "; its config.json has no quantization_config" if (folder / PACKED_INDEX).is_file() else ""
+        raise MoonshotError(f"{folder} holds no {_SINGLE} and no {_INDEX}{lost}")
+    if weight_map and single and listed != [_SINGLE]:
+        raise MoonshotError(
+            f"{folder} holds {_SINGLE} beside {', '.join(listed[:2])}…, which the index names: transformers would load "
+            "the first and ignore the others",
+            hint="remove the files that do not belong to the model",
+        )
     return [folder / file for file in listed or [_SINGLE]]
 
 
-def index_places(folder: Path, version: int | None) -> dict[str, str]:
-    """The file of every tensor, by the index; empty where a dense checkpoint is one file only.
+def read_weight_map(folder: Path, packed: bool) -> dict[str, str]:
+    """The file of every tensor, by the index; empty for a dense checkpoint of a single file.
 
     Args:
         folder: of the checkpoint.
-        version: of a packed one; None for a dense one.
+        packed: whether it is packed.
 
     Raises:
         MoonshotError: the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
     """
-    path = index_path(folder, version)
+    path = index_path(folder, packed)
     if not path.exists():
-        require(version in (None, 1), f"{path} is missing")
+        require(not packed, f"{path} is missing")
         return {}
-    places = read_json(path).get("weight_map")
-    known = isinstance(places, dict) and bool(places) and all(isinstance(file, str) for file in places.values())
-    require(known, f"{path} is damaged: it has no weight_map")
-    for file in dict.fromkeys(places.values()):
-        require(_inside(folder, file), f"{path} names {file!r}: weights lie in the folder of their index")
-    return places
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise MoonshotError(f"{path} is damaged: it has no weight_map")
+    for file in dict.fromkeys(weight_map.values()):
+        require(_is_inside(folder, file), f"{path} names {file!r}: weights must be in the folder of their index")
+    return weight_map
 
 
-def _inside(folder: Path, file: str) -> bool:
-    """Whether a path in an index stays in its folder; links to files are followed, as in the Hub's cache."""
+def _is_inside(folder: Path, file: str) -> bool:
+    """Whether a path in an index stays in its folder; links to files are allowed, as in the Hub's cache."""
     windows = PureWindowsPath(file)
     if not windows.parts or windows.anchor or PurePosixPath(file).is_absolute() or ".." in windows.parts:
         return False
     try:
         return (folder / file).parent.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError):  # no path at all
+    except (OSError, ValueError):  # not a path
         return False
 
 
 def new_names(count: int, packed: bool) -> list[str]:
-    """What the weight files of a checkpoint are called.
+    """The names of new weight files.
 
     Args:
-        count: how many there are.
-        packed: whether it is a packed one.
+        count: number of files.
+        packed: whether the checkpoint is packed.
     """
     stem = METHOD if packed else "model"
     if count == 1:
@@ -141,10 +139,10 @@ def new_names(count: int, packed: bool) -> list[str]:
 
 
 def read_header(path: Path) -> Header:
-    """A safetensors file's metadata and names, after checking that the file is as long as its header says.
+    """Read a safetensors file's metadata and names, and check that the file is not truncated.
 
     Raises:
-        MoonshotError: a header that cannot be read; a file that was cut off, with the first layer that is lost.
+        MoonshotError: the header cannot be read, or the file is truncated, with the first layer that is lost.
     """
     size = path.stat().st_size
     try:
@@ -157,7 +155,7 @@ def read_header(path: Path) -> Header:
         strings = all(isinstance(value, str) for value in metadata.values())
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise MoonshotError(f"{path} is damaged: its header cannot be read") from None
-    require(strings, f"{path} is damaged: its metadata holds more than strings")
+    require(strings, f"{path} is damaged: its metadata contains other values than strings")
     cut = [name for name, end in sorted(ends.items(), key=lambda item: item[1]) if end > size]
     if cut:
         raise MoonshotError(
@@ -167,15 +165,13 @@ def read_header(path: Path) -> Header:
 
 
 def sort_metadata(path: Path) -> None:
-    """Put a file's metadata in the order of its names: safetensors writes it in another one each time.
-
-    So the same weights are the same bytes.
+    """Sort the metadata of a file, so that equal weights are equal bytes: safetensors writes it in random order.
 
     Args:
         path: of a file that safetensors has just written.
 
     Raises:
-        MoonshotError: the sorted header is longer than what was written, which it never should be.
+        MoonshotError: the sorted header is longer than the original, which cannot happen.
     """
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -188,5 +184,5 @@ def sort_metadata(path: Path) -> None:
 
 
 def layer_of(stored: str) -> str:
-    """The layer that a stored tensor belongs to, for messages."""
+    """The layer of a stored tensor, for messages."""
     return weight_of(stored).removesuffix(".weight")

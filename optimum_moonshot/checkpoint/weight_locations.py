@@ -1,4 +1,4 @@
-"""Where the pruned layers of a checkpoint lie in its files: their names and layouts, from a model without weights."""
+"""The locations of the pruned layers in a checkpoint's files, from the model on the meta device."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, reason
 from ..model.layers import adapter_at, find_structure, holders
-from .declared_metadata import Claims
-from .packed_files import model_skeleton, pruned_layers
+from .declared_metadata import DeclaredMetadata
+from .meta_model import checkpoint_meta_model
+from .packed_files import pruned_layers
 from .weight_names import loaded_into
 
 
 @dataclass(frozen=True)
-class Places:
-    """The pruned layers, in the model's order, and the weights in the files that are theirs: one, or one per expert."""
+class WeightLocations:
+    """The pruned layers, in the model's order, and their weights in the files: one each, or one per expert."""
 
     layers: tuple[str, ...]
     weights: Mapping[str, str]  # name in the files → layer
@@ -24,7 +25,12 @@ class Places:
     notes: tuple[str, ...] = field(default=())
 
     def as_matrix(self, layer: str, tensor: Tensor) -> Tensor:
-        """[d_out, d_in] of a tensor that is laid out as a layer's weight."""
+        """Convert a tensor from the layout of a layer's weight to [d_out, d_in].
+
+        Args:
+            layer: its name.
+            tensor: of the `shape` of its weight in the files.
+        """
         if tensor.ndim < 2:
             return tensor[None]
         if tensor.ndim == 3:
@@ -32,50 +38,53 @@ class Places:
         return tensor.T if layer in self.transposed else tensor.flatten(1)
 
 
-def find_places(folder: Path, claims: Claims, weights: Iterable[str], **options: Any) -> Places:
-    """Find the layers that a folder's texts say are pruned; where they say nothing, those that could be.
+def locate_weights(folder: Path, declared: DeclaredMetadata, weights: Iterable[str], **options: Any) -> WeightLocations:
+    """Find the layers that are declared as pruned; without a declaration, all that could be.
 
     Args:
         folder: of the checkpoint.
-        claims: what its texts say.
-        weights: the dense names of what is in the files.
+        declared: its metadata.
+        weights: the dense names of the weights in the files.
         options: for the model's classes, such as `trust_remote_code`.
     """
     weights = list(weights)
     try:
-        model = model_skeleton(folder, **options)
+        model = checkpoint_meta_model(folder, **options)
     except MoonshotError as error:
-        return _by_name(claims, weights, reason(error))
-    layers = _claimed(claims, model)
+        return _by_name(declared, weights, reason(error))
+    layers = _declared_layers(declared, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    places = {name: (module, key) for name, module, key in holders(model) if name in set(layers)}
-    forms = {name: adapter_at(*place) for name, place in places.items()}
-    known = {id(form.parameter): name for name, form in forms.items() if form is not None}
+    pruned = ((name, adapter_at(module, key)) for name, module, key in holders(model) if name in set(layers))
+    adapters = {name: adapter for name, adapter in pruned if adapter is not None}
+    layer_of = {id(adapter.parameter): name for name, adapter in adapters.items()}
     stored = loaded_into(model, weights)
-    owners = {weight: known.get(id(parameters.get(stored.get(weight)))) for weight in weights}
-    # What is stored expert by expert is [d_out, d_in]: transformers turns it, if it must, when it merges them.
-    turned = {name for name, form in forms.items() if form is not None and form.axes in ((1, 0), (2, 1))}
-    return Places(tuple(layers), {weight: name for weight, name in owners.items() if name}, frozenset(turned))
+    owners = {weight: layer_of.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}
+    # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
+    transposed = {name for name, adapter in adapters.items() if adapter.axes in ((1, 0), (2, 1))}
+    return WeightLocations(
+        tuple(layers), {weight: name for weight, name in owners.items() if name}, frozenset(transposed)
+    )
 
 
-def _by_name(claims: Claims, weights: list[str], why: str) -> Places:
-    """Without a model: by the names in the report, with the shapes that it says."""
-    report = claims.report
+def _by_name(declared: DeclaredMetadata, weights: list[str], why: str) -> WeightLocations:
+    """Without a model: by the names in the report."""
+    report = declared.report
     layers = () if report is None or report.compacted else tuple(report.layers)
-    owned = {weight: weight.removesuffix(".weight") for weight in weights}
-    note = f"the layers are known by the report alone: {why}"
-    return Places(layers, {weight: name for weight, name in owned.items() if name in set(layers)}, notes=(note,))
+    owners = {weight: weight.removesuffix(".weight") for weight in weights}
+    note = f"the layers are known from the report alone: {why}"
+    located = {weight: name for weight, name in owners.items() if name in set(layers)}
+    return WeightLocations(layers, located, notes=(note,))
 
 
-def _claimed(claims: Claims, model: nn.Module) -> list[str]:
-    """The pruned layers, by the report; without one by config.json and the architecture."""
-    if claims.report is not None and not claims.report.compacted:
-        return list(claims.report.layers)
+def _declared_layers(declared: DeclaredMetadata, model: nn.Module) -> list[str]:
+    """The pruned layers, by the report; without one, by config.json and the architecture."""
+    if declared.report is not None and not declared.report.compacted:
+        return list(declared.report.layers)
     try:
-        if claims.record is None:
+        if declared.record is None:
             return [layer.name for layer in find_structure(model).layers()]
-        pruned = pruned_layers(model)  # tied ones under every name
-        chosen = find_structure(model, claims.record.targets, claims.record.ignore).layers()
-        return [layer.name for layer in chosen if layer.weight_name in pruned]
-    except MoonshotError:  # nothing in the model can be pruned, or is what the record names
+        pruned = pruned_layers(model)  # tied ones by every name
+        selected = find_structure(model, declared.record.targets, declared.record.ignore).layers()
+        return [layer.name for layer in selected if layer.weight_name in pruned]
+    except MoonshotError:  # the model has no layer that can be pruned, or that the record names
         return []

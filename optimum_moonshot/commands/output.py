@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
+
 from ..errors import MoonshotError, Text
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, expect, usage_errors
 from .launched import is_first
 
-_MANIFEST = "command.json"
+_MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
 # Options that do not change the result.
 _NEUTRAL = ("output", "overwrite", "device", "max_memory", "offload_dir", "batch_size")
@@ -113,33 +115,37 @@ class Output:
         Raises:
             UsageError: another command writes there, or DIR.partial has files of other programs.
         """
-        with contextlib.ExitStack() as lock:
-            self._lock(lock)
-            usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
-            self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
-            self.check_empty()
-            if not self._begun():
-                self._record(writing=False)
-            try:
-                yield
-            finally:
-                self._clean_up()
+        try:
+            with contextlib.ExitStack() as lock:
+                self._lock(lock)
+                usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
+                self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
+                self.check_empty()
+                if not self._begun():
+                    self._record(writing=False)
+                try:
+                    yield
+                finally:
+                    self._clean_up()
+        finally:
+            with contextlib.suppress(OSError):  # files remain, or another command has locked the folder by now
+                self.partial.rmdir()
 
     def _lock(self, lock: contextlib.ExitStack) -> None:
         """Lock DIR.partial, after making it if it is missing."""
         while True:
             self.partial.mkdir(parents=True, exist_ok=True)
             try:
-                descriptor = lock.enter_context(locked(self.partial))
-            except BlockingIOError:
+                # Not 0: a lock file that is just being deleted counts as held.
+                lock.enter_context(locked(self.partial / _LOCK, timeout=0.2))
+            except Timeout:
                 message = "another command writes there; wait for its end, or choose another"
                 raise UsageError(message, field="output", value=self.args.output) from None
+            except FileNotFoundError:  # a command that has just ended deleted the folder
+                continue
             except OSError:  # a file system without locks
-                return
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(self.partial)):
-                    return
-            lock.close()  # the command that has just ended removed it
+                pass
+            return
 
     def _clean_up(self) -> None:
         from ..results.run_folder import RunFolder
@@ -149,9 +155,8 @@ class Output:
                 RunFolder.remove_all(folder)
         with contextlib.suppress(OSError):
             written = self._begun() and self.path.is_dir() and _filled(self.path)
-            if [path.name for path in self.partial.iterdir()] == [_MANIFEST] and not written:
+            if {path.name for path in self.partial.iterdir()} - {_LOCK} == {_MANIFEST} and not written:
                 (self.partial / _MANIFEST).unlink()
-            self.partial.rmdir()
 
 
 class ReadOnlyOutput(Output):
@@ -197,7 +202,7 @@ def open_output(args: argparse.Namespace) -> Iterator[Output]:
 
 def _filled(folder: Path) -> bool:
     """Whether a folder has files, other than those of the file system or of an interrupted write."""
-    names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _MANIFEST + UNFINISHED}
+    names = {path.name for path in folder.iterdir()} - {OF_THE_SYSTEM, _LOCK, _MANIFEST + UNFINISHED}
     return any(not name.startswith(STAGING_PREFIX) for name in names)
 
 

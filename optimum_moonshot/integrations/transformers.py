@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
-from ..checkpoint.file_integrity import check_complete, checksums_wanted, verify
-from ..checkpoint.packed_format import EXPLICIT, METHOD, VERSION, Description, Layers, config_entry, read_version
+from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted
+from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, Layers, check_config_entry, config_entry
 from ..checkpoint.request import current_request
 from ..checkpoint.weight_files import PACKED_INDEX
 from ..checkpoint.weight_names import followed_names
@@ -62,7 +62,6 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
     def __init__(self, runtime: str = "dense"):
         check_runtime(runtime, _RUNTIMES)
         self.runtime = runtime
-        self.version = VERSION
 
     @classmethod
     def from_dict(
@@ -78,12 +77,11 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         Raises:
             MoonshotError: an unsupported version, or an unknown field.
         """
-        config = cls()
-        config.version = read_version(config_dict)
-        return config
+        check_config_entry(config_dict)
+        return cls()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**config_entry(), "version": self.version}
+        return config_entry()
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return the attributes that transformers copies to the configuration of config.json."""
@@ -104,11 +102,10 @@ class MoonshotQuantizer(HfQuantizer):
         super().__init__(cast(QuantizationConfigMixin, quantization_config), **kwargs)
         self.request = current_request()
         self.pruning: MoonshotConfig | None = None
-        self.version, self.runtime = VERSION, "dense"
+        self.runtime = "dense"
         if isinstance(quantization_config, MoonshotConfig):
             self.pruning = quantization_config
         else:
-            self.version = quantization_config.version
             self.runtime = self.request.runtime or quantization_config.runtime
         self.processors: tuple[Any, Any] = (None, None)
         self.packed: dict[str, PackedLayer] = {}  # packed weights of the files, by their names in the model
@@ -126,8 +123,8 @@ class MoonshotQuantizer(HfQuantizer):
             require("disk" not in places, "a model to prune must not be offloaded to disk", field="device_map")
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Select the packed index: no other hook gets the configuration before transformers looks for an index."""
-        if self.pre_quantized and self.version > 1:
+        """Name the index that transformers shall read: no other hook sees the configuration before it looks for one."""
+        if self.pre_quantized:
             setattr(config, EXPLICIT, PACKED_INDEX)
         return config
 
@@ -204,8 +201,8 @@ class MoonshotQuantizer(HfQuantizer):
         if paths <= self.request.verified:
             return
         folder = Path(files[0]).parent
-        with torch.device("cpu"):  # transformers calls this inside of its meta-device context
-            checked = verify(folder, self.version, checksums_wanted())
+        with torch.device("cpu"):  # transformers makes the model on "meta", and calls this in there
+            checked = check_files(folder, True, checksums_wanted())
         others = paths.symmetric_difference(map(os.path.abspath, checked))
         require(not others, f"{folder}: transformers would not load the files of the index, but {sorted(paths)}")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import download_safetensors_index_file_from_hf
 
-from ..checkpoint.file_integrity import checksums_wanted, verify
+from ..checkpoint.file_integrity import check_files, checksums_wanted
 from ..checkpoint.packed_format import Description, Layers
 from ..checkpoint.weight_files import PACKED_INDEX, read_header
 from ..errors import MoonshotError, require
@@ -55,13 +55,12 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
     ours = [description for description in described if description is not None]
     if not ours:
         return {}
-    version = ours[0].version
-    if version > 1 and not (folder / PACKED_INDEX).is_file():
+    if not (folder / PACKED_INDEX).is_file():
         name, subfolder, revision = where
         download_safetensors_index_file_from_hf(
             name, PACKED_INDEX, loader.load_config.download_dir, subfolder=subfolder, revision=revision
         )
-    checked = sorted(verify(folder, version, checksums_wanted()))
+    checked = sorted(check_files(folder, True, checksums_wanted()))
     require(paths == checked, f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}")
     if loader.enable_weights_track is None:
         loader.enable_weights_track = True  # missing parameters are an error, as for a dense checkpoint

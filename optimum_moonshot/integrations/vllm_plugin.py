@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ..checkpoint.packed_format import METHOD, read_version
+from ..checkpoint.packed_format import METHOD, check_config_entry
 
 if TYPE_CHECKING:
     from .vllm_linear import Tally
@@ -50,7 +50,7 @@ class MoonshotQuantization(QuantizationConfig):
         Raises:
             MoonshotError: a version that this release does not read, or an unknown field.
         """
-        read_version(config)
+        check_config_entry(config)
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -180,7 +180,7 @@ class Variant:
     def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
         """Layer → the sparsity that a method gave it."""
         divided = self.selection.config.allocation in METHODS[1:]
-        return {layer.name: layer.asked for layer in layers if divided and layer.asked is not None}
+        return {layer.name: layer.target_sparsity for layer in layers if divided and layer.target_sparsity is not None}
 
 
 def open_store(

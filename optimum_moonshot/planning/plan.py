@@ -295,7 +295,7 @@ def _plan(
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "bytes": module_bytes(model),
             "weights": weights,
-            "away": None if outline.away is None else dataclasses.asdict(outline.away),
+            "offloaded": None if outline.away is None else dataclasses.asdict(outline.away),
         },
         data={
             "num_samples": data.num_samples,
@@ -307,7 +307,7 @@ def _plan(
         room=room,
         budget={str(place): limit for place, limit in storage.limits.items()},
         blocks=tuple(rows),
-        moments=moments,
+        snapshots=moments,
         seconds=found,
         overflows=overflows,
         notes=tuple(dict.fromkeys([*selection.notes, *notes])),

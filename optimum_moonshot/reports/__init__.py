@@ -1,1 +1,1 @@
-"""What a run and a sweep did: records, JSON, tables, plots."""
+"""Results of runs and sweeps: records, JSON, tables, plots."""

@@ -1,4 +1,4 @@
-"""What a result was made with."""
+"""The versions behind a result."""
 
 import contextlib
 import platform
@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that a result depends on."""
-    found = {"python": platform.python_version()}
+    """The versions of the libraries that a result depends on."""
+    installed = {"python": platform.python_version()}
     for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed

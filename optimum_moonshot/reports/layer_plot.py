@@ -1,4 +1,4 @@
-"""The picture of a run: sparsity and loss of every layer."""
+"""The plot of a run: sparsity and loss of every layer."""
 
 import os
 import re
@@ -16,15 +16,15 @@ MARKERS = "osD^vP*X<>"
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """A layer's block and its kind: "model.layers.3.mlp.up_proj" is "model.layers.3" and "mlp.up_proj"."""
+    """Split a layer's name into block and kind: "model.layers.3.mlp.up_proj" → "model.layers.3", "mlp.up_proj"."""
     match = re.match(r"(.*\.\d+)\.([^0-9]*[^.]*)$", name)
     return (match[1], match[2]) if match else ("", name)
 
 
 def by_kind(report: PruneReport) -> dict[str, list[tuple[int, LayerReport]]]:
-    """The layers of every kind, in the model's order, with the number of their block; outside of blocks it is the last.
+    """The layers of every kind, with the index of their block; layers outside of blocks have the last index.
 
-    Kinds are in the order of their first layer.
+    Kinds and layers are in the model's order.
     """
     blocks: dict[str, int] = {}
     for layer in report.layers:
@@ -38,7 +38,7 @@ def by_kind(report: PruneReport) -> dict[str, list[tuple[int, LayerReport]]]:
 
 
 def plot_report(report: PruneReport) -> Figure:
-    """Sparsity over the blocks, and below it the loss L_λ where calibration data was given; a line for every kind."""
+    """Plot sparsity over the blocks, and the loss L_λ if there was calibration data; a line for every kind."""
     measured = any(layer.loss is not None for layer in report.layers)
     figure = Figure(figsize=(8, 6 if measured else 3.6), dpi=120, layout="constrained")
     axes = figure.subplots(2 if measured else 1, sharex=True, squeeze=False)[:, 0]
@@ -50,16 +50,16 @@ def plot_report(report: PruneReport) -> Figure:
             linewidth=1.2,
             alpha=0.85,
         )
-        places = [place for place, _ in layers]
-        axes[0].plot(places, [layer.sparsity for _, layer in layers], label=kind, **style)
+        indices = [index for index, _ in layers]
+        axes[0].plot(indices, [layer.sparsity for _, layer in layers], label=kind, **style)
         if measured:
-            axes[1].plot(places, [layer.loss for _, layer in layers], **style)
-    _asked(axes[0], report)
-    what = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
-    axes[0].set(title="Sparsity of every pruned layer", ylabel=what, ylim=(-0.03, 1.03))
+            axes[1].plot(indices, [layer.loss for _, layer in layers], **style)
+    _mark_target(axes[0], report)
+    label = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
+    axes[0].set(title="Sparsity of every pruned layer", ylabel=label, ylim=(-0.03, 1.03))
     axes[0].yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     if measured:
-        axes[1].set(title="Loss of every pruned layer (0: as dense, 1: as without the layer)", ylabel="$L_λ$, relative")
+        axes[1].set(title="Loss of every pruned layer (0: dense, 1: layer removed)", ylabel="$L_λ$, relative")
         losses = [layer.loss for layer in report.layers if layer.loss is not None]
         axes[1].set_yscale("log" if min(losses) > 0 and max(losses) > 20 * min(losses) else "linear")
     axes[-1].set(xlabel="block, in the model's order")
@@ -70,23 +70,23 @@ def plot_report(report: PruneReport) -> Figure:
     return figure
 
 
-def _asked(axis: Axes, report: PruneReport) -> None:
-    """A dashed line where all layers were asked for the same sparsity."""
-    asked = {layer.asked for layer in report.layers}
-    share = asked.pop() if len(asked) == 1 else None
-    if share is not None:
-        axis.axhline(share, color="black", linestyle="--", linewidth=1, label="asked for", zorder=0)
+def _mark_target(axis: Axes, report: PruneReport) -> None:
+    """A dashed line at the target sparsity, if it is the same for all layers."""
+    targets = {layer.target_sparsity for layer in report.layers}
+    target = targets.pop() if len(targets) == 1 else None
+    if target is not None:
+        axis.axhline(target, color="black", linestyle="--", linewidth=1, label="target", zorder=0)
 
 
 def save_plot(report: PruneReport, folder: str | os.PathLike[str]) -> Path:
-    """Write the picture to a folder, as moonshot_report.png.
+    """Save the plot in a folder, as moonshot_report.png.
 
     Args:
-        report: of the run to show.
+        report: of the run.
         folder: that exists.
 
     Returns:
-        The picture's path.
+        The path of the plot.
     """
     path = Path(folder) / PLOT_NAME
     plot_report(report).savefig(path)

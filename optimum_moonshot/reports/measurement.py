@@ -1,18 +1,18 @@
-"""A figure of a model, and what returns some."""
+"""Measurements of a model, such as its perplexity."""
 
 from typing import Any, NamedTuple, Protocol
 
 
 class Measurement(NamedTuple):
-    """One figure of a model."""
+    """One measurement of a model."""
 
     metric: str  # "perplexity", or "accuracy", 0 to 1
     value: float
-    settings: dict[str, Any]  # what must be equal for two values to compare, as JSON types
+    settings: dict[str, Any]  # must be equal for comparable values; as JSON types
 
 
 class Measured(Protocol):
-    """What `perplexity`, `accuracy` and `zero_shot` return."""
+    """Results of `perplexity`, `accuracy` and `zero_shot`."""
 
     def measurements(self) -> dict[str, Measurement]:
-        """By what it was measured on: a data set or a task."""
+        """The measurements, by their data set or task."""

@@ -1,4 +1,4 @@
-"""What a run would take, before it: bytes by place and moment, passes over the data, seconds; what would not fit."""
+"""The plan of a run: memory at its peaks, calibration passes, seconds, and what does not fit."""
 
 import dataclasses
 import json
@@ -17,87 +17,87 @@ Bytes = dict[str, int]  # by place: a device, "cpu" or "disk"
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A point of the run at which memory is at its most."""
+    """Memory at a peak of the run."""
 
     phase: str  # "rotation", "allocation", "calibration", "solver", "recovery", "writing", "saving"
     where: str  # the block or the layer
-    items: dict[str, Bytes]  # what takes it: "caches", "statistics", "activations", …
+    items: dict[str, Bytes]  # by purpose: "caches", "statistics", "activations", …
 
     def total(self, place: str) -> int:
         """Bytes at a place."""
-        return sum(found.get(place, 0) for found in self.items.values())
+        return sum(sizes.get(place, 0) for sizes in self.items.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """One block, or the layers outside of all, as `name` says."""
+    """One block, or the layers outside of all blocks."""
 
     name: str
     layers: int
-    rounds: int  # of layers whose statistics are in memory together
-    passes: int  # of all samples through it, after the one that fills the caches
-    parts: dict[str, int]  # layer → in how many parts of rows or experts it is solved, where it is not whole
-    bytes: Bytes  # at its peak, by place
+    rounds: int  # groups of layers whose statistics are in memory together
+    passes: int  # calibration passes, after the one that fills the caches
+    parts: dict[str, int]  # layer → number of parts, for layers solved in several parts of rows or experts
+    bytes: Bytes  # at the peak, by place
     seconds: float | None  # None without weights to measure on
 
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """What would not fit."""
+    """Memory that exceeds a limit."""
 
     place: str
     phase: str
     where: str
     needs: int  # bytes
     has: int
-    mend: str  # which option mends it
+    hint: str  # the option that fixes it
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         return (
             f"does not fit: {self.where} ({self.phase}) needs {gib(self.needs)} of {self.place}, which has "
-            f"{gib(self.has)}: {self.mend}"
+            f"{gib(self.has)}: {self.hint}"
         )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What `MoonshotPruner.plan` found; nothing was pruned."""
+    """The result of `MoonshotPruner.plan`, which prunes nothing."""
 
     config: dict[str, Any]
-    model: dict[str, Any]  # class, parameters, bytes; whether its weights are there; "away": bytes that are elsewhere
+    model: dict[str, Any]  # class, parameters, bytes, whether it has weights, offloaded bytes
     data: dict[str, Any]  # num_samples, sequence_length, batches, batch_size
     device: str
-    room: Bytes  # free by place when the plan was made, without the model; of the disk None asks nobody
-    budget: Bytes  # what statistics and caches may take
+    room: Bytes  # free by place when the plan was made, without the model; the disk has no limit
+    budget: Bytes  # limits of statistics and caches
     blocks: tuple[BlockPlan, ...]
-    moments: tuple[Snapshot, ...]  # the most of every phase, at every place
-    seconds: dict[str, float]  # by phase, and their total; empty without weights
+    snapshots: tuple[Snapshot, ...]  # the peak of every phase, at every place
+    seconds: dict[str, float]  # by phase, and "total"; empty without weights
     overflows: tuple[Overflow, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether everything does."""
+        """Whether the run fits in memory."""
         return not self.overflows
 
     @property
     def places(self) -> list[str]:
-        """Where something is held."""
-        found = dict.fromkeys([self.device, *self.room])
-        return [*found, *([DISK] if any(moment.total(DISK) for moment in self.moments) else [])]
+        """The places that the run uses."""
+        places = dict.fromkeys([self.device, *self.room])
+        return [*places, *([DISK] if any(each.total(DISK) for each in self.snapshots) else [])]
 
     def peak(self, place: str | None = None) -> Snapshot:
-        """The moment at which the most is held, beside the model.
+        """The snapshot with the most memory, without the model.
 
         Args:
-            place: where; None is the model's device.
+            place: of the memory; None: the model's device.
         """
-        return max(self.moments, key=lambda moment: moment.total(place or self.device))
+        return max(self.snapshots, key=lambda each: each.total(place or self.device))
 
     @property
     def peaks(self) -> Bytes:
-        """The most that is held at each place, beside the model."""
+        """The most memory at each place, without the model."""
         return {place: self.peak(place).total(place) for place in self.places}
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Plan:
         return f"{type(self).__name__}({held}{time}, {'fits' if self.fits else 'does not fit'})"
 
     def table(self, width: int = 120) -> str:
-        """For people: a row per block, the peak of every phase, and what would not fit.
+        """A text table: a row per block, the peak of every phase, and what does not fit.
 
         Args:
             width: characters of a line of the table.
@@ -129,7 +129,7 @@ class Plan:
         return self.table()
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The table as HTML."""
         return html_table(*self._cells(), self._summary())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
@@ -150,64 +150,62 @@ class Plan:
     def _summary(self) -> list[str]:
         model, data = self.model, self.data
         kind = "" if model["weights"] else ", without its weights"
-        away = model["away"]
-        there = f"{gib(model['bytes'])} on {self.device}"
-        if away:
-            there = (
-                f"{gib(model['bytes'] - away['total'])} on {self.device}, {gib(away['total'])} in "
-                f"{'host memory' if away['place'] == 'cpu' else 'files'}, of which a block at a time comes to it"
+        offloaded = model["offloaded"]
+        location = f"{gib(model['bytes'])} on {self.device}"
+        if offloaded:
+            location = (
+                f"{gib(model['bytes'] - offloaded['total'])} on {self.device}, {gib(offloaded['total'])} offloaded to "
+                f"{'host memory' if offloaded['place'] == 'cpu' else 'files'}, onloaded block by block"
             )
-        lines = [f"model: {model['class']}, {model['parameters']:,} parameters, {there}{kind}"]
+        lines = [f"model: {model['class']}, {model['parameters']:,} parameters, {location}{kind}"]
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
-        for phase in dict.fromkeys(moment.phase for moment in self.moments):
+        for phase in dict.fromkeys(each.phase for each in self.snapshots):
             lines += [self._peak_line(phase, place) for place in self.places if self._most(phase, place).total(place)]
         lines += [f"{name}: in {count} parts" for each in self.blocks for name, count in each.parts.items()]
         lines += [f"note: {note}" for note in self.notes]
         if self.seconds:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
-        lines += [misfit.line() for misfit in self.overflows]
+        lines += [overflow.line() for overflow in self.overflows]
         peaks = ", ".join(
             f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
             for place, size in self.peaks.items()
         )
-        beside = "what is always there of the model" if away else "the model"
-        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: beside {beside}, at most {peaks}")
+        model_part = "the resident part of the model" if offloaded else "the model"
+        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {peaks}")
         return lines
 
     def _most(self, phase: str, place: str) -> Snapshot:
-        return max((m for m in self.moments if m.phase == phase), key=lambda moment: moment.total(place))
+        return max((each for each in self.snapshots if each.phase == phase), key=lambda each: each.total(place))
 
     def _peak_line(self, phase: str, place: str) -> str:
-        moment = self._most(phase, place)
-        found = sorted(((sizes.get(place, 0), name) for name, sizes in moment.items.items()), reverse=True)
-        parts = ", ".join(f"{name} {gib(size)}" for size, name in found if size)
-        return f"{phase}: {gib(moment.total(place))} of {place} at {moment.where} ({parts})"
+        peak = self._most(phase, place)
+        items = sorted(((sizes.get(place, 0), name) for name, sizes in peak.items.items()), reverse=True)
+        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
+        return f"{phase}: {gib(peak.total(place))} of {place} at {peak.where} ({parts})"
 
 
-def most_of(moments: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
-    """Of every phase, the moments that hold the most at some place.
+def most_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
+    """The peaks of every phase at each place, in their order.
 
     Args:
-        moments: of a run, in their order.
+        snapshots: of a run.
         places: devices, and the disk.
     """
-    chosen: dict[int, Snapshot] = {}
-    for phase in dict.fromkeys(moment.phase for moment in moments):
-        of_phase = [moment for moment in moments if moment.phase == phase]
-        for place in places:
-            found = max(of_phase, key=lambda moment: moment.total(place))
-            chosen[id(found)] = found
-    return tuple(moment for moment in moments if id(moment) in chosen)
+    peaks: set[int] = set()
+    for phase in dict.fromkeys(each.phase for each in snapshots):
+        of_phase = [each for each in snapshots if each.phase == phase]
+        peaks |= {id(max(of_phase, key=lambda each: each.total(place))) for place in places}
+    return tuple(each for each in snapshots if id(each) in peaks)
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
+    """Format bytes."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Format seconds."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""What a run did: one `LayerReport` per weight matrix, gathered in a `PruneReport` that prints and saves as JSON."""
+"""The report of a run: a `PruneReport`, with one `LayerReport` per weight matrix, as a table and as JSON."""
 
 import dataclasses
 import json
@@ -16,46 +16,46 @@ from .rotation_report import RotationReport
 from .tables import html_table, text_table
 
 REPORT_NAME = "moonshot_report.json"
-_DERIVED = ("sparsity", "chosen", "model_sparsity")  # in the JSON, for those who read no Python
-_LEFT = ("notes",)  # columns of the table that are to the left
+_DERIVED = ("sparsity", "chosen", "model_sparsity")  # in the JSON, for other programs
+_LEFT = ("notes",)  # left-aligned columns of the table
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertChoice:
-    """Which experts of a mixture went.
+    """The experts of a mixture that were removed.
 
     Raises:
-        MoonshotError: there is no loss.
+        MoonshotError: `losses` is empty.
     """
 
-    removed: tuple[int, ...]  # their numbers, as they were before
-    losses: dict[str, float]  # L_λ of the choice by each solver that takes experts, the run's own first
+    removed: tuple[int, ...]  # their indices before the removal
+    losses: dict[str, float]  # L_λ of the choice of each expert solver, the run's solver first
 
     def __post_init__(self) -> None:
-        require(len(self.losses) > 0, "experts.losses: there are none")
+        require(len(self.losses) > 0, "must not be empty", field="experts.losses", value=self.losses)
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         numbers = ", ".join(map(str, self.removed))
-        own, *others = (f"{name} {loss:.4f}" for name, loss in self.losses.items())
-        return f"without experts {numbers}; L_λ {own}" + (f" ({', '.join(others)})" if others else "")
+        first, *others = (f"{name} {loss:.4f}" for name, loss in self.losses.items())
+        return f"without experts {numbers}; L_λ {first}" + (f" ({', '.join(others)})" if others else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One pruned matrix, or a mixture that lost experts. Losses are relative: L(W)/L(0), so 0 is the dense layer and 1
-    an empty one.
+    """One pruned matrix, or a mixture with fewer experts. Losses are relative, L(W)/L(0): 0 is the dense layer, 1 an
+    empty one.
 
-    `masked` losses are those of the chosen mask on the dense weights, before the survivors were updated; the others
-    are those of the weights that the solver gave, which a recovery may have changed since. Fisher losses are None where
-    λ = 1 needed no gradients, and all are None where no calibration data was given. Losses of one solver are comparable
-    between layers and λ; Wanda's are measured on diagonals, as it decides by them.
+    `masked` losses are those of the mask on the dense weights, before the update of the survivors; the others are those
+    of the solver's weights, which a recovery may have changed since. Fisher losses are None for λ = 1, which needs no
+    gradients; all losses are None without calibration data. Losses of one solver are comparable between layers and λ;
+    Wanda's are those of diagonals, which its scores use.
     """
 
     name: str
-    shape: tuple[int, int]  # d_out, d_in; of a mixture its experts as they were, and the weights of one
-    lam: float | None  # the λ used here; None without calibration data
-    sparsity: float  # zeros counted in the weight, in the model's dtype; of a mixture the share of experts that went
+    shape: tuple[int, int]  # d_out, d_in; of a mixture the number of experts before, and the weights of one
+    lam: float | None  # λ of the layer; None without calibration data
+    sparsity: float  # fraction of zeros in the model's dtype; of a mixture the fraction of removed experts
     reconstruction: float | None = None  # L_R(W)/L_R(0)
     reconstruction_masked: float | None = None
     fisher: float | None = None  # L_F(W)/L_F(0)
@@ -64,69 +64,65 @@ class LayerReport:
     loss_masked: float | None = None
     damping: float = 0.0
     seconds: float = 0.0  # in the solver
-    peak_memory: int = 0  # bytes: on a GPU the most allocated during this layer, on a CPU the process's peak so far
+    peak_memory: int = 0  # bytes: on a GPU the peak for this layer, on a CPU that of the process so far
     notes: tuple[str, ...] = ()
-    asked: float | None = None  # sparsity asked for: the pattern's, for this layer
-    experts: ExpertChoice | None = None  # of a mixture that lost some
-    experts_asked: tuple[float, float] | None = None  # the least and the most of an expert, where each has its own
+    target_sparsity: float | None = None  # of the layer's pattern
+    experts: ExpertChoice | None = None  # of a mixture with fewer experts
+    expert_targets: tuple[float, float] | None = None  # minimum and maximum, if each expert has its own
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
-        """From what JSON makes of `dataclasses.asdict`."""
+        """From the JSON of `dataclasses.asdict`."""
         choice, lists = values.get("experts"), {"shape": values["shape"], "notes": values.get("notes", ())}
-        if values.get("experts_asked") is not None:
-            lists["experts_asked"] = values["experts_asked"]
+        if values.get("expert_targets") is not None:
+            lists["expert_targets"] = values["expert_targets"]
         experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
-        return cls(**{**values, **{name: tuple(found) for name, found in lists.items()}, "experts": experts})
+        return cls(**{**values, **{name: tuple(entries) for name, entries in lists.items()}, "experts": experts})
 
-    @property
-    def shares(self) -> str:
-        """What its experts were asked for, for people; empty where all were asked for the same."""
-        if self.experts_asked is None or self.asked is None:
+    def _expert_sparsities(self) -> str:
+        """The target sparsities of the experts; empty if they are equal."""
+        if self.expert_targets is None or self.target_sparsity is None:
             return ""
-        least, most = self.experts_asked
-        return f"its experts' sparsities: least {least:.4f}, mean {self.asked:.4f}, most {most:.4f}"
+        least, most = self.expert_targets
+        return f"its experts' sparsities: least {least:.4f}, mean {self.target_sparsity:.4f}, most {most:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
-    """One recovered block. Losses are |output - dense output|² / |dense output|², a mean over the tokens of the samples
-    that were held out, behind the recovered blocks before it.
+    """One recovered block. Losses are |output - dense output|² / |dense output|², the mean over the tokens of held-out
+    samples, with the preceding blocks recovered.
     """
 
     name: str
     loss_before: float  # with the pruned weights
-    loss_after: float  # with the recovered ones, rounded to the model's dtype; never more than before
+    loss_after: float  # with the recovered ones in the model's dtype; never more than before
     steps: int
     seconds: float
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         notes = "".join(f"; {note}" for note in self.notes)
         change = f"loss {self.loss_before:.4f} → {self.loss_after:.4f}"
         return f"recovered {self.name}: {change} in {self.steps} steps, {self.seconds:.1f} s{notes}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
-        """From what JSON makes of `dataclasses.asdict`."""
+        """From the JSON of `dataclasses.asdict`."""
         return cls(**{**values, "notes": tuple(values.get("notes", ()))})
 
 
-class _Measured(TypedDict):
+class _Evaluation(TypedDict):
+    """An entry of `PruneReport.evaluations`."""
+
     dense: float | None
     pruned: float
-
-
-class _Evaluation(_Measured, total=False):
-    """An entry of `PruneReport.evaluations`; the first releases wrote no metric."""
-
     metric: str
     settings: dict[str, Any]
 
 
 class _Compaction(TypedDict):
-    """`PruneReport.compaction`, as far as a table shows it."""
+    """The fields of `PruneReport.compaction` that a table shows."""
 
     parameters: tuple[int, int]
     config: dict[str, tuple[Any, Any]]
@@ -144,12 +140,12 @@ class PruneReport:
     seconds: dict[str, float]  # calibration, solver, recovery (where there was one), total
     peak_memory: int  # bytes
     versions: dict[str, str]
+    parameters: int  # of the whole dense model, shared ones once
     notes: list[str] = dataclasses.field(default_factory=list)
     evaluations: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     recovery: list[BlockReport] = dataclasses.field(default_factory=list)  # empty without one
-    compaction: dict[str, Any] | None = None  # what a `Compaction` says, once the model was made smaller
+    compaction: dict[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
     rotation: RotationReport | None = None  # None without one
-    parameters: int | None = None  # of the whole model as it was pruned, shared ones once; None in older reports
 
     @property
     def sparsity(self) -> float:
@@ -157,21 +153,19 @@ class PruneReport:
         return mean_over_weights(self.layers, "sparsity")
 
     @property
-    def chosen(self) -> float | None:
-        """The share of the model's parameters that the pruned layers are; None where the report is older."""
-        return None if self.parameters is None else sum(_size(layer) for layer in self.layers) / self.parameters
+    def chosen(self) -> float:
+        """The fraction of the model's parameters that are in pruned layers."""
+        return sum(_size(layer) for layer in self.layers) / self.parameters
 
     @property
-    def model_sparsity(self) -> float | None:
-        """Zeros of the pruned layers among all parameters of the model; None where the report is older."""
-        if self.parameters is None:
-            return None
+    def model_sparsity(self) -> float:
+        """Zeros of the pruned layers among all parameters of the model."""
         return sum(layer.sparsity * _size(layer) for layer in self.layers) / self.parameters
 
     @property
     def mostly_dense(self) -> str:
-        """That less than half of the model was chosen, as a sentence; empty where it is not so, or not known."""
-        if self.chosen is None or self.chosen >= 0.5:
+        """A sentence for models less than half of which is in pruned layers; empty for others."""
+        if self.chosen >= 0.5:
             return ""
         return f"most of the model stayed dense: {100 * self.chosen:.3g}% of its weights were chosen"
 
@@ -183,27 +177,27 @@ class PruneReport:
         metric: str = "perplexity",
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Note a measurement of the model before and after.
+        """Add a measurement of the model before and after pruning.
 
         Args:
-            name: of the data it was measured on.
-            dense: before; None keeps the one that was noted earlier, if it was measured with the same settings.
+            name: of the data set or task.
+            dense: before; None keeps an earlier value with the same settings.
             pruned: after.
             metric: "perplexity", or "accuracy", 0 to 1.
-            settings: what must be equal for two values to compare, as JSON types.
+            settings: must be equal for comparable values; as JSON types.
         """
         before = self.evaluations.get(name)
         how = {"metric": metric, "settings": settings or {}}
-        if dense is None and before and {key: before.get(key, {}) for key in how} == how:
+        if dense is None and before and {key: before[key] for key in how} == how:
             dense = before["dense"]
         self.evaluations[name] = {**how, "dense": dense, "pruned": pruned}
 
     def record(self, pruned: Measured, dense: Measured | None = None) -> None:
-        """Note what `perplexity`, `accuracy` or `zero_shot` returned.
+        """Add the result of `perplexity`, `accuracy` or `zero_shot`.
 
         Args:
             pruned: for the pruned model.
-            dense: for the dense one; None keeps what was noted earlier, as in `record_evaluation`.
+            dense: for the dense one; None keeps earlier values, as in `record_evaluation`.
 
         Raises:
             MoonshotError: the two were measured in different ways.
@@ -211,52 +205,51 @@ class PruneReport:
         before = {} if dense is None else dense.measurements()
         for name, (metric, value, settings) in pruned.measurements().items():
             if name in before:
-                other, _, theirs = before[name]
-                same = (other, theirs) == (metric, settings)
-                require(same, f"{name}: dense {other} with {theirs}, pruned {metric} with {settings}")
+                other, _, dense_settings = before[name]
+                same = (other, dense_settings) == (metric, settings)
+                require(same, f"{name}: dense {other} with {dense_settings}, pruned {metric} with {settings}")
             self.record_evaluation(name, before[name].value if name in before else None, value, metric, settings)
 
     @property
     def loss(self) -> float | None:
-        """L_λ, relative, of the pruned layers: a mean over their weights; None without calibration data."""
+        """The mean relative L_λ over the weights of the pruned layers; None without calibration data."""
         layers = [layer for layer in self.layers if layer.loss is not None]
         return mean_over_weights(layers, "loss") if layers else None
 
     def __repr__(self) -> str:
-        """One line: how many layers, and what was done to them."""
-        known = [f"{len(self.layers)} layers"]
-        whole = "" if self.chosen is None else f" ({self.model_sparsity:.4f} of the whole model)"
-        known += [f"sparsity {self.sparsity:.4f}{whole}"] if self.layers else []
-        known += [] if self.loss is None else [f"loss {self.loss:.4g}"]
-        known += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
-        return f"{type(self).__name__}({', '.join(known)})"
+        """One line: layers, sparsity, loss and time."""
+        parts = [f"{len(self.layers)} layers"]
+        whole = f" ({self.model_sparsity:.4f} of the whole model)"
+        parts += [f"sparsity {self.sparsity:.4f}{whole}"] if self.layers else []
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        parts += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def table(self, width: int = 120) -> str:
-        """For people: a row per layer, then what was skipped and the totals.
+        """A text table with a row per layer, then the skipped layers and the totals.
 
         Args:
-            width: characters of a line of the table; a column for the sparsities asked for, where they differ, adds
-                eight.
+            width: characters per line, plus eight if the target sparsities differ and have a column.
         """
         headers, rows = self._cells()
-        wide = width + (8 if "asked" in headers else 0)
+        wide = width + (8 if "target" in headers else 0)
         return "\n".join([text_table(headers, rows, wide, left=_LEFT), *self._summary()])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, which shows the first and the last layers of many."""
+        """The table as HTML, with the first and the last layers of many."""
         return html_table(*self._cells(), self._summary(), left=_LEFT)
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Headers, and a row per layer."""
-        allocated = len({layer.asked for layer in self.layers}) > 1
-        share = ("asked", "sparsity") if allocated else ("sparsity",)
-        headers = ["layer", "shape", "λ", *share, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes"]
+        allocated = len({layer.target_sparsity for layer in self.layers}) > 1
+        sparsities = ("target", "sparsity") if allocated else ("sparsity",)
+        headers = ["layer", "shape", "λ", *sparsities, "L_R mask", "L_R", "L_F mask", "L_F", "damping", "s", "notes"]
         rows = [
             [
                 layer.name,
                 f"{layer.shape[0]}×{layer.shape[1]}",
                 "" if layer.lam is None else f"{layer.lam:g}",
-                *([_short(layer.asked)] if allocated else []),
+                *([_short(layer.target_sparsity)] if allocated else []),
                 f"{layer.sparsity:.4f}",
                 _short(layer.reconstruction_masked),
                 _short(layer.reconstruction),
@@ -265,7 +258,9 @@ class PruneReport:
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
                 "; ".join(
-                    [*([layer.experts.line()] if layer.experts else []), *layer.notes, *filter(None, [layer.shares])]
+                    filter(
+                        None, [layer.experts.line() if layer.experts else "", *layer.notes, layer._expert_sparsities()]
+                    )
                 ),
             ]
             for layer in self.layers
@@ -274,18 +269,17 @@ class PruneReport:
 
     @property
     def compacted(self) -> str:
-        """How the model became smaller; empty where it did not."""
+        """The change of the model's size by compaction; empty without one."""
         if not self.compaction:
             return ""
         before, after = self.compaction["parameters"]
-        changes = [f"{name} {was} → {now}" for name, (was, now) in self.compaction["config"].items()]
+        changes = [f"{name} {old} → {new}" for name, (old, new) in self.compaction["config"].items()]
         return "; ".join([f"{before:,} → {after:,} parameters", *changes])
 
     @property
     def headline(self) -> str:
         """The sparsity of the pruned layers, and of the whole model."""
-        whole = "" if self.chosen is None else f", {self.model_sparsity:.4f} of the whole model"
-        return f"{self.sparsity:.4f} over {len(self.layers)} layers{whole}"
+        return f"{self.sparsity:.4f} over {len(self.layers)} layers, {self.model_sparsity:.4f} of the whole model"
 
     def _summary(self) -> list[str]:
         lines = [f"left dense: {name} ({reason})" for name, reason in self.skipped.items()]
@@ -299,7 +293,7 @@ class PruneReport:
             lines.append(f"compacted: {self.compacted}")
             lines += [f"not compacted: {name}: {reason}" for name, reason in self.compaction["zeros"].items()]
         for name, values in self.evaluations.items():
-            shown = ".2%" if values.get("metric") == "accuracy" else ".3f"
+            shown = ".2%" if values["metric"] == "accuracy" else ".3f"
             dense = "" if values["dense"] is None else f"dense {values['dense']:{shown}}, "
             lines.append(f"{name}: {dense}pruned {values['pruned']:{shown}}")
         return lines
@@ -310,7 +304,7 @@ class PruneReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PruneReport":
-        """From what `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
             MoonshotError: a field that is missing, unknown, or of another type.
@@ -320,11 +314,12 @@ class PruneReport:
         check_value(dict[str, _Evaluation], values.get("evaluations", {}), "evaluations")
         if values.get("compaction") is not None:
             check_fields(_Compaction, values["compaction"], "compaction")
-        require(len(values["layers"]) > 0, "layers: there are none")
+        require(len(values["layers"]) > 0, "layers: must not be empty")
+        require(values["parameters"] > 0, "must be positive", field="parameters", value=values["parameters"])
         layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
         recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
-        turned = values.pop("rotation", None)
-        rotation = None if turned is None else RotationReport.from_dict(turned)
+        rotation = values.pop("rotation", None)
+        rotation = None if rotation is None else RotationReport.from_dict(rotation)
         return cls(layers=layers, recovery=recovery, rotation=rotation, **values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -336,7 +331,7 @@ class PruneReport:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PruneReport":
-        """Read what `save` wrote, from the file or its folder.
+        """Read a saved report, from the file or its folder.
 
         Raises:
             MoonshotError: there is no such file, or it is damaged.
@@ -347,7 +342,7 @@ class PruneReport:
         try:
             return cls.from_dict(read_json(path))
         except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is no report of a run ({error})") from None
+            raise MoonshotError(f"{path} is damaged: it is not the report of a run ({error})") from None
 
 
 def _short(value: float | None) -> str:
@@ -355,7 +350,7 @@ def _short(value: float | None) -> str:
 
 
 def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
-    """The mean of a field, each layer with as many votes as it has weights.
+    """The mean of a field over layers, weighted by their numbers of weights.
 
     Args:
         layers: at least one.
@@ -365,17 +360,17 @@ def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
 
 
 def _size(layer: LayerReport) -> int:
-    """How many weights it has."""
+    """The number of weights."""
     return layer.shape[0] * layer.shape[1]
 
 
 def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:
-    """The fields of a `LayerReport` that say what pruning costs.
+    """The losses of a `LayerReport`.
 
     Args:
-        lam: λ used, in [0, 1].
+        lam: λ, in [0, 1].
         masked: losses of the mask on the dense weights.
-        pruned: losses of the weights that the solver gave.
+        pruned: losses of the solver's weights.
     """
     return {
         "lam": lam,

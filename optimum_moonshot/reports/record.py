@@ -1,4 +1,4 @@
-"""`PruningRecord`: what was done to a model, as its config.json keeps it under "moonshot"."""
+"""`PruningRecord`: the entry "moonshot" of a pruned model's config.json."""
 
 import copy
 import dataclasses
@@ -21,25 +21,24 @@ NOT_PRUNED = f"config.json has no entry {KEY}: the model is not pruned"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruningRecord:
-    """What was done to a model, and with what: enough to pack it, to train it and to prune another in the same way.
+    """How a model was pruned: enough to pack it, to train it, and to prune another in the same way.
 
-    Reading one needs no solver: that of another package may not be there any more.
+    Reading a record does not need the solver, which may be of a package that is not installed.
 
     Args:
         config: `MoonshotConfig.to_dict`, without folders.
-        solver_options: every hyperparameter of the solver, with the value that it had; empty where a release before
-            this field wrote the record.
-        lam: λ used, in [0, 1].
+        solver_options: every hyperparameter of the solver, with its value.
+        lam: λ, in [0, 1].
         sparsity: zeros among all weights of the pruned layers, in [0, 1].
         calibration: source, number and digest of the samples; None without any.
-        versions: of the libraries it was made with.
-        compaction: what a `Compaction` says; None unless the model was made smaller.
-        rotation: what a `RotationReport` says in short; None where the model has the basis that it had.
-        dense: names of layers that were chosen and stayed dense all the same: no data reached them.
-        allocated: layer → the sparsity that a method of `allocation` gave it; empty where none did.
+        versions: of the libraries.
+        compaction: `Compaction.to_dict`; None unless the model was compacted.
+        dense: names of layers that were selected but not pruned, because no data reached them.
+        rotation: `RotationReport.summary`; None unless the model was rotated.
+        allocated: layer → its sparsity by a method of `allocation`; empty without one.
 
     Raises:
-        MoonshotError: a field of another type, or a configuration that is none; it names the field.
+        MoonshotError: a field of another type, or an invalid configuration; it names the field.
     """
 
     VERSION: ClassVar[int] = 1
@@ -59,58 +58,59 @@ class PruningRecord:
         with _explained():
             for name in ("config", "solver_options", "versions", "calibration", "compaction", "rotation", "allocated"):
                 value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
-                good = isinstance(value, Mapping) or (optional and value is None)
-                require(good, f"{name}={reprlib.repr(value)}: it must be an object{' or null' if optional else ''}")
+                valid = isinstance(value, Mapping) or (optional and value is None)
+                require(valid, f"must be an object{' or null' if optional else ''}", field=name, value=value)
             for name in ("lam", "sparsity"):
                 check_number(name, getattr(self, name))
-                require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)}: it lies between 0 and 1")
-            for name, share in self.allocated.items():
-                check_number(f"allocated: {name}", share)
-                require(0 <= share <= 1, f"allocated: {name}={share}: it lies between 0 and 1")
+                _check_fraction(name, getattr(self, name))
+            for name, sparsity in self.allocated.items():
+                check_number(f"allocated: {name}", sparsity)
+                _check_fraction(f"allocated: {name}", sparsity)
         with _explained("config."):
-            MoonshotConfig.check_version(self.config.get("version", MoonshotConfig.VERSION))
+            MoonshotConfig.check_version(self._setting("version"))
             check_number("sparsity", self._setting("sparsity"), optional=True)
             check_whole("group_size", self._setting("group_size"), least=1)
             _ = self.pattern_rules, self.targets, self.ignore
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
-            require(listed, f"dense={reprlib.repr(self.dense)}: it must be a list of names")
+            require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
 
     def _setting(self, name: str) -> Any:
-        """A field of the configuration; the default of one that came later."""
-        return self.config.get(name, getattr(MoonshotConfig, name))
+        """A field of the configuration."""
+        require(name in self.config, f"{name}: missing")
+        return self.config[name]
 
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Expressions for the modules that were to be pruned; a damaged field is a `MoonshotError`."""
+        """Expressions for the modules to prune; raises `MoonshotError` for a damaged field."""
         return check_expressions("targets", self._setting("targets"))
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Expressions for the modules that were to stay dense; a damaged field is a `MoonshotError`."""
+        """Expressions for the modules to skip; raises `MoonshotError` for a damaged field."""
         return check_expressions("ignore", self._setting("ignore")) or ()
 
     @property
     def pattern_rules(self) -> PatternRules:
-        """Which pattern each layer got."""
+        """The rules for the pattern of each layer."""
         pattern, sparsity, size, how = map(self._setting, ("pattern", "sparsity", "group_size", "allocation"))
         return PatternRules.parse(pattern, sparsity, size, how, self.allocated)
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """The pattern of every layer; of a method's shares, what all layers have in common.
+        """The pattern of every layer.
 
         Raises:
-            MoonshotError: an allocation that leaves a layer out, or an entry that decides no layer.
+            MoonshotError: an allocation without an entry for a layer, or with an unused entry.
         """
         return self.pattern_rules.of(names)
 
     def nm_patterns(self) -> list[NM]:
-        """The n:m patterns that layers were pruned to, short groups first."""
+        """The n:m patterns of the layers, short groups first."""
         return self.pattern_rules.nm()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types, with the version of this format; `from_dict` is its inverse."""
+        """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
         for name in ("compaction", "rotation"):
             if values[name] is None:
@@ -123,29 +123,25 @@ class PruningRecord:
 
     @classmethod
     def from_dict(cls, values: Any) -> "PruningRecord":
-        """From what `to_dict` gave, or from the dictionary without a version that earlier releases wrote.
+        """The inverse of `to_dict`.
 
         Raises:
-            MoonshotError: a newer version, a field that is missing, or one that is damaged; it names the field.
+            MoonshotError: another version, or a field that is missing or damaged; it names the field.
         """
-        with _explained():
-            require(isinstance(values, Mapping), f"it is {reprlib.repr(values)}, no object")
-        values = {"version": 0, "solver_options": {}, **copy.deepcopy(values)}
-        version = values["version"]
-        with _explained():
-            check_whole("version", version, least=0)
-        newer = f"config.json, {KEY}: version={version}: this release reads up to {cls.VERSION}; update it"
-        require(version <= cls.VERSION, newer)
         fields = dataclasses.fields(cls)
-        needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
-        missing = [name for name in needed if name not in values]
+        required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
         with _explained():
+            require(isinstance(values, Mapping), f"it is {reprlib.repr(values)}, not an object")
+            missing = [name for name in ("version", *required) if name not in values]
             require(not missing, f"{', '.join(missing)}: missing")
-        return cls(**{field.name: values[field.name] for field in fields if field.name in values})
+            check_whole("version", values["version"], least=1)
+        newer = f"config.json, {KEY}: version={values['version']}: this release reads {cls.VERSION}; update it"
+        require(values["version"] == cls.VERSION, newer)
+        return cls(**{field.name: copy.deepcopy(values[field.name]) for field in fields if field.name in values})
 
     @classmethod
     def read(cls, config: Any) -> "PruningRecord | None":
-        """The record in a model's configuration; None where there is none: the model is not pruned.
+        """The record in a model's configuration; None if the model is not pruned.
 
         Raises:
             MoonshotError: as `from_dict`.
@@ -155,7 +151,7 @@ class PruningRecord:
 
     @classmethod
     def of(cls, model: nn.Module) -> "PruningRecord | None":
-        """The record of a model; None where there is none: it is not pruned, or no transformers model.
+        """The record of a model; None if it is not pruned, or not a transformers model.
 
         Raises:
             MoonshotError: as `from_dict`.
@@ -167,7 +163,7 @@ class PruningRecord:
         """The record of a pruned model.
 
         Raises:
-            MoonshotError: as `from_dict`, and where there is none.
+            MoonshotError: as `from_dict`, and if there is none.
         """
         record = cls.of(model)
         if record is None:
@@ -175,14 +171,18 @@ class PruningRecord:
         return record
 
     def attach(self, model: nn.Module) -> None:
-        """Put the record into a model's configuration, in place of one that is there; a plain module has no place."""
+        """Store the record in a model's configuration; does nothing for a plain module."""
         if isinstance(getattr(model, "config", None), PreTrainedConfig):
             setattr(model.config, KEY, self.to_dict())
 
 
+def _check_fraction(name: str, value: Any) -> None:
+    require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
+
+
 @contextmanager
 def _explained(prefix: str = "") -> Iterator[None]:
-    """Errors inside say where the damaged field is."""
+    """Add the location of the damaged field to errors."""
     try:
         yield
     except MoonshotError as error:

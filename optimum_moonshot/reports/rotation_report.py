@@ -1,4 +1,4 @@
-"""What a rotation did to a model."""
+"""The report of a rotation."""
 
 import dataclasses
 import json
@@ -14,29 +14,29 @@ ROTATION_NAME = "moonshot_rotation.json"
 
 @dataclasses.dataclass(frozen=True)
 class RotationReport:
-    """One change of a model's basis, after which it computes what it did.
+    """A change of a model's basis, after which it computes the same function.
 
-    The objective is the share of the scores of all weights that pruning would remove: a mean over the matrices, each
-    relative to its own sum, weighed as `weighted` says.
+    The objective is the fraction of the scores of all weights that pruning would remove: a mean over the matrices, each
+    relative to its sum, weighted by `weighted`.
     """
 
-    spaces: dict[str, tuple[int, int]]  # name → how many rotations, and their width
-    refused: dict[str, str]  # what keeps its basis, with the reason
+    spaces: dict[str, tuple[int, int]]  # name → number and width of rotations
+    refused: dict[str, str]  # name → reason why it is not rotated
     objective_before: float
+    objective_learned: float  # before the channel permutations
     objective_after: float  # never more than before
     steps: int
     seconds: float
     weighted: str  # "fisher": by each matrix's absolute Fisher loss; "equal"
-    untied_bytes: int  # of a head that shared the embeddings' weights before
-    rotated: bool = True  # False where no basis is better than the one that was
+    untied_bytes: int  # of a head that was tied to the embeddings
+    rotated: bool = True  # False if no basis is better than the original
     notes: tuple[str, ...] = ()
-    orders: dict[str, int] = dataclasses.field(default_factory=dict)  # name → neurons that have another order
-    scales: dict[str, float] = dataclasses.field(default_factory=dict)  # name → its largest factor over its least
-    objective_learned: float | None = None  # before that order; None in reports of earlier versions
+    permuted: dict[str, int] = dataclasses.field(default_factory=dict)  # name → number of permuted channels
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)  # name → maximum / minimum of its factors
 
     @property
     def rotations(self) -> str:
-        """How many of which width, such as "1 of 256, 8 of 64"."""
+        """The numbers of rotations by width, such as "1 of 256, 8 of 64"."""
         counts: dict[int, int] = {}
         for count, width in self.spaces.values():
             counts[width] = counts.get(width, 0) + count
@@ -44,25 +44,25 @@ class RotationReport:
 
     @property
     def changes(self) -> str:
-        """What was done, such as "1 of 256, 8 of 64, and the neurons of 4 layers in another order"."""
-        ordered = f"the neurons of {len(self.orders)} layers in another order" if self.orders else ""
+        """All changes, such as "1 of 256, 8 of 64, and channel permutations of 4 layers"."""
+        permuted = f"channel permutations of {len(self.permuted)} layers" if self.permuted else ""
         scaled = f"{len(self.scales)} layers in units of the loss" if self.scales else ""
-        return ", and ".join(part for part in (self.rotations, ordered, scaled) if part)
+        return ", and ".join(part for part in (self.rotations, permuted, scaled) if part)
 
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         change = f"objective {self.objective_before:.4f} → {self.objective_after:.4f}"
         kept = "".join(f"; not the {name}: {why}" for name, why in self.refused.items())
         untied = f"; the untied head takes {self.untied_bytes / 2**20:.2f} MiB more" if self.untied_bytes else ""
         notes = "".join(f"; {note}" for note in self.notes)
-        done = f"rotations: {self.changes}" if self.rotated else "nothing was rotated"
-        ordered = f" ({self.objective_learned:.4f} without that order)" if self.orders else ""
-        return f"{done}; {change}{ordered} in {self.steps} steps, {self.seconds:.1f} s{untied}{kept}{notes}"
+        head = f"rotations: {self.changes}" if self.rotated else "nothing was rotated"
+        permuted = f" ({self.objective_learned:.4f} without the permutations)" if self.permuted else ""
+        return f"{head}; {change}{permuted} in {self.steps} steps, {self.seconds:.1f} s{untied}{kept}{notes}"
 
     def summary(self) -> dict[str, Any]:
-        """What a model's configuration keeps of it."""
+        """The entry in a model's configuration."""
         names = ("objective_before", "objective_after", "steps", "weighted", "untied_bytes")
-        changed = {"neurons_ordered": len(self.orders), "layers_scaled": len(self.scales)}
+        changed = {"layers_permuted": len(self.permuted), "layers_scaled": len(self.scales)}
         changed = {name: count for name, count in changed.items() if count}
         return {"rotations": self.rotations, **changed, **{name: getattr(self, name) for name in names}}
 
@@ -72,7 +72,7 @@ class RotationReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RotationReport":
-        """From what `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
             MoonshotError: a field that is missing, unknown, or of another type.
@@ -89,7 +89,7 @@ class RotationReport:
 
     @classmethod
     def load(cls, folder: str | Path) -> "RotationReport":
-        """Read what `save` wrote.
+        """Read a saved report.
 
         Raises:
             MoonshotError: there is no such file, or it is damaged.
@@ -98,4 +98,4 @@ class RotationReport:
         try:
             return cls.from_dict(read_json(path))
         except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is no report of a rotation ({error})") from None
+            raise MoonshotError(f"{path} is damaged: it is not the report of a rotation ({error})") from None

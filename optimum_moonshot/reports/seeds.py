@@ -1,4 +1,4 @@
-"""Sweeps of several seeds read together: every figure is a mean with its standard error."""
+"""Combine sweeps of several seeds: means with their standard errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import require
 
 @dataclasses.dataclass(frozen=True)
 class SweepEntry:
-    """One variant: pattern, sparsity and λ, with what was measured of it."""
+    """One variant: pattern, sparsity and λ, with its measurements."""
 
     pattern: str
     sparsity: float
@@ -24,7 +24,7 @@ class SweepEntry:
 
 
 class Swept(Protocol):
-    """What is read here of a `SweepReport`."""
+    """The fields of a `SweepReport` that this module reads."""
 
     solver: str
     metric: str
@@ -34,7 +34,7 @@ class Swept(Protocol):
     config: dict[str, Any]
 
     def settings(self) -> list[tuple[str, float]]:
-        """Every (pattern, sparsity) once."""
+        """All pairs of pattern and sparsity, each once."""
 
 
 class Mean(NamedTuple):
@@ -45,17 +45,17 @@ class Mean(NamedTuple):
 
 
 def means(reports: Sequence[Swept]) -> dict[tuple[str, float, float], Mean]:
-    """(pattern, sparsity, λ) → the metric over the reports, which must be sweeps of the same variants.
+    """(pattern, sparsity, λ) → the mean metric of the reports, which must have the same variants.
 
     Raises:
-        MoonshotError: none given, or they differ in more than the seed.
+        MoonshotError: no reports, or they differ in more than the seed.
     """
-    require(len(reports) > 0, "reports: none given")
+    require(len(reports) > 0, "reports: must not be empty")
     keys = [(entry.pattern, entry.sparsity, entry.lam) for entry in reports[0].entries]
     for report in reports[1:]:
         same = (report.solver, report.metric) == (reports[0].solver, reports[0].metric)
         same = same and [(entry.pattern, entry.sparsity, entry.lam) for entry in report.entries] == keys
-        require(same, "reports: they are not of the same solver, metric and variants")
+        require(same, "reports: must have the same solver, metric and variants")
     values = zip(*([entry.metric for entry in report.entries] for report in reports), strict=True)
     return dict(zip(keys, map(mean, values), strict=True))
 
@@ -71,36 +71,36 @@ def choice(reports: Sequence[Swept], pattern: str, sparsity: float) -> float | N
     """The λ with the best mean of one pattern and sparsity; the larger one where two are equal.
 
     Args:
-        reports: of the same variants, with a seed each.
+        reports: of the same variants, one per seed.
         pattern: "unstructured", "structured" or "n:m".
-        sparsity: share of the weights removed, exactly as the entries have it.
+        sparsity: fraction of the weights removed, exactly as in the entries.
 
     Returns:
-        λ in [0, 1]. One whose metric is NaN is no choice; None where it is that for every λ.
+        λ in [0, 1], never one whose metric is NaN; None if every metric is NaN.
 
     Raises:
         MoonshotError: as `means`.
     """
-    found = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
-    known = [lam for lam, value in found.items() if not math.isnan(value)]
-    return max(known, key=lambda lam: (found[lam] if reports[0].maximize else -found[lam], lam), default=None)
+    values = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
+    candidates = [lam for lam, value in values.items() if not math.isnan(value)]
+    return max(candidates, key=lambda lam: (values[lam] if reports[0].maximize else -values[lam], lam), default=None)
 
 
 def baseline_lam(solver: str) -> float:
-    """The λ of the single-objective method that a solver comes from: CAP minimises the Fisher loss alone."""
+    """The λ of the solver's single-objective baseline: CAP minimises the Fisher loss, others the reconstruction."""
     return 0.0 if solver == "cap" else 1.0
 
 
 def cells(reports: Sequence[Swept]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column."""
-    found, first = means(reports), reports[0]
+    metrics, first = means(reports), reports[0]
     settings, lambdas = first.settings(), list(dict.fromkeys(entry.lam for entry in first.entries))
     best = {setting: choice(reports, *setting) for setting in settings}
     rows = []
     for lam in lambdas:
         row = [f"{lam:g}"]
         for setting in settings:
-            value = found[(*setting, lam)]
+            value = metrics[(*setting, lam)]
             spread = f" ± {value.error:.2g}" if len(reports) > 1 else ""
             row.append(f"{value.value:.4g}{spread}{'*' if best[setting] == lam else ' '}")
         rows.append(row)
@@ -108,7 +108,7 @@ def cells(reports: Sequence[Swept]) -> tuple[list[str], list[list[str]]]:
 
 
 def heading(reports: Sequence[Swept]) -> str:
-    """What the table shows."""
+    """The title of the table."""
     first, dense = reports[0], mean([report.dense for report in reports]).value
     return f"{first.solver}: {first.metric} (dense {dense:.4g}), * is the best λ"
 
@@ -117,7 +117,7 @@ def table(reports: Sequence[Swept]) -> str:
     """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column.
 
     Args:
-        reports: of the same variants, with a seed each.
+        reports: of the same variants, one per seed.
 
     Raises:
         MoonshotError: as `means`.
@@ -129,11 +129,11 @@ def table(reports: Sequence[Swept]) -> str:
 
 
 def label(pattern: str, sparsity: float) -> str:
-    """How a table or a plot calls a pattern with its sparsity.
+    """The label of a pattern with its sparsity, in tables and plots.
 
     Args:
         pattern: "unstructured", "structured" or "n:m".
-        sparsity: share of the weights removed; n:m says it itself.
+        sparsity: fraction of the weights removed; unused for n:m.
     """
     names = {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}
     return names.get(pattern, pattern)

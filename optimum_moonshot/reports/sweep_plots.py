@@ -1,7 +1,7 @@
-"""The pictures of a sweep: its metric against λ and against sparsity, as means over seeds with standard errors.
+"""Plots of a sweep: the metric against λ and against sparsity, as means over seeds with standard errors.
 
-Where several sparsities share an axis, the differences that λ makes are too small to be seen beside those that sparsity
-makes: a second panel shows them relative to the single-objective method.
+With several sparsities on an axis, the differences between λ are too small to see: a second panel shows them relative
+to the single-objective baseline.
 """
 
 import math
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure  # no pyplot: a caller's figures and backend stay as they are
+from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, PercentFormatter
 
 from .layer_plot import COLORS, MARKERS
@@ -19,19 +19,19 @@ Point = tuple[float, Mean]
 
 
 def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
-    """The metric against λ, one line per pattern and sparsity; both ends, the single objectives, are marked.
+    """Plot the metric against λ, a line per pattern and sparsity; λ = 0 and 1, the single objectives, are marked.
 
     Args:
-        reports: of the same variants, with a seed each.
-        path: of the picture, whose ending says its format.
+        reports: of the same variants, one per seed.
+        path: of the plot; its suffix selects the format.
 
     Raises:
         MoonshotError: the reports are of different variants.
     """
-    settings, found = reports[0].settings(), means(reports)
+    settings, metrics = reports[0].settings(), means(reports)
     changes = _changes(reports)
     figure, panels = _panels(reports, len(settings) > 1 and bool(changes))
-    for axes, values in zip(panels, (found, changes), strict=False):
+    for axes, values in zip(panels, (metrics, changes), strict=False):
         for number, (pattern, sparsity) in enumerate(settings):
             points = sorted((lam, m) for (p, s, lam), m in values.items() if (p, s) == (pattern, sparsity))
             line = _line(axes, points, label(pattern, sparsity), number)
@@ -45,13 +45,14 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> No
 
 
 def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
-    """The metric against unstructured sparsity: the best λ of each and the single-objective baseline.
+    """Plot the metric against unstructured sparsity, for the best λ of each and the single-objective baseline.
 
     Args:
-        reports, path: as for `plot_by_lambda`.
+        reports: of the same variants, one per seed.
+        path: of the plot; its suffix selects the format.
 
     Raises:
-        MoonshotError: as there.
+        MoonshotError: the reports are of different variants.
     """
     solver, single = reports[0].solver, baseline_lam(reports[0].solver)
     sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
@@ -68,7 +69,7 @@ def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> 
             points = [(key[1], values[key]) for key in keys if key in values]
             if points:
                 _line(axes, points, name, number)
-        axes.set(xlabel="sparsity, share of the weights removed")
+        axes.set(xlabel="sparsity, fraction of the weights removed")
         axes.xaxis.set_major_locator(FixedLocator(sparsities))
         axes.xaxis.set_major_formatter(FixedFormatter([f"{s:g}" for s in sparsities]))
     for s, lam in best.items():
@@ -84,14 +85,14 @@ def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> 
 def _changes(reports: Sequence[Swept]) -> dict[tuple[str, float, float], Mean]:
     """(pattern, sparsity, λ) → the metric's change in percent from the baseline's λ of the same seed.
 
-    Empty where that is not among the λ, or is no number to divide by.
+    Empty if that λ is missing, or its metric is not a positive number.
     """
     single, rows = baseline_lam(reports[0].solver), []
     for report in reports:
-        known = {(e.pattern, e.sparsity): e.metric for e in report.entries if e.lam == single}
-        if any(not math.isfinite(value) or value <= 0 for value in known.values()) or not known:
+        base = {(e.pattern, e.sparsity): e.metric for e in report.entries if e.lam == single}
+        if any(not math.isfinite(value) or value <= 0 for value in base.values()) or not base:
             return {}
-        rows.append([100 * (e.metric / known[e.pattern, e.sparsity] - 1) for e in report.entries])
+        rows.append([100 * (e.metric / base[e.pattern, e.sparsity] - 1) for e in report.entries])
     keys = [(e.pattern, e.sparsity, e.lam) for e in reports[0].entries]
     return dict(zip(keys, map(mean, zip(*rows, strict=True)), strict=True))
 
@@ -109,16 +110,16 @@ def _panels(reports: Sequence[Swept], relative: bool) -> tuple[Figure, list[Any]
 
 
 def _line(axes: Any, points: Iterable[Point], name: str, number: int) -> str:
-    """A line with error bars; returns its colour. What is no number is a cross at the upper edge."""
+    """Draw a line with error bars, and a cross at the upper edge for values that are not finite; return its colour."""
     points, color = list(points), COLORS[number % len(COLORS)]
     drawn = [(x, m) for x, m in points if math.isfinite(m.value)]
     xs, ys, errors = [x for x, _ in drawn], [m.value for _, m in drawn], [m.error for _, m in drawn]
     style = {"marker": MARKERS[number % len(MARKERS)], "markersize": 5, "capsize": 3, "color": color}
     axes.errorbar(xs, ys, yerr=errors if any(errors) else None, label=name, **style)
     for x in (x for x, m in points if not math.isfinite(m.value)):
-        known = "not finite" in axes.get_legend_handles_labels()[1]
+        labelled = "not finite" in axes.get_legend_handles_labels()[1]
         edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5, "linestyle": "none"}
-        axes.plot([x], [1.0], marker="x", color="grey", label=None if known else "not finite", **edge)
+        axes.plot([x], [1.0], marker="x", color="grey", label=None if labelled else "not finite", **edge)
     return color
 
 

@@ -1,6 +1,6 @@
-"""What a sweep over λ, sparsities and patterns measured: a table, CSV, JSON, and two plots.
+"""The report of a sweep over λ, sparsities and patterns: a table, CSV, JSON, and two plots.
 
-Reports of several seeds are read together: every figure then is a mean with its standard error.
+Reports of several seeds are combined to means with standard errors.
 """
 
 from __future__ import annotations
@@ -25,80 +25,80 @@ REPORT_NAME = "sweep.json"
 
 @dataclasses.dataclass(repr=False)
 class SweepReport:
-    """All variants of one sweep, in the order in which they were asked for. In JSON, what is not finite is null."""
+    """All variants of one sweep, in the order of the configuration. In JSON, values that are not finite are null."""
 
     solver: str
-    metric: str  # what `SweepEntry.metric` is, such as "calibration perplexity"
-    maximize: bool  # whether more of it is better
+    metric: str  # the name of `SweepEntry.metric`, such as "calibration perplexity"
+    maximize: bool  # whether higher is better
     dense: float  # the metric of the dense model
     entries: list[SweepEntry]
-    config: dict[str, Any]  # what all variants share
+    config: dict[str, Any]  # the settings common to all variants
     calibration: dict[str, Any] | None
     seconds: dict[str, float]  # calibration, variants, total
     versions: dict[str, str]
 
     def settings(self) -> list[tuple[str, float]]:
-        """Every (pattern, sparsity) once."""
+        """All pairs of pattern and sparsity, each once."""
         return list(dict.fromkeys((entry.pattern, entry.sparsity) for entry in self.entries))
 
     def best(self, pattern: str | None = None, sparsity: float | None = None) -> SweepEntry:
-        """The entry with the best metric of one pattern and sparsity; the larger λ where two are equal.
+        """The entry with the best metric of one pattern and sparsity; the larger of equal λ.
 
         Args:
-            pattern: "unstructured", "structured" or "n:m"; needed where several were swept.
-            sparsity: share of the weights removed, in [0, 1]; likewise.
+            pattern: "unstructured", "structured" or "n:m"; required if the sweep has several.
+            sparsity: fraction of the weights removed, in [0, 1]; likewise.
 
         Raises:
-            MoonshotError: no such entry, or several patterns or sparsities are left to choose between.
+            MoonshotError: no such entry, or entries of several patterns or sparsities.
         """
-        found = [
+        matching = [
             entry
             for entry in self.entries
             if (pattern is None or entry.pattern == pattern)
             and (sparsity is None or math.isclose(entry.sparsity, sparsity))
         ]
-        left = dict.fromkeys((entry.pattern, entry.sparsity) for entry in found)
-        require(bool(left), f"pattern={pattern!r}, sparsity={sparsity}: the sweep has {self.settings()}")
-        require(len(left) == 1, f"best of what? Give pattern= and sparsity= of one of {list(left)}")
-        known = [entry for entry in found if not math.isnan(entry.metric)]
-        require(bool(known), f"pattern={pattern!r}, sparsity={sparsity}: the metric is NaN for every λ")
-        return max(known, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
+        settings = dict.fromkeys((entry.pattern, entry.sparsity) for entry in matching)
+        require(bool(settings), f"pattern={pattern!r}, sparsity={sparsity}: the sweep has {self.settings()}")
+        require(len(settings) == 1, f"best of what? Give pattern= and sparsity= of one of {list(settings)}")
+        candidates = [entry for entry in matching if not math.isnan(entry.metric)]
+        require(bool(candidates), f"pattern={pattern!r}, sparsity={sparsity}: the metric is NaN for every λ")
+        return max(candidates, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
 
     def table(self) -> str:
-        """For people: a row per λ, a column per pattern and sparsity, the best of each marked."""
+        """A text table: a row per λ, a column per pattern and sparsity, the best of each marked."""
         return table([self])
 
     def __repr__(self) -> str:
-        """One line: how many variants, and the best λ of each pattern and sparsity."""
+        """One line: the number of variants, and the best λ of each pattern and sparsity."""
         best = [(label(*setting), choice([self], *setting)) for setting in self.settings()]
-        told = ", ".join(f"{lam:g} at {setting}" for setting, lam in best if lam is not None)
-        known = [self.solver, self.metric, f"{len(self.entries)} variants", *([f"best λ {told}"] if told else [])]
-        known += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
-        return f"{type(self).__name__}({', '.join(known)})"
+        choices = ", ".join(f"{lam:g} at {setting}" for setting, lam in best if lam is not None)
+        parts = [self.solver, self.metric, f"{len(self.entries)} variants", *([f"best λ {choices}"] if choices else [])]
+        parts += [f"{self.seconds['total']:.1f} s"] if "total" in self.seconds else []
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The table for a notebook."""
+        """The table as HTML."""
         return html_table(*cells([self]), [heading([self])])
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types; `from_dict` is its inverse."""
+        """As JSON types; `from_dict` is the inverse."""
         return _finite(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SweepReport:
-        """From what `to_dict` gave.
+        """The inverse of `to_dict`.
 
         Raises:
             MoonshotError: a field that is missing, unknown, or of another type.
         """
-        require(isinstance(values.get("entries"), list), "entries: a list belongs there")
+        require(isinstance(values.get("entries"), list), "must be a list", field="entries", value=values.get("entries"))
         values = {**_with_nan(values, "dense"), "entries": [_with_nan(e, "metric", "loss") for e in values["entries"]]}
         check_fields(cls, values)
         return cls(**{**values, "entries": [SweepEntry(**entry) for entry in values["entries"]]})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SweepReport:
-        """Read what `save` wrote, from the file or its folder.
+        """Read a saved report, from the file or its folder.
 
         Raises:
             MoonshotError: there is no such file, or it is damaged.
@@ -109,7 +109,7 @@ class SweepReport:
         try:
             return cls.from_dict(read_json(path))
         except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is no report of a sweep ({error})") from None
+            raise MoonshotError(f"{path} is damaged: it is not the report of a sweep ({error})") from None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
@@ -120,14 +120,14 @@ class SweepReport:
 
 
 def _with_nan(values: Any, *fields: str) -> Any:
-    """An object with NaN for null in some of its fields: what is no number was written so."""
+    """An object with NaN for null in some of its fields, as `_finite` writes it."""
     if not isinstance(values, dict):
         return values
     return {name: math.nan if value is None and name in fields else value for name, value in values.items()}
 
 
 def _finite(values: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(values, dict):
         return {key: _finite(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -136,14 +136,14 @@ def _finite(values: Any) -> Any:
 
 
 def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> None:
-    """Write sweep.csv with every entry of every report, and the plots of their means: all of it or nothing.
+    """Write sweep.csv with every entry of every report, and the plots of their means.
 
     Args:
-        reports: of the same variants, with a seed each.
-        folder: made if need be.
+        reports: of the same variants, one per seed.
+        folder: created if missing.
 
     Raises:
-        MoonshotError: they are of different variants, or the folder cannot be written.
+        MoonshotError: the reports are of different variants, or the folder cannot be written.
     """
     with staged("output", folder, model=False) as staging:
         _write_all(reports, staging)
@@ -158,7 +158,7 @@ def _write_all(reports: Sequence[SweepReport], folder: Path) -> None:
             for entry in report.entries:
                 shared = {"solver": report.solver, "seed": report.config["seed"]}
                 writer.writerow({**shared, **dataclasses.asdict(entry)})
-    from .sweep_plots import plot_by_lambda, plot_by_sparsity  # matplotlib takes its time
+    from .sweep_plots import plot_by_lambda, plot_by_sparsity  # late: importing matplotlib is slow
 
     plot_by_lambda(reports, folder / "metric_by_lambda.png")
     if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:

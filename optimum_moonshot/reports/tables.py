@@ -1,4 +1,4 @@
-"""Tables for people: as text for a terminal, as HTML for a notebook."""
+"""Tables as text for terminals, and as HTML for notebooks."""
 
 import io
 from collections.abc import Sequence
@@ -8,20 +8,20 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-# What a notebook shows of a long table or list, half of it from either end.
+# Limit of rows and lines in HTML, half of them from either end.
 MOST_ROWS = 60
 
 Rows = Sequence[Sequence[str]]
 
 
 def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[str] = ()) -> str:
-    """Columns without lines between them; the first one is to the left and breaks where it is too long.
+    """Format columns without lines; the first one is left-aligned and wraps.
 
     Args:
         headers: of the columns.
-        rows: cells, as many each as there are headers.
-        width: characters of a line.
-        left: the headers of further columns to the left; all others are to the right.
+        rows: their cells.
+        width: characters per line.
+        left: the headers of other left-aligned columns; the rest is right-aligned.
     """
     table = Table(title=None, box=None, pad_edge=False)
     for number, header in enumerate(headers):
@@ -29,7 +29,7 @@ def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[st
         table.add_column(header, justify=justify, overflow="fold" if number == 0 else "ellipsis")
     for row in rows:
         table.add_row(*row)
-    # A console of its own: in a notebook or a coloured terminal, rich would show the table itself, or colour it.
+    # Its defaults would print to a notebook, or add colours in a terminal.
     text = io.StringIO()
     console = Console(
         file=text,
@@ -46,12 +46,13 @@ def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[st
 
 
 def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), left: Sequence[str] = ()) -> str:
-    """A table with lines of text below it, both cut in their middle where they are long.
+    """Format a table with lines of text below it; the middle of long ones is omitted.
 
     Args:
-        headers, rows: as for `text_table`.
+        headers: of the columns.
+        rows: their cells.
         lines: text, a paragraph each.
-        left: as for `text_table`.
+        left: the headers of left-aligned columns besides the first.
     """
     shift = [number for number, header in enumerate(headers) if number == 0 or header in left]
     parts = ['<div><table style="text-align:right">', "<thead>", _row(headers, shift, "th"), "</thead>", "<tbody>"]
@@ -67,11 +68,11 @@ def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), le
 
 def _row(cells: Sequence[str], shift: Sequence[int], tag: str) -> str:
     styles = [' style="text-align:left"' if number in shift else "" for number in range(len(cells))]
-    found = (f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
-    return f"<tr>{''.join(found)}</tr>"
+    parts = (f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
+    return f"<tr>{''.join(parts)}</tr>"
 
 
 def _ends(items: Sequence[Any]) -> list[Any]:
-    """All of a short sequence; of a long one both ends, with the number of what is left out between them."""
-    half, left_out = MOST_ROWS // 2, len(items) - MOST_ROWS
-    return list(items) if left_out <= 1 else [*items[:half], left_out, *items[-half:]]
+    """A short sequence; of a long one both ends, with the number of omitted items between them."""
+    half, omitted = MOST_ROWS // 2, len(items) - MOST_ROWS
+    return list(items) if omitted <= 1 else [*items[:half], omitted, *items[-half:]]

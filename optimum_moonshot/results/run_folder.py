@@ -1,12 +1,14 @@
-"""A folder in which a run keeps its results: for one run at a time, which touches nothing but what runs wrote.
+"""The folder in which a run stores its results, so that the same call resumes after an interruption.
 
-run.json                     which run it is: a fingerprint of everything that its results depend on
-run.lock                     held by the process that writes; the system lets go of it when the process dies
-curves/NAME.safetensors      what a layer loses at some sparsities, for an allocation
+run.json                     fingerprint of everything that the results depend on
+run.lock                     held by the process that writes; the system releases it when the process dies
+curves/NAME.safetensors      losses of a layer at several sparsities, for an allocation
 layers/NAME.safetensors      the pruned weight of a layer, with its report
-rotation/state.safetensors   what learning a rotation has come to
-recovered/NAME.safetensors   those of a block's layers after recovery, with the block's report
-samples/                     a folder of the same kind, in which samples/self.safetensors has what the model wrote
+rotation/state.safetensors   the state of learning a rotation
+recovered/NAME.safetensors   the recovered weights of a block's layers, with the block's report
+samples/                     a folder of the same kind, with generated samples in samples/self.safetensors
+
+One run writes at a time, and deletes only files that runs have written.
 """
 
 import contextlib
@@ -22,97 +24,104 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError
 from ..files import OF_THE_SYSTEM, UNFINISHED, check_folder, read_json, replace_file, writing
 
 CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES = "curves", "layers", "recovered", "rotation", "samples"
 _MANIFEST, _LOCK = "run.json", "run.lock"
 _KINDS = (CURVES, LAYERS, RECOVERED, ROTATION, SAMPLES)
-_BEGUN = ("*.partial", ".tmp*")  # what a kill leaves; safetensors writes to a file of a name by chance first
-_WRITTEN = ("*.safetensors", *_BEGUN)
+_INCOMPLETE = ("*.partial", ".tmp*")  # left by a kill: safetensors writes to a file of a random name first
+_WRITTEN = ("*.safetensors", *_INCOMPLETE)
 
 
 class RunFolder:
-    """One run's folder, locked from `open` on until `release` or `discard`.
+    """One run's folder, locked from `open` until `release` or `discard`.
 
     Args:
-        path: the folder, made if need be; a link to one or a mount point will do.
-        field: the argument that it came with, for messages.
+        path: the folder, created if missing; may be a link or a mount point.
+        field: the argument that names it, for messages.
 
     Raises:
-        MoonshotError: it is no path.
+        MoonshotError: not a path of a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], field: str):
         check_folder(field, path)
         self.path, self.field = Path(path), field
         self.fingerprint = ""
-        # One object for all runs of this process: who goes on after a failure is not kept out by itself.
+        # One lock for all runs of this process: a run that failed must not block the next.
         self._lock = FileLock(self.path.absolute() / _LOCK, timeout=0, is_singleton=True)
 
     def open(self, fingerprint: str) -> bool | None:
-        """Take the folder for a run.
+        """Lock the folder for a run, and delete the results of any other run.
+
+        Args:
+            fingerprint: of everything that the results depend on.
 
         Returns:
-            True where results of the same run are in it, False where those of another were thrown away, None where
+            True if the folder contains results of the same run, False if those of another one were deleted, None if
             there were none.
 
         Raises:
-            MoonshotError: another process writes there, it holds other files, its run.json is damaged, or it cannot be
-                written.
+            MoonshotError: another process writes there, the folder contains other files, its run.json is damaged, or
+                it cannot be written.
         """
         with writing(self.field, self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            known = self._known()
+            resumes = self._check_contents()
             self._acquire()
-            same = self._recorded() == fingerprint if known else None
-            self._clear(_BEGUN if same else _WRITTEN)
+            same = self._stored_fingerprint() == fingerprint if resumes else None
+            self._clear(_INCOMPLETE if same else _WRITTEN)
             if not same:
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
         self.fingerprint = fingerprint
         return same
 
-    def _known(self) -> bool:
-        """Whether a run was here; files of others are an error."""
-        known = (self.path / _MANIFEST).exists()
+    def _check_contents(self) -> bool:
+        """Whether the folder is that of a run; raises where it contains files of anything else."""
+        resumes = (self.path / _MANIFEST).exists()
         foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES}
-        shown = f"{self.field}={str(self.path)!r}"
-        require(known or not foreign, f"{shown} holds other files: give an empty or a new folder")
-        return known
+        if foreign and not resumes:
+            raise self._error("contains other files", "give an empty or a new folder")
+        return resumes
+
+    def _error(self, message: str, hint: str) -> MoonshotError:
+        return MoonshotError(message, field=self.field, value=str(self.path), hint=hint)
 
     def for_samples(self) -> "RunFolder":
-        """The folder in this one for what the model writes before the run is known.
+        """The folder inside this one for generated samples, which exist before the run's fingerprint does.
 
         Raises:
-            MoonshotError: this one holds other files.
+            MoonshotError: this folder contains other files.
         """
         if self.path.is_dir():
             with writing(self.field, self.path):
-                self._known()
+                self._check_contents()
         return RunFolder(self.path / SAMPLES, self.field)
 
     def _acquire(self) -> None:
         try:
             self._lock.acquire()
         except Timeout:
-            raise MoonshotError(
-                f"{self.field}={str(self.path)!r}: another run writes there; wait for its end, or give another folder"
-            ) from None
+            raise self._error("another run writes there", "wait for its end, or give another folder") from None
 
-    def _recorded(self) -> Any:
+    def _stored_fingerprint(self) -> Any:
         try:
             return read_json(self.path / _MANIFEST).get("fingerprint")
         except MoonshotError as error:
-            raise MoonshotError(f"{self.field}={str(self.path)!r}: {error}; remove the folder to start anew") from None
+            raise self._error(str(error), "remove the folder to start again") from None
 
     def save(self, kind: str, name: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> Path:
-        """Write tensors and a report, whole or not at all.
+        """Write tensors and a report atomically.
 
         Args:
             kind: `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
             name: of the layer or block, "state", or of the samples.
             tensors: of any shape, contiguous, in host memory.
             report: as JSON types.
+
+        Returns:
+            The path of the file.
 
         Raises:
             MoonshotError: the disk is full, or the folder cannot be written.
@@ -121,13 +130,20 @@ class RunFolder:
         partial = path.with_suffix(".partial")
         with writing(self.field, self.path):
             path.parent.mkdir(exist_ok=True)
-            told = json.dumps(report)
-            save_file(tensors, partial, {"report": told, "sha256": _digest(path, told, tensors)})
+            text = json.dumps(report)
+            save_file(tensors, partial, {"report": text, "sha256": _digest(path, text, tensors)})
             os.replace(partial, path)
         return path
 
     def saved(self, kind: str) -> Iterator[tuple[Path, dict[str, Any] | None, dict[str, Tensor]]]:
-        """What was saved of a kind: path, report and tensors; no report where a file is damaged, which is removed."""
+        """Read all results of a kind; damaged files are deleted.
+
+        Args:
+            kind: as for `save`.
+
+        Yields:
+            The path, the report and the tensors; of a damaged file None and {}.
+        """
         for path in sorted((self.path / kind).glob("*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
@@ -142,11 +158,11 @@ class RunFolder:
             yield path, report, tensors
 
     def release(self) -> None:
-        """Let go of the lock; the files stay."""
+        """Release the lock; the files remain."""
         self._lock.release(force=True)
 
     def discard(self) -> None:
-        """Remove what the run wrote, and the folder if it is empty then; not that of another run that came since."""
+        """Delete the run's files, and the folder if it is empty then; keep those of another run that started since."""
         try:
             self._acquire()
         except (MoonshotError, OSError):
@@ -159,19 +175,18 @@ class RunFolder:
             self.release()
 
     def _remove(self) -> None:
-        """Remove all that a run wrote, and the folder if it is empty then."""
         self._clear()
         (self.path / (_MANIFEST + UNFINISHED)).unlink(missing_ok=True)
         RunFolder.remove_all(self.path / SAMPLES)
         (self.path / _MANIFEST).unlink()
         (self.path / _LOCK).unlink(missing_ok=True)
-        self.path.rmdir()  # not a link, a mount point, or a folder with files of others
+        self.path.rmdir()  # fails for a link, a mount point, or a folder with other files, which remain
 
     @classmethod
     def remove_all(cls, top: Path) -> None:
-        """Remove what runs wrote in a folder and in those below it, whoever they were; files of others stay."""
-        found = [manifest.parent for manifest in (*top.glob(_MANIFEST), *top.glob(f"*/{_MANIFEST}"))]
-        for folder in found:
+        """Delete the files of all runs in a folder and its subfolders; other files remain."""
+        manifests = (*top.glob(_MANIFEST), *top.glob(f"*/{_MANIFEST}"))
+        for folder in [manifest.parent for manifest in manifests]:
             with contextlib.suppress(OSError, MoonshotError):
                 if "fingerprint" in read_json(folder / _MANIFEST):
                     cls(folder, "folder")._remove()
@@ -179,7 +194,7 @@ class RunFolder:
             top.rmdir()
 
     def _clear(self, patterns: tuple[str, ...] = _WRITTEN) -> None:
-        """Remove all results, or other files beside them."""
+        """Delete the results whose file names match one of the patterns."""
         for kind in _KINDS:
             folder = self.path / kind
             for path in [path for pattern in patterns for path in folder.glob(pattern)]:
@@ -189,9 +204,9 @@ class RunFolder:
 
 
 def _digest(path: Path, report: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of a result: of what it is, what is told of it, and of its tensors' names, dtypes, shapes and bytes."""
-    found = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
+    """SHA-256 of a result: its kind, name and report, and the names, dtypes, shapes and bytes of its tensors."""
+    digest = sha256(json.dumps([path.parent.name, path.stem, report]).encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
-    return found.hexdigest()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().flatten().view(uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()

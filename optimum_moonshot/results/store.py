@@ -1,7 +1,7 @@
-"""Pruned weights between solving and writing: the model stays dense until every layer has its result.
+"""Pruned weights before they are written into the model, which stays dense until every layer is solved.
 
-With a folder, each result is a file at once, so that a killed run goes on where it was. On disk a result takes the
-bytes that its zeros leave.
+With a folder, each result is stored in a file when it is computed, so that a killed run resumes. Files store only the
+surviving weights.
 """
 
 import dataclasses
@@ -24,19 +24,22 @@ from ..reports.prune_report import BlockReport, LayerReport
 from ..rotation.learning import Learned
 from .run_folder import CURVES, LAYERS, RECOVERED, ROTATION, RunFolder
 
-_POINTS = ("sparsities", "losses")  # of a curve
-_EXPERTS = "experts"  # the losses of each, where it has any
+_POINTS = ("sparsities", "losses")  # fields of a `LossCurve`
+_EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's curve
 
 
 class ResultStore:
     """Pruned weights in the model's dtype, in host memory or in `folder`.
 
     Args:
-        folder: where each result is written at once; None keeps them in memory.
-        fingerprint: of everything that the results depend on. Files of another run are thrown away, with a note.
-        field: the argument that the folder came with, for messages.
-        spilling: keep them on disk without a folder too, for as long as they are wanted.
-        spill_to: a folder for that, which nothing is seen in; None is the system's for temporary files.
+        folder: of a file for each result; None keeps them in memory.
+        fingerprint: of everything that the results depend on. Files of another run are deleted, with a note.
+        field: the argument that names the folder, for messages.
+        spilling: without a folder, keep them in an unlinked temporary file.
+        spill_to: the folder of that file; None: the system's folder for temporary files.
+
+    Raises:
+        MoonshotError: the folder contains other files, or cannot be written.
     """
 
     def __init__(
@@ -49,11 +52,11 @@ class ResultStore:
     ):
         self.folder = None if folder is None else RunFolder(folder, field)
         self.spill = SpillFile(spill_to) if spilling else None
-        self.weights: dict[str, Callable[[], Tensor]] = {}  # what gives those that are in no folder
+        self.weights: dict[str, Callable[[], Tensor]] = {}  # readers of those without a file
         self.reports: dict[str, LayerReport] = {}
-        self.blocks: dict[str, BlockReport] = {}  # recovered
-        self.curves: dict[str, LossCurve] = {}  # by which an allocation divides the sparsity
-        self.files: dict[str, Path] = {}  # of every layer's latest weight
+        self.blocks: dict[str, BlockReport] = {}  # of recovered blocks
+        self.curves: dict[str, LossCurve] = {}  # of layers, for an allocation
+        self.files: dict[str, Path] = {}  # with each layer's latest weight
         self.notes: list[str] = []
         self._rotation: Learned | None = None
         if self.folder is not None:
@@ -70,7 +73,7 @@ class ResultStore:
             if values is not None:
                 sparsities, losses = (tuple(tensors[field].tolist()) for field in _POINTS)
                 each = tensors[_EXPERTS].tolist() if _EXPERTS in tensors else []
-                experts = (LossCurve(values["size"] // len(each), sparsities, tuple(own)) for own in each)
+                experts = (LossCurve(values["size"] // len(each), sparsities, tuple(losses_of)) for losses_of in each)
                 self.curves[values["name"]] = LossCurve(values["size"], sparsities, losses, tuple(experts))
         for path, values, _ in folder.saved(LAYERS):
             damaged += values is None
@@ -79,12 +82,11 @@ class ResultStore:
                 self.reports[report.name], self.files[report.name] = report, path
         for path, values, tensors in folder.saved(RECOVERED):
             names = dict.fromkeys(map(weight_of, tensors))
-            complete = values is not None and all(name in self.reports for name in names)
-            damaged += not complete
-            if complete:
-                self._recovered(
-                    BlockReport.from_dict(values), {name: self._read(name, tensors) for name in names}, path
-                )
+            if values is None or not all(name in self.reports for name in names):
+                damaged += 1
+                continue
+            weights = {name: self._read(name, tensors) for name in names}
+            self._recovered(BlockReport.from_dict(values), weights, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
             self.notes.append(f"{len(self.reports)} layers{blocks} were taken over from an interrupted run")
@@ -101,10 +103,10 @@ class ResultStore:
         return layer.name in self.reports
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result.
+        """Store a layer's result.
 
         Args:
-            report: which names the layer.
+            report: of the layer.
             weight: the pruned weight, [d_out, d_in], on any device.
 
         Raises:
@@ -112,15 +114,15 @@ class ResultStore:
         """
         weight = weight.cpu().contiguous()
         if self.folder is None:
-            self.weights[report.name] = self._kept(report.name, weight)
+            self.weights[report.name] = self._reader(report.name, weight)
         else:
             self.files[report.name] = self.folder.save(
                 LAYERS, report.name, encode_spilled(report.name, weight), dataclasses.asdict(report)
             )
         self.reports[report.name] = report
 
-    def _kept(self, name: str, weight: Tensor) -> Callable[[], Tensor]:
-        """What gives a weight again, where there is no folder."""
+    def _reader(self, name: str, weight: Tensor) -> Callable[[], Tensor]:
+        """Store a weight without a folder, and return a function that reads it."""
         return (lambda: weight) if self.spill is None else spill_matrix(self.spill, name, weight)
 
     @classmethod
@@ -133,34 +135,38 @@ class ResultStore:
         spilling: bool = False,
         spill_to: str | None = None,
     ) -> "ResultStore":
-        """The store of each of several processes: that of the first is in the folder, the others' are in memory.
+        """The store of each of several processes: the main process uses the folder, the others memory.
 
-        All hold what the first has found there.
+        All start with the results that the folder contains.
 
         Args:
             ranks: the processes.
-            folder, fingerprint, field, spilling, spill_to: as for `ResultStore`.
+            folder: as for `ResultStore`, like all below.
+            fingerprint: of everything that the results depend on.
+            field: the argument that names the folder.
+            spilling: keep results in a temporary file.
+            spill_to: the folder of that file.
 
         Raises:
-            MoonshotError: the folder holds other files, or cannot be written.
+            MoonshotError: the folder contains other files, or cannot be written.
         """
         store = cls(folder if ranks.is_main else None, fingerprint, field, spilling, spill_to)
         if ranks.size == 1 or folder is None:
             return store
-        found = ranks.broadcast_object((store.reports, store.blocks, store.curves, store.notes))
-        store.reports, store.blocks, store.curves, store.notes = found
+        restored = ranks.broadcast_object((store.reports, store.blocks, store.curves, store.notes))
+        store.reports, store.blocks, store.curves, store.notes = restored
         for name in store.reports:
             weight = ranks.broadcast_object(store._saved(name)() if ranks.is_main else None)
-            if not ranks.is_main:
-                store.weights[name] = store._kept(name, weight)
+            if weight is not None and not ranks.is_main:
+                store.weights[name] = store._reader(name, weight)
         return store
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
-        """Keep what a layer loses at some sparsities.
+        """Store a layer's losses at several sparsities.
 
         Args:
             name: of the layer.
-            curve: in place of one that is there.
+            curve: replaces an earlier one.
 
         Raises:
             MoonshotError: the folder cannot be written, or the disk is full.
@@ -168,12 +174,12 @@ class ResultStore:
         if self.folder is not None:
             points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
             if curve.experts:
-                points[_EXPERTS] = torch.tensor([own.losses for own in curve.experts], dtype=torch.float64)
+                points[_EXPERTS] = torch.tensor([expert.losses for expert in curve.experts], dtype=torch.float64)
             self.folder.save(CURVES, name, points, {"name": name, "size": curve.size})
         self.curves[name] = curve
 
     def put_rotation(self, state: Learned) -> None:
-        """Keep how far learning a rotation has come.
+        """Store the state of learning a rotation.
 
         Raises:
             MoonshotError: the folder cannot be written, or the disk is full.
@@ -182,14 +188,14 @@ class ResultStore:
             self.folder.save(ROTATION, "state", *state.saved())
 
     def rotation(self) -> Learned | None:
-        """How far learning a rotation had come in an earlier run; None where it had not begun."""
+        """The state of learning a rotation in an interrupted run; None if it had not started."""
         return self._rotation
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
-        """Keep the recovered weights of a block's layers, in place of their pruned ones.
+        """Store the recovered weights of a block's layers, which replace their pruned ones.
 
         Args:
-            report: which names the block.
+            report: of the block.
             weights: layer → its weight, [d_out, d_in], on any device.
 
         Raises:
@@ -207,50 +213,50 @@ class ResultStore:
         for name, weight in weights.items():
             self.reports[name] = dataclasses.replace(self.reports[name], sparsity=sparsity_of(weight))
         if path is None:
-            self.weights |= {name: self._kept(name, weight) for name, weight in weights.items()}
+            self.weights |= {name: self._reader(name, weight) for name, weight in weights.items()}
         else:
             self.files.update(dict.fromkeys(weights, path))
 
     def weight(self, layer: PrunableLayer) -> Tensor:
-        """A layer's weight as it will be in the model, [d_out, d_in] in host memory."""
+        """A layer's final weight, [d_out, d_in] in host memory."""
         return self.loader(layer)()
 
     def loader(self, layer: PrunableLayer) -> Callable[[], Tensor]:
-        """What gives `weight`, also after the folder was discarded."""
+        """A function that returns `weight`, even after the folder was discarded."""
         return self._saved(layer.name)
 
     def _saved(self, name: str) -> Callable[[], Tensor]:
         if name in self.weights:
             return self.weights[name]
-        file = safe_open(self.files[name], "pt")  # which holds the file's contents when its name is gone
-        return lambda: self._unsqueezed(name, set(file.keys()), file.get_tensor)
+        file = safe_open(self.files[name], "pt")  # mapped: readable after the file was deleted
+        return lambda: self._decoded(name, set(file.keys()), file.get_tensor)
 
     def _read(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        return self._unsqueezed(name, set(tensors), tensors.__getitem__)
+        return self._decoded(name, set(tensors), tensors.__getitem__)
 
-    def _unsqueezed(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
+    def _decoded(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
         rows, columns = self.reports[name].shape
         return decode_spilled(name, parts, read, (rows, columns))
 
     def pop(self, layer: PrunableLayer) -> Tensor:
-        """As `weight`, and the last time that it is asked for: memory forgets it."""
+        """As `weight`, and release it from memory."""
         weight = self.weight(layer)
         self.weights.pop(layer.name, None)
         return weight
 
     def release(self) -> None:
-        """Let others use the folder; the files stay until `discard`."""
+        """Release the lock of the folder; the files remain until `discard`."""
         if self.folder is not None:
             self.folder.release()
 
     def discard(self) -> None:
-        """Remove the files of a run whose results are safe elsewhere."""
+        """Delete the files, once the results are saved in the model or a checkpoint."""
         if self.folder is not None:
             self.folder.discard()
 
 
 def sparsity_of(weight: Tensor) -> float:
-    """The share of a weight that is 0, counted without a temporary: a sum of bools is one of 8 bytes each."""
+    """The fraction of zeros in a weight, of any shape; `(weight == 0).sum()` would allocate temporaries."""
     return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()
 
 
@@ -258,8 +264,8 @@ def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
     """SHA-256 of the settings and of the dense weights, by two float64 sums per layer.
 
     Args:
-        parts: the settings, and whatever else the results depend on.
-        layers: at their dense weights; or what `weight_sums` said of them.
+        parts: the settings, and everything else that the results depend on.
+        layers: with their dense weights, or their `weight_sums`.
     """
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:
@@ -268,7 +274,7 @@ def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
 
 
 def weight_sums(layer: PrunableLayer) -> str:
-    """A layer's name and shape, and two sums by which its dense weight is known again; of experts one by one."""
+    """A layer's name and shape, and two sums that identify its dense weight; experts are added one by one."""
     first = second = 0.0
     for part in map(layer.expert, range(layer.groups)) if layer.adapter.separate else (layer,):
         weight = part.matrix.double()

@@ -185,7 +185,7 @@ class _Choices:
             seconds=seconds,
             peak_memory=peak_bytes(mixture.parameters[0].device),
             notes=problem.scales.notes,
-            asked=pattern.sparsity,
+            target_sparsity=pattern.sparsity,
             experts=ExpertChoice(tuple(gone), losses),
             **loss_fields(problem.scales.lam, loss, loss),
         )

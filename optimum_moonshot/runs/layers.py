@@ -226,8 +226,8 @@ def solve(
             seconds=seconds,
             peak_memory=peak_bytes(device),
             notes=each.notes if calibrated else (),
-            asked=pattern.sparsity,
-            experts_asked=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
+            target_sparsity=pattern.sparsity,
+            expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
             **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else {"lam": None}),
         )
         results.append((report, each.weight))

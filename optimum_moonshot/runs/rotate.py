@@ -162,7 +162,7 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
         objective_before=state.before,
         objective_after=state.after,
         objective_learned=state.learned,
-        orders={space.name: space.width for space in spaces if changed and space.permuted},
+        permuted={space.name: space.width for space in spaces if changed and space.permuted},
         scales={name: float(found.max() / found.min()) for name, found in state.factors.items() if changed},
         steps=len(state.history) - 1,
         seconds=time.perf_counter() - started,

@@ -197,11 +197,11 @@ def test_a_model_loses_exactly_what_was_asked(name, allocation, solver):
     model = spiky(name)
     report = prune(model, solver=solver, pattern="unstructured", sparsity=0.613, allocation=allocation).report
     assert zeros(model, report) == round(0.613 * size(report))
-    asked = [layer.asked for layer in report.layers]
+    asked = [layer.target_sparsity for layer in report.layers]
     assert max(asked) - min(asked) > 0.01
     for layer in report.layers:
-        assert layer.sparsity == pytest.approx(layer.asked, abs=1e-12)
-    assert any("sparsities 0." in note for note in report.notes) and "asked" in report.table()
+        assert layer.sparsity == pytest.approx(layer.target_sparsity, abs=1e-12)
+    assert any("sparsities 0." in note for note in report.notes) and "target" in report.table()
 
 
 def dense_norms(model, batches):
@@ -236,7 +236,7 @@ def test_owl_looks_at_the_dense_model(lam):
     choice = dict(allocation="owl", owl_threshold=4, owl_lambda=0.1)
     report = prune(model, batches, pattern="unstructured", sparsity=0.5, lam=lam, **choice).report
     for layer in report.layers:
-        assert layer.asked == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
+        assert layer.target_sparsity == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
 
 
 def test_alpha_needs_no_data_and_owl_does():
@@ -249,7 +249,7 @@ def test_alpha_needs_no_data_and_owl_does():
     options = dict(solver="magnitude", pattern="unstructured", sparsity=0.5, lam=None)
     report = MoonshotPruner(model, config(**options, allocation="alpha", alpha_tau=0.3)).prune(progress=False)
     for layer in report.layers:
-        assert layer.asked == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
+        assert layer.target_sparsity == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
     before = weights(model)
     with pytest.raises(MoonshotError, match='allocation="owl" needs data'):
         MoonshotPruner(model, config(**options, allocation="owl")).prune(progress=False)
@@ -261,12 +261,12 @@ def test_a_layer_outside_of_the_blocks_is_scored_alone(allocation):
     choice = dict(pattern="unstructured", sparsity=0.5, allocation=allocation)
     model = spiky()
     report = prune(model, targets=[r"layers\.0\.", "lm_head"], **choice).report
-    inside, outside = report.layers[0].asked, report.layers[-1].asked
+    inside, outside = report.layers[0].target_sparsity, report.layers[-1].asked
     assert report.layers[-1].name == "lm_head" and abs(inside - outside) > 0.01
-    assert all(layer.asked == pytest.approx(inside, abs=1 / 256) for layer in report.layers[:-1])
+    assert all(layer.target_sparsity == pytest.approx(inside, abs=1 / 256) for layer in report.layers[:-1])
     assert zeros(model, report) == round(0.5 * size(report))
     alone = prune(spiky(), targets=[r"layers\.0\."], **choice).report
-    assert all(layer.asked == pytest.approx(0.5, abs=1 / 256) for layer in alone.layers)
+    assert all(layer.target_sparsity == pytest.approx(0.5, abs=1 / 256) for layer in alone.layers)
 
 
 @pytest.mark.parametrize("allocation", ["owl", "alpha"])
@@ -287,7 +287,7 @@ def test_alpha_says_which_block_has_no_spectrum():
     with pytest.raises(MoonshotError, match=r"layers\.1\.self_attn\.q_proj.*no tail to fit"):
         prune(model, pattern="unstructured", sparsity=0.5, allocation="alpha", lam=1)
     report = prune(model, pattern="unstructured", sparsity=0.5, allocation="owl", lam=1).report
-    assert report.layers[7].asked > report.layers[0].asked
+    assert report.layers[7].target_sparsity > report.layers[0].target_sparsity
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -295,7 +295,9 @@ def test_half_precision_models(dtype):
     for allocation in ("owl", "alpha"):
         model = spiky().to(dtype)
         report = prune(model, pattern="unstructured", sparsity=0.5, allocation=allocation, lam=1).report
-        assert sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers) == size(report) // 2
+        assert (
+            sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers) == size(report) // 2
+        )
 
 
 def test_a_killed_run_goes_on_with_the_same_allocation(tmp_path, monkeypatch):
@@ -321,7 +323,7 @@ def test_a_killed_run_goes_on_with_the_same_allocation(tmp_path, monkeypatch):
         else:
             pruner.prune(token_batches(), progress=False, resume_dir=folder)
     assert_same(resumed, weights(whole))
-    assert all(layer.asked is not None for layer in pruner.report.layers)
+    assert all(layer.target_sparsity is not None for layer in pruner.report.layers)
 
 
 def test_owl_takes_one_forward_pass_and_keeps_no_activation_longer_than_its_layer():

@@ -25,7 +25,7 @@ def test_an_allocation_by_name():
             expected = 0.25 if "mlp.up_proj" in layer.name else 0.75
         else:
             expected = 0.75 if "mlp" in layer.name else 0.0 if "q_proj" in layer.name else 0.5
-        assert layer.asked == layer.sparsity == expected
+        assert layer.target_sparsity == layer.sparsity == expected
         if "mlp" in layer.name and "layers.1." not in layer.name:
             assert ((weight.view(-1, 4) != 0).sum(1) == 1).all()
 
@@ -37,7 +37,7 @@ def test_groups_of_several_sizes_in_one_model():
     for layer in report.layers:
         kept = model.get_submodule(layer.name).weight != 0
         n, m = (4, 16) if "mlp" in layer.name else (2, 4)
-        assert (kept.view(-1, m).sum(1) == n).all() and layer.asked == 1 - n / m
+        assert (kept.view(-1, m).sum(1) == n).all() and layer.target_sparsity == 1 - n / m
 
 
 def test_rules_by_exact_name_first_then_in_order():
@@ -55,7 +55,7 @@ def test_rules_by_exact_name_first_then_in_order():
 
 def test_a_dict_needs_no_sparsity_where_it_covers_every_layer():
     report = prune(make("llama"), pattern="unstructured", allocation={"mlp": "2:4", "attn": 0.25}).report
-    assert {layer.asked for layer in report.layers} == {0.5, 0.25}
+    assert {layer.target_sparsity for layer in report.layers} == {0.5, 0.25}
     with pytest.raises(MoonshotError, match="allocation: no entry for .*self_attn"):
         prune(make("llama"), pattern="unstructured", allocation={"mlp": "2:4"})
 

@@ -53,9 +53,11 @@ def test_experts_have_shares_of_their_own_and_the_model_exactly_what_was_asked(s
         told = next(each for each in report.layers if each.name == layer.name)
         size = layer.parameter[0].numel()
         shares = [count / size for count in zeros(layer)]
-        assert told.experts_asked == (min(shares), max(shares)) and told.asked == pytest.approx(sum(shares) / 4)
+        assert told.expert_targets == (min(shares), max(shares)) and told.target_sparsity == pytest.approx(
+            sum(shares) / 4
+        )
         assert low - 1 / size <= min(shares) < max(shares) <= high + 1 / size and max(shares) - min(shares) > 0.1
-        assert f"least {min(shares):.4f}, mean {told.asked:.4f}, most {max(shares):.4f}" in report.table(400)
+        assert f"least {min(shares):.4f}, mean {told.target_sparsity:.4f}, most {max(shares):.4f}" in report.table(400)
     assert any("16 experts each with its own" in note for note in report.notes)
     report.save(tmp_path)
     assert PruneReport.load(tmp_path) == report
@@ -165,7 +167,7 @@ def test_experts_have_one_n_and_the_report_says_why():
     for layer in experts(model):
         told = next(each for each in report.layers if each.name == layer.name)
         counts = (layer.matrix.view(-1, 4) != 0).sum(1)
-        assert told.experts_asked is None and int(counts.max()) == round(4 * (1 - told.asked))
+        assert told.expert_targets is None and int(counts.max()) == round(4 * (1 - told.target_sparsity))
 
 
 def test_gradual_recovery_keeps_every_share():
@@ -176,7 +178,7 @@ def test_gradual_recovery_keeps_every_share():
         prune(model, **options, recover="gradual", recover_steps=8).report,
     )
     assert [zeros(layer) for layer in experts(model)] == [zeros(layer) for layer in experts(plain)]
-    assert [layer.experts_asked for layer in recovered.layers] == [layer.experts_asked for layer in report.layers]
+    assert [layer.expert_targets for layer in recovered.layers] == [layer.expert_targets for layer in report.layers]
     first, *_, last = stage_patterns(PerExpert(0.5, True, (0.4, 0.6)))
     assert last.experts == (0.4, 0.6) and first.experts == pytest.approx((0.8 * first.sparsity, 1.2 * first.sparsity))
 

@@ -46,7 +46,7 @@ def size(report):
 
 
 def asked(report):
-    return {layer.name: layer.asked for layer in report.layers}
+    return {layer.name: layer.target_sparsity for layer in report.layers}
 
 
 def curves_of(model, batches=None, **options):
@@ -68,7 +68,7 @@ def test_a_model_loses_exactly_what_was_asked(solver, lam):
     shares = asked(report)
     assert max(shares.values()) - min(shares.values()) > 0.05
     assert sum("Fisher allocation: sparsities" in note for note in report.notes) == 1
-    assert "asked" in report.table() and report.seconds["allocation"] > 0
+    assert "target" in report.table() and report.seconds["allocation"] > 0
     assert PruningRecord.of(model).allocated == shares
 
 
@@ -88,7 +88,7 @@ def test_other_models(name, solver):
     model = uneven(name)
     batches = image_batches() if name in ("vit", "resnet", "convnext") else token_batches(padded=True)
     report = prune(model, batches, solver=solver, lam=1, **FISHER).report
-    total = sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers)
+    total = sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers)
     assert total == pytest.approx(round(0.6 * size(report)), abs=1e-6)
     assert len(set(asked(report).values())) > 2
 
@@ -261,7 +261,7 @@ def test_mixtures_give_every_layer_an_n_of_its_own(solver):
     assert 0.5 * total - 32 * 32 / 4 < count <= 0.5 * total
     assert len(set(asked(report).values())) > 1
     for layer in report.layers:
-        pattern = NM(round(4 * (1 - layer.asked)), 4)
+        pattern = NM(round(4 * (1 - layer.target_sparsity)), 4)
         groups = (model.get_submodule(layer.name).weight.view(-1, 4) != 0).sum(1)
         assert 1 <= pattern.n <= 4 and bool((groups <= pattern.n).all())
         assert layer.sparsity == pytest.approx(pattern.sparsity, abs=1e-9)

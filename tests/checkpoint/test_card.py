@@ -124,7 +124,7 @@ def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, cap
     (tmp_path / "README.md").write_text("no header at all")
     assert find_base(str(tmp_path)).text == "no header at all" and find_base(str(tmp_path)).name is None
     (tmp_path / "README.md").write_text("---\n[\n---\nno YAML")
-    assert find_base(str(tmp_path)) == find_base("") and "its licence is not taken over" in caplog.text
+    assert find_base(str(tmp_path)) == find_base("") and "its licence is not copied" in caplog.text
     caplog.clear()
 
     for error in (ConnectionError("no network"), LocalEntryNotFoundError("offline"), EntryNotFoundError("no card")):
@@ -135,7 +135,7 @@ def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, cap
         monkeypatch.setattr(ModelCard, "load", failing)
         caplog.clear()
         assert find_base("org/model").name == "org/model"
-        assert ("its licence is not taken over" in caplog.text) == (type(error) is not EntryNotFoundError)
+        assert ("its licence is not copied" in caplog.text) == (type(error) is not EntryNotFoundError)
 
 
 def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):
@@ -165,7 +165,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     pruner.save_pretrained(tmp_path)
     data, text = card(tmp_path)
     asked = settings.get("sparsity", 0.5)
-    assert data["moonshot"]["sparsity_asked"] == pytest.approx(asked, abs=0.01)
+    assert data["moonshot"]["target_sparsity"] == pytest.approx(asked, abs=0.01)
     assert data["moonshot"]["sparsity"] == pytest.approx(pruner.report.sparsity, abs=1e-6)
     assert data["moonshot"]["lambda"] == settings.get("lam", 0.9)
     task, cls = {
@@ -175,7 +175,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     assert data["pipeline_tag"] == task == data["model-index"][0]["results"][0]["task"]["type"]
     assert f"from transformers import {cls}\n" in text and f"model = {cls}.from_pretrained" in text
     assert ("\nMost of the model stayed dense: " in text) == (pruner.report.chosen < 0.5)
-    assert ("Left dense although chosen" in text) == bool(pruner.report.skipped)
+    assert ("Selected, but not pruned" in text) == bool(pruner.report.skipped)
     if "allocation" in settings:
         assert "| allocation of the sparsity | alpha |" in text and "% to " in text
     row = "| recovery | gradual, at most 5 steps for each decoder layer |"
@@ -212,7 +212,7 @@ def test_the_picture_shows_every_layer_once():
     figure = plot_report(report)
     sparsity, loss = figure.axes
     drawn = {line.get_label(): line for line in sparsity.get_lines()}
-    assert drawn.keys() == {*kinds, "asked for"}
+    assert drawn.keys() == {*kinds, "target"}
     assert list(drawn["mlp.up_proj"].get_ydata()) == [layer.sparsity for _, layer in kinds["mlp.up_proj"]]
     assert len(loss.get_lines()) == len(kinds)
     for axis in figure.axes:

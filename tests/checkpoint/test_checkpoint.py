@@ -202,7 +202,7 @@ def test_what_packing_does_not_make_smaller_stays_dense(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(push_to_hub=True), "call the pruner's own push_to_hub"),
+        (dict(push_to_hub=True), "call the pruner's push_to_hub"),
         (dict(is_main_process=False), "call it in one process"),
         (dict(max_shards=1), "max_shards=1: LlamaForCausalLM.save_pretrained has no such option"),
         (dict(variant="fp16"), "a packed checkpoint has no variants"),

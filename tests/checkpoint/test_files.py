@@ -1,4 +1,4 @@
-"""Files that appear together: what a killed save leaves behind, and in which order the files come."""
+"""Files that appear together: what a killed save leaves behind, and the order in which the files are moved."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+def test_the_files_of_a_killed_save_are_removed_by_the_next(tmp_path):
     (tmp_path / "model.safetensors").write_text("old")
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 2
@@ -49,7 +49,7 @@ def test_a_save_that_runs_is_left_alone(tmp_path):
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_two_saves_into_one_folder_come_one_after_the_other(tmp_path, monkeypatch):
+def test_two_saves_into_one_folder_are_serialized(tmp_path, monkeypatch):
     """The files of each move together, so that the folder is never of both."""
     real, turns = os.replace, []
 
@@ -72,8 +72,8 @@ def test_two_saves_into_one_folder_come_one_after_the_other(tmp_path, monkeypatc
     assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {turns[-1]}
 
 
-def test_a_save_that_begins_is_not_taken_for_an_abandoned_one(tmp_path, monkeypatch):
-    """Another one begins between the making of its folder and its lock."""
+def test_a_save_that_starts_does_not_count_as_abandoned(tmp_path, monkeypatch):
+    """Another one starts between the creation of its folder and of its lock."""
     made, others = tempfile.TemporaryDirectory, []
 
     def save(text):
@@ -101,7 +101,7 @@ def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
     moved, unlink = [], Path.unlink
 
     def unlinked(path, **options):
-        assert path.name == "config.json" or not (tmp_path / "config.json").exists()
+        assert path.name in ("config.json", ".lock", ".saving-lock") or not (tmp_path / "config.json").exists()
         unlink(path, **options)
 
     def interrupted(source, target):

@@ -188,7 +188,7 @@ def test_a_save_does_not_depend_on_a_foreign_card(tmp_path, caplog):
     pruner.save_pretrained(tmp_path / "out")
     data, text = card(tmp_path / "out")
     assert data["moonshot"]["pattern"] == "2:4" and "moonshot: 3\n" in parted(text)[1]
-    assert "moonshot=3 is none of this package's: it is kept as another's card" in caplog.text
+    assert "moonshot=3 is not of this package: it is kept as another's card" in caplog.text
 
 
 def test_the_fields_that_are_text_are_taken_over(tmp_path):

@@ -71,7 +71,7 @@ def test_commands_take_names_on_the_hub(session):
     assert status == 0 and found["holds"] and found["checksums"] and found["path"] == "me/shards"
     assert found["sparsity"] == 0.5 and all(layer["follows"] for layer in found["layers"])
     status, printed, _ = done["verified at"]
-    assert status == 0 and "packed; every checksum holds" in printed
+    assert status == 0 and "packed; every checksum is right" in printed
     for name in ("converted", "named"):
         assert done[name][0] == 0 and "weights" in done[name][1], done[name]
     assert done["folders"] == ["named", "shards-dense"] and done["weights"] == [True, True]
@@ -94,7 +94,7 @@ def test_commands_name_what_is_wrong_on_the_hub(session, name, status, words):
 
 def test_a_model_on_the_hub_that_nobody_pruned_is_no_claim(session):
     status, printed, _ = session[0]["commands"]["not pruned"]
-    assert status == 0 and "no text claims that it is pruned" in printed
+    assert status == 0 and "no metadata declares that it is pruned" in printed
 
 
 def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
@@ -106,7 +106,7 @@ def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
         assert "broke" in done[attempt] and "nothing was published in me/cut, call it again" in done[attempt]
     assert hub.commits["me/cut"] == [] and hub.files["me/cut"].keys() == {".gitattributes"}
     assert "me/refused" not in hub.files
-    assert "is no name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
+    assert "is not the name of a repository" in done["bad name"] and "repo_id=None" in done["no name"]
     assert "format='zip'" in done["bad format"] and "me/none" not in hub.files
     assert done["local files intact"]
 
@@ -119,7 +119,7 @@ def test_the_card_says_what_was_done(session):
     assert {"moonshot", "pruning", "2:4", "sparsegpt", "facebook", "llama"} <= set(card["tags"])
     facts = card["moonshot"]
     assert facts["lambda"] == 0.9 and facts["solver"] == "sparsegpt" and facts["pattern"] == "2:4"
-    assert facts["sparsity_asked"] == facts["sparsity"] == 0.5
+    assert facts["target_sparsity"] == facts["sparsity"] == 0.5
     assert len(facts["sparsity_by_kind"]) == 7 and set(facts["sparsity_by_kind"].values()) == {0.5}
     data = facts["calibration"]
     assert (data["num_samples"], data["sequence_length"], data["seed"]) == (6, 12, 0) and len(data["digest"]) == 64

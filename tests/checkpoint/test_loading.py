@@ -90,17 +90,17 @@ def test_files_that_contradict_themselves_are_refused(packed_copy):
     refused(lambda found, metadata: metadata.update(moonshot="{"), "metadata of the packed layers is damaged")
     refused(lambda found, metadata: metadata.update(moonshot='{"version": 3, "layers": {}, "sha256": {}}'), "version=3")
 
-    def claim(field, value):
+    def described(field, value):
         def change(found, metadata):
-            described = json.loads(metadata["moonshot"])
-            described["layers"][layer + ".weight"][field] = value
-            metadata["moonshot"] = json.dumps(described)
+            description = json.loads(metadata["moonshot"])
+            description["layers"][layer + ".weight"][field] = value
+            metadata["moonshot"] = json.dumps(description)
 
         return change
 
-    refused(claim("pattern", "1:4"), f"{layer}: it is not 1:4")
-    refused(claim("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
-    refused(claim("dtype", "float16"), f"{layer}: its values are torch.bfloat16, torch.float16 was written")
+    refused(described("pattern", "1:4"), f"{layer}: it is not 1:4")
+    refused(described("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
+    refused(described("dtype", "float16"), f"{layer}: its values are torch.bfloat16, torch.float16 was written")
 
 
 def test_from_pretrained_compares_checksums_too(packed_copy):
@@ -131,7 +131,7 @@ def test_weights_that_no_file_holds_are_not_made_up(packed_copy, tmp_path):
     rewrite(tmp_path / "dense" / "model.safetensors", lambda found, _: found.pop(f"{name}.weight"))
     with pytest.raises(MoonshotError, match=f"^{name}: no file holds it"):
         load_pruned(tmp_path / "dense")
-    with pytest.raises(MoonshotError, match=f"^{name}: no file holds it.*random numbers"):
+    with pytest.raises(MoonshotError, match=f"^{name}: no file holds it.*random values"):
         MoonshotPruner.from_pretrained(tmp_path / "dense", MoonshotConfig(pattern="2:4"))
     change_config(packed_copy, lambda config: config.pop("quantization_config"))
     with pytest.raises(MoonshotError, match="holds no model.safetensors.*config.json has no quantization_config"):
@@ -167,7 +167,7 @@ def test_damaged_json_is_named(packed_copy, content, tmp_path):
 
 def test_options_that_would_load_what_was_not_checked_are_refused(packed):
     for name in ("config", "output_loading_info", "subfolder", "variant", "state_dict", "adapter_kwargs"):
-        with pytest.raises(MoonshotError, match=f"{name}: load_pruned takes none"):
+        with pytest.raises(MoonshotError, match=f"{name}: load_pruned does not support it"):
             load_pruned(packed[0], **{name: "x"})
     with pytest.raises(MoonshotError, match="quantization_config: .* is pruned already"):
         load_pruned(packed[0], quantization_config=MoonshotConfig(pattern="2:4"))
@@ -186,5 +186,5 @@ def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(
 
 
 def test_a_repository_that_does_not_exist(monkeypatch):
-    with pytest.raises(MoonshotError, match="no folder, and no repository"):
+    with pytest.raises(MoonshotError, match="neither a folder nor a readable repository"):
         load_pruned("nobody/nothing", local_files_only=True)

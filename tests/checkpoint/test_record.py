@@ -1,4 +1,4 @@
-"""The record of what was done: one type, from the run into config.json and back, however long ago it was written."""
+"""The record of a pruning run: one type, from the run into config.json and back."""
 
 import ast
 import copy
@@ -20,10 +20,12 @@ from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.solvers import base
 
-# What the first release wrote into config.json.
+# As in config.json.
 FIRST = {
+    "version": 1,
     "config": {
-        "version": 1, "solver": "magnitude", "pattern": "unstructured", "sparsity": 0.5, "group_size": 1,
+        "version": MoonshotConfig.VERSION,
+        "solver": "magnitude", "pattern": "unstructured", "sparsity": 0.5, "group_size": 1,
         "allocation": {"up_proj": "2:4", "mlp": 0.25}, "owl_threshold": 5.0, "owl_lambda": 0.08, "alpha_tau": 0.1,
         "recompute": False, "lam": None, "fisher": "all", "damping": 0.01, "block_size": None, "targets": ["layers"],
         "ignore": ["v_proj"], "num_samples": 128, "sequence_length": None, "batch_size": 8, "seed": 0,
@@ -31,13 +33,14 @@ FIRST = {
     },
     "lam": 1.0,
     "sparsity": 0.4,
+    "solver_options": {},
     "calibration": None,
     "versions": {"torch": "2.13.0"},
 }  # fmt: skip
 
 
 def damaged(path, value):
-    """The first release's record with another value at a path such as "config.targets"."""
+    """The record with another value at a path such as "config.targets"."""
     record = copy.deepcopy(FIRST)
     *parents, last = path.split(".")
     inner = record
@@ -74,7 +77,7 @@ def test_the_record_shares_nothing_with_the_report():
     assert PruningRecord.of(pruner.model).config["seed"] == 0
 
 
-def test_the_first_releases_record_is_read():
+def test_a_record_is_read():
     record = PruningRecord.from_dict(FIRST)
     assert (record.targets, record.ignore) == (("layers",), ("v_proj",))
     assert record.layer_patterns(["up_proj", "mlp.down", "q"]) == {
@@ -82,13 +85,15 @@ def test_the_first_releases_record_is_read():
     }  # fmt: skip
     assert record.nm_patterns() == [NM(2, 4)] and record.solver_options == {}
     written = record.to_dict()
-    assert written == {"version": 1, **FIRST, "solver_options": {}}
+    assert written == FIRST
     assert PruningRecord.from_dict(written) == record
 
 
-def test_fields_that_came_later_have_their_defaults():
-    record = PruningRecord.from_dict({**FIRST, "config": {"pattern": "2:4"}, "of another program": 1})
-    assert (record.targets, record.ignore, record.nm_patterns()) == (None, (), [NM(2, 4)])
+def test_a_setting_that_is_missing_is_named():
+    for name in ("version", "pattern", "sparsity", "group_size", "allocation", "targets", "ignore"):
+        config = {key: value for key, value in FIRST["config"].items() if key != name}
+        with pytest.raises(MoonshotError, match=f"config.json is damaged: moonshot: config.{name}: missing"):
+            PruningRecord.from_dict({**FIRST, "config": config})
 
 
 def test_what_was_not_pruned_has_no_record():
@@ -104,7 +109,7 @@ def test_what_was_not_pruned_has_no_record():
 DAMAGED = [
     ("version", "1", "version='1'"),
     ("version", -1, "version=-1"),
-    ("config", [1, 2], r"config=\[1, 2\]: it must be an object"),
+    ("config", [1, 2], r"config=\[1, 2\]: must be an object"),
     ("config", None, "config=None"),
     ("config.version", 99, "config.version=99"),
     ("config.version", [1], r"config.version=\[1\]"),
@@ -126,7 +131,7 @@ DAMAGED = [
     ("lam", "0.9", "lam='0.9'"),
     ("lam", 2, "lam=2"),
     ("sparsity", [0.5], r"sparsity=\[0.5\]"),
-    ("calibration", ["c4"], r"calibration=\['c4'\]: it must be an object or null"),
+    ("calibration", ["c4"], r"calibration=\['c4'\]: must be an object or null"),
     ("versions", "torch", "versions='torch'"),
     ("solver_options", [0.01], r"solver_options=\[0.01\]"),
     ("compaction", 3, "compaction=3"),
@@ -142,7 +147,7 @@ def test_a_damaged_record_is_one_clear_error(path, value, words):
 
 @pytest.mark.parametrize("values", [[], "2:4", 3, True])
 def test_a_record_that_is_no_object(values):
-    with pytest.raises(MoonshotError, match="^config.json is damaged: moonshot: it is .*, no object"):
+    with pytest.raises(MoonshotError, match="^config.json is damaged: moonshot: it is .*, not an object"):
         PruningRecord.from_dict(values)
 
 
@@ -153,7 +158,7 @@ def test_a_field_that_is_missing_is_named(field):
 
 
 def test_a_newer_record_is_refused():
-    with pytest.raises(MoonshotError, match="moonshot: version=2: this release reads up to 1; update it"):
+    with pytest.raises(MoonshotError, match="moonshot: version=2: this release reads 1; update it"):
         PruningRecord.from_dict({**FIRST, "version": 2})
 
 

@@ -1,4 +1,4 @@
-"""`verify`: what a folder really holds against what its texts claim, whoever wrote it last."""
+"""`verify`: the weights of a folder against its declared metadata, whichever tool wrote it last."""
 
 import json
 import shutil
@@ -75,9 +75,9 @@ def test_what_was_saved_is_what_is_found(name, settings, format, tmp_path):
         if source is not None:
             (tmp_path / source).unlink()
         found = verify(tmp_path)
-        assert found and not found.broken and not found.notes, found.table()
+        assert found and not found.mismatches and not found.notes, found.table()
         assert found.format == format and found.checksums is (True if format == "packed" else None)
-        assert len(found.claims) == {None: 3, "moonshot_report.json": 2, "README.md": 1}[source]
+        assert len(found.declared) == {None: 3, "moonshot_report.json": 2, "README.md": 1}[source]
         assert {layer.name for layer in found.layers} == {layer.name for layer in pruner.report.layers}
         assert found.sparsity == pytest.approx(pruner.report.sparsity, abs=1e-9)
         parameters = {id(each): each for each in pruner.model.parameters()}.values()
@@ -92,7 +92,7 @@ def test_what_was_saved_is_what_is_found(name, settings, format, tmp_path):
             matrix = matrices[layer.name]
             assert sorted(layer.shape) == sorted(matrix.shape) and layer.zeros == int((matrix == 0).sum())
             assert layer.follows is (True if settings.get("pattern", "2:4") == "2:4" else None)
-            assert (layer.claimed is None) == (source is not None)
+            assert (layer.declared is None) == (source is not None)
 
 
 def test_one_weight_that_came_back(dense):
@@ -102,19 +102,19 @@ def test_one_weight_that_came_back(dense):
     found = verify(dense)
     assert not found and found.model_sparsity < found.sparsity < 0.5
     (wrong,) = [layer for layer in found.layers if layer.follows is False]
-    assert wrong.name == UP and wrong.sparsity < wrong.claimed == 0.5 and wrong.pattern == "2:4"
+    assert wrong.name == UP and wrong.sparsity < wrong.declared == 0.5 and wrong.pattern == "2:4"
     for source in ("config.json", "moonshot_report.json", "README.md"):
-        assert f"{source} says 2:4: 1 of 21 layers are not, such as {UP}" in found.broken
+        assert f"{source} says 2:4: 1 of 21 layers are not, such as {UP}" in found.mismatches
     fewer = f"moonshot_report.json: 1 of 21 layers have fewer zeros than it says, such as {UP} with 0.4974 for 0.5000"
-    assert fewer in found.broken
-    assert "not 2:4" in found.table() and "claims do not hold" in found.table().splitlines()[-1]
+    assert fewer in found.mismatches
+    assert "not 2:4" in found.table() and "mismatches" in found.table().splitlines()[-1]
 
 
 def test_zeros_in_other_places_keep_the_sparsity_alone(dense):
     change(dense, **{f"{UP}.weight": weight(dense).flatten().sort()[0].view(24, 16)})
     found = verify(dense)
     assert found.sparsity == 0.5
-    assert [line for line in found.broken if "2:4" not in line] == [] and len(found.broken) == 3
+    assert [line for line in found.mismatches if "2:4" not in line] == [] and len(found.mismatches) == 3
 
 
 def test_the_direction_of_square_weights_is_known(tmp_path):
@@ -196,8 +196,8 @@ def test_zeros_that_a_quantization_loses(scheme, dense):
     quantize(dense, lambda name, tensor: scheme(name, tensor + 0.1 * torch.randn_like(tensor)), "gptq")
     found = verify(dense)
     assert not found and found.sparsity < 0.45 and found.format == "gptq"
-    assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(found.broken)
-    assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in found.broken)
+    assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(found.mismatches)
+    assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in found.mismatches)
 
 
 def test_weights_that_cannot_be_told(dense):
@@ -208,10 +208,10 @@ def test_weights_that_cannot_be_told(dense):
     quantize(dense, scheme, "gptq")
     found = verify(dense)
     assert not found and found.sparsity is found.model_sparsity is found.parameters is None
-    (line,) = [line for line in found.broken if "cannot be read" in line]
+    (line,) = [line for line in found.mismatches if "cannot be read" in line]
     assert line.endswith(
         "its weight, quantized by gptq, cannot be read: it is stored as qweight, scales, in which its zeros cannot be "
-        "told (21 layers differ)"
+        "determined (21 layers differ)"
     )
 
 
@@ -225,7 +225,7 @@ def test_layers_that_are_lost_or_of_another_shape(dense):
     down = "model.layers.0.mlp.down_proj"
     change(dense, **{f"{UP}.weight": None, f"{down}.weight": torch.zeros(16, 8)})
     found = verify(dense)
-    assert f"{down}: its shape is [16, 8], the report says [16, 24] (2 layers differ)" in found.broken
+    assert f"{down}: its shape is [16, 8], the report says [16, 24] (2 layers differ)" in found.mismatches
     assert next(layer for layer in found.layers if layer.name == UP).problem == "no file holds its weight"
 
 
@@ -236,7 +236,7 @@ def test_a_damaged_packed_checkpoint(packed_copy):
     content[-3] ^= 1
     path.write_bytes(content)
     found = verify(packed_copy)
-    assert not found and found.checksums is False and "its checksum differs" in " ".join(found.broken)
+    assert not found and found.checksums is False and "its checksum differs" in " ".join(found.mismatches)
     path.write_bytes(content[:-100])
     with pytest.raises(MoonshotError, match="is truncated"):
         verify(packed_copy)
@@ -244,7 +244,7 @@ def test_a_damaged_packed_checkpoint(packed_copy):
 
 def test_what_would_be_loaded_on_top(dense):
     (dense / "adapter_config.json").write_text("{}")
-    assert "transformers would load it too" in " ".join(verify(dense).broken)
+    assert "transformers would load it too" in " ".join(verify(dense).mismatches)
 
 
 def rewrite(folder, source, edit):
@@ -266,7 +266,7 @@ def rewrite(folder, source, edit):
         ("README.md", lambda told: told.update(pattern="1:4"), "README.md says 1:4: 21 of 21 layers are not, such as"),
         ("README.md", lambda told: told.update(sparsity=0.6), "README.md says sparsity 0.6000: the layers have 0.5000"),
         ("README.md", lambda told: told.update(format="packed"), "README.md says that it is packed: it is dense"),
-        ("README.md", lambda told: told.clear(), "README.md is damaged: moonshot={}: none of ours"),
+        ("README.md", lambda told: told.clear(), "README.md is damaged: moonshot={}: not an entry of this package"),
         ("config.json", lambda told: told["config"].update(pattern="1:8"), "config.json says 1:8: 21 of 21 layers"),
         ("config.json", lambda told: told.update(sparsity=2), "config.json is damaged: moonshot: sparsity=2"),
         ("config.json", lambda told: told.update(version=99), "config.json, moonshot: version=99: this release"),
@@ -282,7 +282,7 @@ def rewrite(folder, source, edit):
 def test_a_text_that_says_something_else(source, edit, line, dense):
     rewrite(dense, source, edit)
     found = verify(dense)
-    assert not found and any(line in said for said in found.broken), found.broken
+    assert not found and any(line in said for said in found.mismatches), found.mismatches
 
 
 def test_every_layer_by_its_own_rule(tmp_path):
@@ -294,27 +294,27 @@ def test_every_layer_by_its_own_rule(tmp_path):
     assert "config.json: by layer, sparsity" in found.table()
 
 
-def test_a_compacted_model_claims_no_zeros(tmp_path):
+def test_a_compacted_model_declares_no_zeros(tmp_path):
     pruner = pruned("llama", pattern="structured", sparsity=0.5)
     pruner.compact()
     pruner.save_pretrained(tmp_path)
     found = verify(tmp_path)
-    assert found and found.notes == ("the model was made smaller: no zeros are claimed",)
+    assert found and found.notes == ("the model was compacted: no zeros are declared",)
     assert found.sparsity == 0 and "structured, sparsity 0.5000, compacted" in found.table()
 
 
 def test_a_model_that_nobody_pruned(tmp_path):
     make("llama").save_pretrained(tmp_path)
     found = verify(tmp_path)
-    assert found and not found.claims and found.sparsity == 0 and len(found.layers) == 21
-    assert found.table().endswith("verdict     no text claims that it is pruned")
+    assert found and not found.declared and found.sparsity == 0 and len(found.layers) == 21
+    assert found.table().endswith("verdict     no metadata declares that it is pruned")
 
 
 def test_an_architecture_that_transformers_does_not_know(dense):
     config = json.loads((dense / "config.json").read_text())
     (dense / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of", "architectures": ["Own"]}))
     found = verify(dense)
-    assert found and len(found.layers) == 21 and "known by the report alone" in found.notes[0]
+    assert found and len(found.layers) == 21 and "known from the report alone" in found.notes[0]
 
 
 def test_mistakes_are_named(tmp_path):
@@ -339,16 +339,16 @@ def run(capsys, *argv):
 
 def test_the_command(dense, capsys, tmp_path):
     status, printed = run(capsys, dense)
-    assert status == 0 and printed.out.splitlines()[-1] == "verdict     every claim holds"
+    assert status == 0 and printed.out.splitlines()[-1] == "verdict     matches its metadata"
     assert "sparsity    0.5000 over 21 layers, 0." in printed.out and len(printed.out.splitlines()) == 22 + 7
     status, printed = run(capsys, dense, "--json")
     values = json.loads(printed.out)
-    assert status == 0 and values["holds"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5
+    assert status == 0 and values["matches"] and values["layers"][0]["pattern"] == "2:4" and values["sparsity"] == 0.5
     quantize(dense, lambda name, tensor: nearest(name, tensor + 0.1), "gptq")
     status, printed = run(capsys, dense)
-    assert status == 1 and "differs     README.md says 2:4: 21 of 21 layers are not" in printed.out
+    assert status == 1 and "mismatch    README.md says 2:4: 21 of 21 layers are not" in printed.out
     status, printed = run(capsys, dense, "--json")
-    assert status == 1 and not json.loads(printed.out)["holds"]
+    assert status == 1 and not json.loads(printed.out)["matches"]
     for argument, code in ((tmp_path / "nothing", 2), (tmp_path, 1)):
         status, printed = run(capsys, argument)
         assert status == code and printed.err.startswith("error: ") and printed.err.count("\n") == 1

@@ -163,7 +163,7 @@ def test_output_folder_is_not_overwritten_unasked(capsys, tmp_path):
     status, lines = failure(capsys, *prune, tmp_path)
     assert status == 2 and len(lines) == 1 and "--overwrite" in lines[0]
     status, lines = failure(capsys, *prune, tmp_path / "keep.txt")
-    assert status == 2 and len(lines) == 1 and "is a file: give a folder" in lines[0]
+    assert status == 2 and len(lines) == 1 and "is a file; give a folder" in lines[0]
 
 
 def test_model_is_not_pruned_into_its_own_folder(capsys):

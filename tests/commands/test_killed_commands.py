@@ -264,7 +264,7 @@ def test_a_full_disk_loses_nothing(capsys, tmp_path, monkeypatch, more):
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     status, lines = failure(capsys, *argv)
     assert status == 1 and len([line for line in lines if line.startswith("error")]) == 1
-    assert f"--output {tmp_path / 'out'} cannot be written: [Errno 28] No space left" in lines[-1]
+    assert f"--output {tmp_path / 'out'}: cannot be written: [Errno 28] No space left" in lines[-1]
     assert left(tmp_path / "out") == set()
     monkeypatch.undo()
     main(argv)
@@ -296,7 +296,7 @@ def test_a_disk_that_is_really_full(capsys, tmp_path):
             subprocess.run(["umount", str(small)], check=True)
             mount(needed - short)
             status, lines = failure(capsys, *command("prune", small, *options))
-            assert status == 1 and lines[-1].startswith(f"error: --output {small} cannot be written: "), lines[-1]
+            assert status == 1 and lines[-1].startswith(f"error: --output {small}: cannot be written: "), lines[-1]
             assert not left(small)
             assert (tmp_path / "small.partial" / "run").is_dir()
     finally:
@@ -319,7 +319,7 @@ def test_links_and_files_as_output(capsys, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     (tmp_path / "file").write_text("mine")
     status, lines = failure(capsys, *command("prune", tmp_path / "link", *PRUNE))
-    assert status == 2 and f"--output {tmp_path / 'link'} is a link to a folder that does not exist" in lines[-1]
+    assert status == 2 and f"--output {tmp_path / 'link'}: is a link to a folder that does not exist" in lines[-1]
     status, lines = failure(capsys, *command("prune", tmp_path / "file" / "out", *PRUNE))
-    assert status == 1 and f"--output {tmp_path / 'file' / 'out'} cannot be written" in lines[-1]
+    assert status == 1 and f"--output {tmp_path / 'file' / 'out'}: cannot be written" in lines[-1]
     assert left(tmp_path) == {"link", "file"} and Path(tmp_path / "file").read_text() == "mine"

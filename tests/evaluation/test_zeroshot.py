@@ -152,7 +152,7 @@ def test_progress_is_shown_when_asked_for(progress, task, tokenizer, model, capf
 
 
 def test_a_report_takes_the_tasks_and_their_mean():
-    report, settings = PruneReport({}, [], {}, None, {}, 0, {}), {"num_fewshot": 0, "limit": None}
+    report, settings = PruneReport({}, [], {}, None, {}, 0, {}, 1), {"num_fewshot": 0, "limit": None}
     report.record(result(a=0.5, b=0.25), dense=result(a=0.75, b=0.75))
     assert report.evaluations["a"] == {"metric": "accuracy", "settings": settings, "dense": 0.75, "pruned": 0.5}
     mean = report.evaluations["mean of 2 zero-shot tasks"]

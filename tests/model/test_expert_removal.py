@@ -275,7 +275,7 @@ def test_what_goes_is_what_the_slow_truth_says(solver, lam):
         expected = float(reference.expert_losses(parts, delta, samples, gone, lam))
         assert layer.loss == pytest.approx(expected, rel=1e-3) == layer.experts.losses[solver]
         assert layer.experts.losses["osscar"] == min(layer.experts.losses.values())
-        assert layer.shape == (4, 3 * 16 * 24) and layer.sparsity == layer.asked == 0.5
+        assert layer.shape == (4, 3 * 16 * 24) and layer.sparsity == layer.target_sparsity == 0.5
         assert (layer.fisher is None) == (lam == 1)
 
 
@@ -341,7 +341,7 @@ def test_every_group_of_a_router_loses_as_many(solver):
     pruner = prune(model, solver=solver, lam=0.5, sparsity=0.4)  # of 4 each, 2
     for layer in pruner.report.layers:
         assert [expert // 4 for expert in layer.experts.removed] == [0, 0, 1, 1, 2, 2]
-        assert layer.sparsity == 0.5 and layer.asked == 0.4
+        assert layer.sparsity == 0.5 and layer.target_sparsity == 0.4
     assert model.config.n_routed_experts == 6 and model.config.n_group == 3
     torch.testing.assert_close(logits(model, batch), without(dense, removed(pruner), batch), rtol=1e-4, atol=1e-5)
 
@@ -434,10 +434,10 @@ def test_the_report_and_the_card_say_which(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ({"removed": [1, "2"]}, r"layers\[0\].experts.removed\[1\]='2': a whole number belongs there"),
+        ({"removed": [1, "2"]}, r"layers\[0\].experts.removed\[1\]='2': must be a whole number"),
         ({"losses": {"osscar": "small"}}, r"experts.losses\['osscar'\]='small': a number"),
         ({"losses": {}}, "experts.losses: there are none"),
-        ({"more": 1}, "experts.more is no field of it"),
+        ({"more": 1}, "experts.more is an unknown field"),
     ],
     ids=str,
 )

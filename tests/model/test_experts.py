@@ -150,7 +150,7 @@ def test_every_family(name, tmp_path):
         loaded = type(model).from_pretrained(tmp_path / format, dtype=model.dtype)
         assert same(loaded, model)
         found = verify(tmp_path / format)
-        assert found and found.sparsity == pruner.report.sparsity, found.broken
+        assert found and found.sparsity == pruner.report.sparsity, found.mismatches
         loaded.save_pretrained(tmp_path / "again")
         assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "dense").keys()
     check_packed(tmp_path, found, pruner)

@@ -127,7 +127,7 @@ def test_results_of_other_settings_are_not_taken_over(tmp_path, monkeypatch):
     prune(other, lam=0.5)
     assert_same(model, weights(other))
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(MoonshotError, match="resume_dir.*holds other files"):
+    with pytest.raises(MoonshotError, match="resume_dir.*contains other files"):
         MoonshotPruner(make("llama"), config()).prune(token_batches(), resume_dir=tmp_path)
 
 

@@ -298,4 +298,4 @@ def test_a_loss_of_ones_own_and_allocation_go_with_it():
         token_batches(), loss=lambda output, batch: output.logits.float().square().mean((1, 2)), progress=False
     )
     total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-    assert sum(layer.asked * layer.shape[0] * layer.shape[1] for layer in report.layers) == total // 2
+    assert sum(layer.target_sparsity * layer.shape[0] * layer.shape[1] for layer in report.layers) == total // 2

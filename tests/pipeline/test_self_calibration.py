@@ -330,7 +330,7 @@ def test_other_settings_or_damage_write_anew(tmp_path, written):
 def test_files_of_others_are_named_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(self_samples, "write_samples", None)
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(MoonshotError, match="resume_dir=.* holds other files"):
+    with pytest.raises(MoonshotError, match="resume_dir=.*: contains other files"):
         prune(make("llama"), resume_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

@@ -40,7 +40,7 @@ def planned(config=None, **fields):
 
 
 def most(plan, what):
-    return max(sum(moment.items.get(what, {}).values()) for moment in plan.moments)
+    return max(sum(moment.items.get(what, {}).values()) for moment in plan.snapshots)
 
 
 @pytest.mark.parametrize("solver", ["wanda", "magnitude", "sparsegpt", "alps", "obc", "cap", "osscar"])
@@ -104,7 +104,7 @@ def test_what_is_planned_is_what_lives(name, lam):
     plan = pruner.plan(batches)
     with LiveBytes() as live:
         pruner.prune(batches, progress=False)
-    allocator = next(iter(plan.moments[0].items.get("allocator", {"cpu": 0}).values()))
+    allocator = next(iter(plan.snapshots[0].items.get("allocator", {"cpu": 0}).values()))
     said = plan.peaks["cpu"] - allocator
     assert 0.6 * live.peak <= said <= 1.7 * live.peak, said / live.peak
 
@@ -116,7 +116,7 @@ def test_bytes_grow_with_samples_and_widths():
     assert most(planned(wide, lam=0.5), "statistics") > 1.9 * most(base, "statistics")
     assert most(planned(lam=1), "caches") < most(base, "caches") / 2
     assert most(planned(lam=0.5, batch_size=1), "activations") < most(base, "activations")
-    assert "logits" not in {what for moment in planned(lam=1).moments for what in moment.items}
+    assert "logits" not in {what for moment in planned(lam=1).snapshots for what in moment.items}
 
 
 def test_statistics_are_those_of_the_schedule_to_the_byte():
@@ -176,7 +176,7 @@ def test_a_plan_with_weights_has_seconds_and_one_without_has_none():
 
 def test_a_plan_without_weights_equals_one_with_them():
     def memory(plan):
-        return {(m.phase, m.where): {k: v for k, v in m.items.items()} for m in plan.moments}
+        return {(m.phase, m.where): {k: v for k, v in m.items.items()} for m in plan.snapshots}
 
     config = MoonshotConfig(**FAST, lam=0.5)
     assert memory(MoonshotPruner(llama(), config).plan()) == memory(planned(lam=0.5))
@@ -186,7 +186,7 @@ def test_a_plan_without_weights_equals_one_with_them():
 def test_phases_before_and_after_have_their_moments(fields):
     plan = planned(lam=0.5, **fields)
     name = {"rotation": "rotation", "allocation": "allocation", "recover": "recovery"}[next(iter(fields))]
-    assert name in {moment.phase for moment in plan.moments}
+    assert name in {moment.phase for moment in plan.snapshots}
 
 
 def test_orders_of_neurons_take_time_where_these_compete_for_the_places_of_n_m():
@@ -207,12 +207,12 @@ def test_what_does_not_fit_names_the_option_that_mends_it():
     config = MoonshotConfig(**{**FAST, "num_samples": 64}, lam=0.5)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory=120_000, host_memory="1GB")
     assert not plan.fits and plan.device == "cuda"
-    assert any("num_samples" in misfit.mend for misfit in plan.overflows)
+    assert any("num_samples" in misfit.hint for misfit in plan.overflows)
     small = MoonshotPruner.plan_for(on_meta(), config, device_memory=1000, host_memory="1GB")
-    assert small.overflows[0].where == "the model" and "dtype" in small.overflows[0].mend
+    assert small.overflows[0].where == "the model" and "dtype" in small.overflows[0].hint
     assert "DOES NOT FIT" in str(plan)
     plan = MoonshotPruner.plan_for(on_meta(), config, device_memory="1GB", host_memory="1GB")
-    assert plan.fits and "fits: beside the model" in str(plan)
+    assert plan.fits and "fits: besides the model" in str(plan)
 
 
 def test_results_go_to_the_disk_with_a_folder():
@@ -224,14 +224,14 @@ def test_caches_that_spill_are_counted_on_the_disk(tmp_path):
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000, offload_dir=str(tmp_path))
     assert MoonshotPruner.plan_for(on_meta(), config).peaks["disk"] > 0
     config = MoonshotConfig(**{**FAST, "num_samples": 32}, lam=0.5, max_memory=10_000)
-    assert any("offload_dir" in misfit.mend for misfit in MoonshotPruner.plan_for(on_meta(), config).overflows)
+    assert any("offload_dir" in misfit.hint for misfit in MoonshotPruner.plan_for(on_meta(), config).overflows)
 
 
 def test_a_run_that_finds_no_room_was_planned_to(tmp_path):
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     pruner = MoonshotPruner(model, MoonshotConfig(**FAST, lam=0.5, max_memory=40_000))
     plan = pruner.plan(batches)
-    assert not plan.fits and "offload_dir" in plan.overflows[0].mend
+    assert not plan.fits and "offload_dir" in plan.overflows[0].hint
     with pytest.raises(MoonshotError, match="max_memory"):
         pruner.prune(batches, progress=False)
 

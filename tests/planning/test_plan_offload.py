@@ -29,7 +29,7 @@ def opened(folder, offload="disk", **fields):
 
 
 def item(plan, what, place="cpu"):
-    return max(moment.items.get(what, {}).get(place, 0) for moment in plan.moments)
+    return max(moment.items.get(what, {}).get(place, 0) for moment in plan.snapshots)
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.5])
@@ -43,12 +43,12 @@ def test_it_is_the_plan_in_memory_but_for_where_weights_and_results_are(name, la
         for block in sizes:
             sizes[block] += tensor.nbytes * parameter.startswith(f"{block}.")
     assert item(away, "weights of a block") == max(sizes.values())
-    assert away.model["away"] == {"largest": max(sizes.values()), "total": sum(sizes.values()), "place": DISK}
+    assert away.model["offloaded"] == {"largest": max(sizes.values()), "total": sum(sizes.values()), "place": DISK}
     for what in ("statistics", "solver"):
         assert item(away, what) == item(there, what)
     assert item(away, "results") == 0 < item(away, "results", DISK) < item(there, "results")
     assert away.seconds["reading"] > 0 and "reading" not in there.seconds
-    assert "in files, of which a block at a time" in str(away)
+    assert "offloaded to files, onloaded block by block" in str(away)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_it_reads_a_block_of_each_kind_and_leaves_the_model_as_it_was(tmp_path):
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     before = read_bytes()
     plan = pruner.plan()
-    assert read_bytes() - before <= plan.model["away"]["total"] / 4
+    assert read_bytes() - before <= plan.model["offloaded"]["total"] / 4
     assert is_offloaded(model)
     assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
     assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
@@ -82,8 +82,8 @@ def test_a_rotation_brings_one_block_at_a_time_and_keeps_what_it_changes(tmp_pat
     folder = saved(tmp_path / "dense")
     turned, plain = (opened(folder, **how).plan() for how in ({"rotation": "learned", "rotation_steps": 2}, {}))
     for plan in (turned, plain):
-        assert item(plan, "weights of a block") == plan.model["away"]["largest"]
-    assert turned.peaks["disk"] - plain.peaks["disk"] == turned.model["away"]["total"]
+        assert item(plan, "weights of a block") == plan.model["offloaded"]["largest"]
+    assert turned.peaks["disk"] - plain.peaks["disk"] == turned.model["offloaded"]["total"]
     assert turned.seconds["reading"] > 5 * plain.seconds["reading"]
 
 
@@ -97,15 +97,15 @@ def test_a_model_too_large_for_its_device_fits_with_its_layers_elsewhere():
         return MoonshotPruner.plan_for(config, settings, **machine, offload=offload)
 
     generous = planned("80GB", "disk")
-    held, away = generous.model["bytes"], generous.model["away"]["total"]
+    held, away = generous.model["bytes"], generous.model["offloaded"]["total"]
     small = held - away + generous.peaks["cuda"]
     assert small < held
     refused = planned(small)
-    assert not refused.fits and 'offload="cpu" or "disk"' in refused.overflows[0].mend
+    assert not refused.fits and 'offload="cpu" or "disk"' in refused.overflows[0].hint
     assert planned(small, "cpu").fits and planned(small, "disk").fits
     assert not planned(small - 1, "disk").fits
     poor = planned(small, "cpu", host=away // 2)
-    assert 'offload="disk"' in [misfit.mend for misfit in poor.overflows if misfit.where == "the model's layers"]
+    assert 'offload="disk"' in [misfit.hint for misfit in poor.overflows if misfit.where == "the model's layers"]
 
 
 def test_what_cannot_be_says_so(tmp_path):
@@ -128,5 +128,5 @@ def test_the_command_plans_it(tmp_path, capsys):
     options = ["--output", str(tmp_path / "out"), "--pattern", "2:4", "--dry-run", "--offload", "disk"]
     prune_command(parser.parse_args([str(tmp_path / "dense"), *options, "--num-samples", "4"]))
     told = capsys.readouterr().out
-    assert "reading" in told and "in files, of which a block" in told
+    assert "reading" in told and "offloaded to files, onloaded block" in told
     assert not (tmp_path / "out").exists()

@@ -151,7 +151,7 @@ def test_every_layer_ends_at_exactly_what_was_asked_for(changes):
     for layer, expected in zip(report.layers, before.layers, strict=True):
         weight = model.get_submodule(layer.name).weight
         assert layer.sparsity == expected.sparsity == int((weight == 0).sum()) / weight.numel(), layer.name
-        assert layer.asked == expected.asked
+        assert layer.target_sparsity == expected.target_sparsity
         if isinstance(pattern := patterns[layer.name], NM):
             assert ((weight != 0).view(-1, pattern.m).sum(1) == pattern.n).all(), layer.name
     for key, tensor in model.state_dict().items():

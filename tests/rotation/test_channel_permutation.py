@@ -201,17 +201,17 @@ def test_an_order_is_of_all_rows_where_some_stand_for_all():
 def test_a_run_orders_neurons_for_n_of_m(name, rotation):
     report = prune(name, rotation=rotation, **N_OF_M).report
     turned = report.rotation
-    assert len(turned.orders) == 3 and set(turned.orders.values()) == {24}
+    assert len(turned.permuted) == 3 and set(turned.permuted.values()) == {24}
     assert turned.objective_after < turned.objective_learned <= turned.objective_before
-    assert "the neurons of 3 layers in another order" in report.table()
-    assert RotationReport.from_dict(turned.to_dict()) == turned and turned.summary()["neurons_ordered"] == 3
+    assert "channel permutations of 3 layers" in report.table()
+    assert RotationReport.from_dict(turned.to_dict()) == turned and turned.summary()["layers_permuted"] == 3
     assert not any(name.endswith("neurons") for name in turned.spaces)
 
 
 def test_unstructured_runs_and_layers_that_stay_dense_need_no_order():
-    assert not prune().report.rotation.orders
+    assert not prune().report.rotation.permuted
     kept = prune(ignore=["layers.1.mlp.down_proj"], **N_OF_M).report.rotation
-    assert list(kept.orders) == [f"model.layers.{i}.mlp.down_proj neurons" for i in (0, 2)]
+    assert list(kept.permuted) == [f"model.layers.{i}.mlp.down_proj neurons" for i in (0, 2)]
 
 
 @pytest.mark.parametrize("rotation", ["learned", "heads"])
@@ -221,7 +221,7 @@ def test_an_ordered_model_is_the_same_function_and_prunes_as_a_run_does(rotation
     dense, before = outputs(alone.model, batch), weights(alone.model)
     report = alone.rotate(token_batches(), progress=False)
     check_same(alone.model, batch, dense, "it")
-    assert len(report.orders) == 3 and not same(weights(alone.model), before)
+    assert len(report.permuted) == 3 and not same(weights(alone.model), before)
     alone.prune(token_batches(), progress=False)
     assert same(weights(alone.model), weights(prune("llama-tied-biased", rotation=rotation, **N_OF_M).model))
 
@@ -245,7 +245,7 @@ def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeyp
     again = pruner(**N_OF_M)
     again.prune(token_batches(), progress=False, resume_dir=tmp_path)
     assert same(weights(again.model), weights(whole.model))
-    assert again.report.rotation.orders == whole.report.rotation.orders
+    assert again.report.rotation.permuted == whole.report.rotation.permuted
     assert again.report.rotation.objective_after == whole.report.rotation.objective_after
 
 
@@ -268,4 +268,4 @@ def test_a_sweep_orders_for_all_its_patterns():
     swept = done.sweep(token_batches(), lambdas=[1.0], patterns=["2:4", "4:8"], progress=False)
     assert same(weights(done.model), dense)
     done.choose(swept.entries[0])
-    assert len(done.report.rotation.orders) == 3
+    assert len(done.report.rotation.permuted) == 3

@@ -115,7 +115,7 @@ def test_a_sweep_of_both_kinds_orders_and_scales():
     swept = done.sweep(token_batches(), lambdas=[1.0], patterns=["2:4", "unstructured"], progress=False)
     assert same(weights(done.model), dense)
     done.choose(swept.entries[0])
-    assert len(done.report.rotation.orders) == 3 and len(done.report.rotation.scales) == 6
+    assert len(done.report.rotation.permuted) == 3 and len(done.report.rotation.scales) == 6
 
 
 def test_a_finished_state_is_taken_over_bit_by_bit(tmp_path, monkeypatch):

@@ -237,7 +237,7 @@ def test_what_lambda_does_not_change_is_computed_once(allocation, once, monkeypa
         alone = MoonshotPruner(make("llama"), config(allocation=allocation, sparsity=entry.sparsity, lam=entry.lam))
         alone.prune(token_batches(), progress=False)
         asked = [variant.pattern_of(layer).sparsity for layer in variant.selection.layers]
-        assert [layer.asked for layer in alone.report.layers] == asked
+        assert [layer.target_sparsity for layer in alone.report.layers] == asked
         assert alone.report.notes == variant.notes
 
 

@@ -20,8 +20,10 @@ def prune(path=None, **changes):
 def test_all_steps_together_keep_the_total(lam):
     _, report = prune(sparsity=0.6, lam=lam)
     total = sum(layer.shape[0] * layer.shape[1] for layer in report.layers)
-    assert sum(round(layer.asked * layer.shape[0] * layer.shape[1]) for layer in report.layers) == round(0.6 * total)
-    assert len({layer.asked for layer in report.layers}) > 1
+    assert sum(round(layer.target_sparsity * layer.shape[0] * layer.shape[1]) for layer in report.layers) == round(
+        0.6 * total
+    )
+    assert len({layer.target_sparsity for layer in report.layers}) > 1
     assert report.rotation.rotated and report.recovery
     assert set(report.seconds) == {"rotation", "allocation", "calibration", "solver", "recovery", "total"}
 
@@ -32,7 +34,7 @@ def test_mixtures_of_n_m_together():
     for layer in report.layers:
         weight = model.get_submodule(layer.name).weight.detach()
         counts[layer.name] = int((weight.unflatten(1, (-1, 4)) != 0).sum(-1).max())
-        assert counts[layer.name] == round(4 * (1 - layer.asked))
+        assert counts[layer.name] == round(4 * (1 - layer.target_sparsity))
     assert 0.4 < report.sparsity <= 0.5
 
 

@@ -261,7 +261,7 @@ def test_what_cannot_be_packed_says_so():
         in_memory.to_runtime(model, "packed")
     plain = MoonshotPruner(make("convnet"), MoonshotConfig(solver="magnitude", pattern="2:4"))
     plain.prune(progress=False)
-    with pytest.raises(MoonshotError, match="ConvNet is no PreTrainedModel"):
+    with pytest.raises(MoonshotError, match="ConvNet is not a PreTrainedModel"):
         plain.to_runtime("packed")
     pruner = pruned()
     with pytest.raises(MoonshotError, match="runtime='fast': use .dense. or .packed. or .semi_structured. or .auto."):

@@ -37,7 +37,7 @@ def _option(parts):
 def _field(kind, prefix=""):
     def cells(parts):
         name = prefix + _text(parts[0])
-        return f"{name}: {parts[1]}", f"is damaged: it is no report of a {kind} ({name}…"
+        return f"{name}: {parts[1]}", f"is damaged: it is not the report of a {kind} ({name}…"
 
     return cells
 
