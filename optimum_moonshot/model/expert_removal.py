@@ -25,7 +25,7 @@ from .calls import first_tensor, run_model, without_caches
 from .configurations import Edit, edited, whole_numbers
 from .layers import onloading_in, visited
 from .mixtures import Mixture, Mixtures
-from .offload import Offloaded
+from .offload import Offloaded, mark_written
 from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
 
 # Fields that count a router's groups of experts, and how many of them it looks into.
@@ -115,8 +115,10 @@ class ExpertRemoval:
             for weights, some in self._by_place().items():
                 if isinstance(weights, Offloaded):
                     undo.callback(weights.restore, weights.changes())
-                with weights.onloaded():  # those that came for this alone come as they were next time
+                with weights.onloaded():
                     self._cut(some, cut, undo if weights is RESIDENT else ExitStack())
+                    for each in some:
+                        mark_written(each.owner, each.key)
             self._configure(undo)
             undo.pop_all()
         for each in self.sliced.values():

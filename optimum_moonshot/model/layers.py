@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import require
 from .experts import ExpertsAdapter, expert_keys, stacks_experts
 from .layer_adapters import LayerAdapter, find_adapter
-from .offload import rest_of, weights_of
+from .offload import mark_written, rest_of, weights_of
 from .onloading import RESIDENT, Weights, by_module
 
 WEIGHT = "weight"  # what a module with one matrix calls it
@@ -68,8 +68,13 @@ class PrunableLayer:
         return self.as_matrix(self.parameter.detach())
 
     def assign(self, matrix: Tensor) -> None:
-        """Write a [d_out, d_in] matrix into the parameter, in place."""
+        """Copy a [d_out, d_in] matrix into the parameter; an offloaded block drops it on exit."""
         self.parameter.detach().copy_(self.as_parameter(matrix))
+
+    def write(self, matrix: Tensor) -> None:
+        """As `assign`, for good: an offloaded block stores the weight."""
+        self.assign(matrix)
+        mark_written(self.modules[0], self.key)
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         """[d_out, d_in] of a tensor that is laid out as the parameter."""
