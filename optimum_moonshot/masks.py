@@ -114,7 +114,7 @@ def _chosen_layers(
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # an adapter's own weights, as PEFT lays them beside the layer
         form = adapter_at(module, key)
-        weight = None if form is None else form.parameter
+        weight = None if form is None else form.weight
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):

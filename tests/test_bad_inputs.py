@@ -148,9 +148,9 @@ DATA = [
     ([keys_of("input_ids", "labels"), keys_of("input_ids")], "item 1 of the data has input_ids, item 0 input_ids, lab"),
     ([keys_of("foo")] * 2, "LlamaForCausalLM cannot be called with foo [1, 8]"),
     ([{"input_ids": torch.ones(2, 3, 4).long()}] * 2, "LlamaForCausalLM cannot be called with input_ids [1, 3, 4]"),
-    ([{"input_ids": torch.rand(2, 3)}] * 2, "input_ids: token ids are torch.float32, give whole numbers"),
-    ([{"input_ids": IDS * 10**6}] * 2, "it gives token 1000000, LlamaForCausalLM has"),
-    ([{"input_ids": -IDS}] * 2, "it gives token -1"),
+    ([{"input_ids": torch.rand(2, 3)}] * 2, "input_ids: token ids are torch.float32; use integers"),
+    ([{"input_ids": IDS * 10**6}] * 2, "token 1000000 is outside of the vocabulary of LlamaForCausalLM, which has"),
+    ([{"input_ids": -IDS}] * 2, "token -1 is outside"),
     ([{"input_ids": IDS.to_sparse()}], "input_ids is of layout torch.sparse_coo: give a dense tensor"),
     ([{"input_ids": IDS.to("meta")}], "item 0 of the data: input_ids: give a tensor"),
     ([{"input_ids": IDS[:0]}], "it is empty, leave it out"),
@@ -171,14 +171,17 @@ DATA = [
 ]  # fmt: skip
 LOSSES = [
     (lambda output, batch: torch.zeros(len(batch["input_ids"])), "has no gradient: compute it from the model's output"),
-    (lambda output, batch: output.logits.detach().mean((1, 2)), "loss: what it returned has no gradient"),
-    (lambda output, batch: torch.ones(1, requires_grad=True), "loss: what it returned has no gradient"),
-    (lambda output, batch: 1.0, "loss: it returned a float: let it return one loss per sample, a tensor of shape [1]"),
+    (lambda output, batch: output.logits.detach().mean((1, 2)), "loss: its result has no gradient"),
+    (lambda output, batch: torch.ones(1, requires_grad=True), "loss: its result has no gradient"),
+    (
+        lambda output, batch: 1.0,
+        "loss: it returned a float; return one loss per sample, a floating-point tensor of shape [1]",
+    ),
     (lambda output, batch: None, "loss: it returned a NoneType"),
-    (lambda output, batch: output.logits.mean(), "loss: it returned shape []: let it return one loss per sample"),
+    (lambda output, batch: output.logits.mean(), "loss: it returned shape []; return one loss per sample"),
     (lambda output, batch: output.logits.mean(2), "loss: it returned shape [1, 12]"),
     (lambda output, batch: output.logits.mean()[None, None], "loss: it returned shape [1, 1]"),
-    (lambda output, batch: output.logits.mean((1, 2)) * NAN, "loss: it returned [nan]: check it"),
+    (lambda output, batch: output.logits.mean((1, 2)) * NAN, "loss: it returned [nan]; check it"),
     (lambda output, batch: output.logits.mean((1, 2)) / 0, "inf]: check it"),
     (lambda output, batch: output.logits.mean((1, 2)).to(torch.complex64), "loss: it returned torch.complex64"),
     (lambda output, batch: torch.zeros(1, dtype=torch.long), "loss: it returned torch.int64"),
@@ -187,9 +190,9 @@ LOSSES = [
 ARGUMENTS = [
     *(({"calibration": data}, words) for data, words in DATA),
     *(({"loss": loss, "lam": 0.5}, words) for loss, words in LOSSES),
-    ({"forward": "forward"}, "forward='forward': give a function of model and inputs"),
+    ({"forward": "forward"}, "forward='forward': pass a function of model and inputs"),
     ({"forward": lambda model, batch: None}, "no calibration data reached any chosen layer"),
-    ({"targets": ["nothing"]}, "targets: 'nothing' is found in no module name"),
+    ({"targets": ["nothing"]}, "targets: 'nothing' matches no module name"),
     ({"ignore": [".*"]}, "nothing to prune: targets and ignore leave nothing"),
     ({"max_memory": 1}, "max_memory: model.layers.0"),
     ({"resume_dir": 5}, "resume_dir=5: give a path"),
@@ -245,7 +248,7 @@ OBJECTS = [
     (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
     (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
-    (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
+    (lambda: "gpt2", "model is a str; pass a PreTrainedModel"),
 ]
 
 
@@ -290,7 +293,7 @@ MODELS = [
     (changed("config.json", "{"), OSError, "is not a valid JSON file"),
     (changed("tokenizer.json", '{"broken"'), MoonshotError, "its tokenizer (tokenizer.json, tokenizer_"),
     (changed("tokenizer.json", "{}"), MoonshotError, "cannot be loaded"),
-    (changed("tokenizer.json", ""), MoonshotError, "mend these files, or remove them and give a tokenizer"),
+    (changed("tokenizer.json", ""), MoonshotError, "repair or remove these files, and pass a tokenizer"),
     (changed("tokenizer_config.json", "[]"), MoonshotError, "its tokenizer (tokenizer.json, tokenizer_"),
 ]  # fmt: skip
 

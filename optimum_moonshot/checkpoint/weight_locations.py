@@ -50,7 +50,7 @@ def find_places(folder: Path, claims: Claims, weights: Iterable[str], **options:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     places = {name: (module, key) for name, module, key in holders(model) if name in set(layers)}
     forms = {name: adapter_at(*place) for name, place in places.items()}
-    known = {id(form.parameter): name for name, form in forms.items() if form is not None}
+    known = {id(form.weight): name for name, form in forms.items() if form is not None}
     stored = loaded_into(model, weights)
     owners = {weight: known.get(id(parameters.get(stored.get(weight)))) for weight in weights}
     # What is stored expert by expert is [d_out, d_in]: transformers turns it, if it must, when it merges them.

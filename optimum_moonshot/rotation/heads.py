@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..model.structured_groups import Units
+from ..model.structured_groups import StructuredGroups
 from .spaces import Place, Space, held
 from .trace import Node, Trace, tolerance_of
 
@@ -18,7 +18,7 @@ from .trace import Node, Trace, tolerance_of
 LARGEST_FACTOR = 2.0**8
 
 
-def find_heads(trace: Trace, units: Mapping[str, Units], spaces: Sequence[Space]) -> list[Space]:
+def find_heads(trace: Trace, units: Mapping[str, StructuredGroups], spaces: Sequence[Space]) -> list[Space]:
     """The spaces between values and what reads them, those of one layer together.
 
     Args:
@@ -44,7 +44,7 @@ def find_heads(trace: Trace, units: Mapping[str, Units], spaces: Sequence[Space]
     return found
 
 
-def _head_space(trace: Trace, node: Node, unit: Units, likely: int | None) -> Space | None:
+def _head_space(trace: Trace, node: Node, unit: StructuredGroups, likely: int | None) -> Space | None:
     """The space of one layer's heads; None where its columns are none, or have no row of their own."""
     makers = [trace.nodes[trace.place[name]] for name in unit.rows if name in trace.place]
     makers = [maker for maker in makers if len(maker.leaves) == 1]
@@ -82,7 +82,7 @@ def _positions(leaf: Tensor, plain: Tensor | None, scaled: Tensor | None, factor
     return torch.where(constant & exact, nearest, -1)
 
 
-def _index(positions: Tensor, served: Tensor, unit: Units, size: int) -> Tensor | None:
+def _index(positions: Tensor, served: Tensor, unit: StructuredGroups, size: int) -> Tensor | None:
     """Which row makes each column of each key-value head, int64 [heads, size]; None unless there is exactly one."""
     chosen = positions >= 0
     if not chosen.any() or (served[chosen] < -1).any():
@@ -97,7 +97,7 @@ def _index(positions: Tensor, served: Tensor, unit: Units, size: int) -> Tensor 
     return chosen.nonzero()[:, 0][place.argsort()].view(heads, size)
 
 
-def _space(node: Node, makers: list[Node], unit: Units, size: int, rows: Tensor) -> Space | None:
+def _space(node: Node, makers: list[Node], unit: StructuredGroups, size: int, rows: Tensor) -> Space | None:
     heads = len(rows)
     columns = torch.arange(unit.count * unit.size).view(heads, -1, size)
     places = [Place(axis, columns) for axis in node.reads]

@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..model.structured_groups import Units
+from ..model.structured_groups import StructuredGroups
 from .spaces import Place, Space, held
 from .trace import Node, Trace, tolerance_of
 
 
 def find_neurons(
-    trace: Trace, units: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, units: Mapping[str, StructuredGroups], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
     """The spaces of neurons, whose coordinates may change their order.
 
@@ -45,7 +45,7 @@ def find_neurons(
 
 
 def find_scales(
-    trace: Trace, units: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, units: Mapping[str, StructuredGroups], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
     """The spaces whose coordinates may be scaled: those of heads, and of neurons that grow with a row of theirs.
 
@@ -79,14 +79,14 @@ def find_scales(
     return found
 
 
-def _makers(trace: Trace, node: Node, unit: Units) -> list[Node]:
+def _makers(trace: Trace, node: Node, unit: StructuredGroups) -> list[Node]:
     """What makes a layer's neurons; nothing where its columns are none, or where that is not known."""
     makers = [trace.nodes[trace.place[maker]] for maker in unit.rows if maker in trace.place]
     known = len(makers) == len(unit.rows) and all(len(maker.leaves) == 1 for maker in makers)
     return makers if known and unit.size == 1 and len(node.inputs) == 1 else []
 
 
-def _growing(trace: Trace, node: Node, unit: Units, maker: Node) -> tuple[Node, Tensor] | None:
+def _growing(trace: Trace, node: Node, unit: StructuredGroups, maker: Node) -> tuple[Node, Tensor] | None:
     """Rows of a maker, int64 [1, 1, neurons], that a positive factor passes through to the columns unchanged.
 
     By Euler's theorem that is where a column is the sum of its derivatives at the row times the row itself.
@@ -118,7 +118,7 @@ def _makers_alone(trace: Trace, node: Node, makers: list[Node]) -> bool:
     return reached == {maker.name for maker in makers}
 
 
-def _rows(unit: Units, maker: str) -> Tensor:
+def _rows(unit: StructuredGroups, maker: str) -> Tensor:
     """The rows of a layer that make each neuron, int64 [1, copies, neurons]."""
     served = unit.rows[maker]
     rows = (served >= 0).nonzero()[:, 0]

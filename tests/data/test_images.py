@@ -333,7 +333,7 @@ def test_a_forward_function_of_ones_own():
         (lambda batch: batch["labels"].add_(5), "label .*: the model has the classes 0 to 4"),
         (
             lambda batch: batch.update(labels=batch["labels"].float()),
-            "labels of torch.float32: give whole class numbers",
+            "labels of torch.float32; give one integer class",
         ),
         (
             lambda batch: batch.update(labels=batch["labels"][:, None]),
@@ -369,7 +369,7 @@ def test_accuracy_against_a_loop_written_out(folder, processor, batch_size):
 
 
 def test_accuracy_needs_logits_of_classes(folder, processor):
-    with pytest.raises(MoonshotError, match="gives no logits"):
+    with pytest.raises(MoonshotError, match="returns no logits"):
         accuracy(make("vit").vit, image_batches())
     model = make("vit")
     model.classifier.weight.data.fill_(float("nan"))

@@ -16,7 +16,7 @@ from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.offload import is_offloaded
-from optimum_moonshot.model.structured_groups import find_units, probe_inputs
+from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
 from optimum_moonshot.rotation.search import find
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -70,7 +70,7 @@ def test_the_same_spaces_and_units(name, tmp_path, brought):
         model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
         batch = probe_inputs(model)
         spaces, refused = find(model, batch, False)
-        units, why = find_units(model, batch)
+        units, why = find_structured_groups(model, batch)
         places = [
             (space.name, space.width, [(at.at.name, at.at.axis, str(at.index)) for at in space.places])
             for space in spaces
