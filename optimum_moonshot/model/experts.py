@@ -377,7 +377,8 @@ class _StandIn(Tensor):
 
 
 _KEEPING = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
-_TURNING = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.permute}
+_CLASS: Any = Tensor  # whose properties have getters, unlike those of a tensor
+_TURNING = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, _CLASS.T.__get__, _CLASS.mT.__get__, Tensor.permute}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 

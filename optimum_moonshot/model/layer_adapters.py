@@ -184,7 +184,7 @@ class LayerAdapter(ABC):
 class LinearAdapter(LayerAdapter):
     """`nn.Linear`: features on the last axis, samples and tokens on the axes before, or flattened to one."""
 
-    kind = nn.Linear
+    kind: ClassVar[type[nn.Module]] = nn.Linear
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -214,11 +214,9 @@ def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: in
         MoonshotError: the tokenizer has no mask token.
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
-    require(
-        mask_token is not None,
-        "the tokenizer has no mask token",
-        hint=f"give calibration data with labels, or {NO_BACKWARD}",
-    )
+    if mask_token is None:
+        hint = f"give calibration data with labels, or {NO_BACKWARD}"
+        raise MoonshotError("the tokenizer has no mask token", hint=hint)
     generator = torch.Generator().manual_seed(seed)
     labelled = []
     for batch in batches:
