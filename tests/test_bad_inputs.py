@@ -170,7 +170,7 @@ DATA = [
     (None, "calibration"),
 ]  # fmt: skip
 LOSSES = [
-    (lambda output, batch: torch.zeros(len(batch["input_ids"])), "has no gradient: compute it from the model's output"),
+    (lambda output, batch: torch.zeros(len(batch["input_ids"])), "has no gradient; compute it from the output"),
     (lambda output, batch: output.logits.detach().mean((1, 2)), "loss: its result has no gradient"),
     (lambda output, batch: torch.ones(1, requires_grad=True), "loss: its result has no gradient"),
     (
@@ -182,7 +182,7 @@ LOSSES = [
     (lambda output, batch: output.logits.mean(2), "loss: it returned shape [1, 12]"),
     (lambda output, batch: output.logits.mean()[None, None], "loss: it returned shape [1, 1]"),
     (lambda output, batch: output.logits.mean((1, 2)) * NAN, "loss: it returned [nan]; check it"),
-    (lambda output, batch: output.logits.mean((1, 2)) / 0, "inf]: check it"),
+    (lambda output, batch: output.logits.mean((1, 2)) / 0, "inf]; check it"),
     (lambda output, batch: output.logits.mean((1, 2)).to(torch.complex64), "loss: it returned torch.complex64"),
     (lambda output, batch: torch.zeros(1, dtype=torch.long), "loss: it returned torch.int64"),
     ("cross-entropy", "loss='cross-entropy': give a function"),
@@ -248,7 +248,7 @@ OBJECTS = [
     (partial(meta, False), "model.layers.0.mlp.up_proj: its weight is on the meta device"),
     (lambda: nn.Sequential(nn.ReLU()), "nothing to prune: the model has no Linear or Conv2d"),
     (nn.Sequential, "nothing to prune: the model has no Linear or Conv2d"),
-    (lambda: "gpt2", "model is a str; pass a PreTrainedModel"),
+    (lambda: "gpt2", "model is a str: give a PreTrainedModel"),
 ]
 
 
@@ -583,7 +583,7 @@ COMMANDS = [
     ("prune", ["--pattern", "2:4", "--import", "no.such.module"], 2, "--import no.such.module: it cannot be imported"),
     ("prune", ["--pattern", "2:4", "--calibration", "~nobody-of-this-name/a.txt"], 2, "--calibration ~nobody"),
     ("prune", ["--pattern", "2:4", "--calibration", "x" * 5000], 2, "--calibration xxx"),
-    ("prune", ["--pattern", "2:4", "--targets", "nothing", *TEXT], 1, "--targets: 'nothing' is found in no module"),
+    ("prune", ["--pattern", "2:4", "--targets", "nothing", *TEXT], 1, "--targets: 'nothing' matches no module"),
     ("prune", ["--pattern", "2:4", "--num-samples", "1000000000", *TEXT], 1, "--num-samples 1000000000: the text has"),
     ("prune", ["--pattern", "2:4", "--sequence-length", "100000", *TEXT], 1, "--sequence-length 100000: give at most"),
     ("prune", ["--pattern", "2:4", "--max-memory", "1", "--lam", "1", *TEXT], 1, "--max-memory: "),
