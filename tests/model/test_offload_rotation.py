@@ -100,7 +100,12 @@ def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeyp
         assert torch.equal(pruner.model(ids).logits, before)
 
 
-@pytest.mark.parametrize("settings", [ROTATED, {**OPTIONS, "solver": "wanda"}], ids=["rotated", "tied"])
+WANDA = {**OPTIONS, "solver": "wanda"}
+
+
+@pytest.mark.parametrize(
+    "settings", [ROTATED, WANDA, {**WANDA, "targets": ["lm_head", r"layers\.1\."]}], ids=["rotated", "tied", "targeted"]
+)
 def test_a_tied_head_whose_both_ends_are_on_disk(settings, tmp_path):
     torch.manual_seed(0)
     model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "tie_word_embeddings": True})))
