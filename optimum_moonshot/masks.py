@@ -111,7 +111,7 @@ def _selected_layers(
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # weights of an adapter, which PEFT stores in submodules next to `base_layer`
         adapter = adapter_at(module, key)
-        weight = None if adapter is None else adapter.parameter
+        weight = None if adapter is None else adapter.weight
         if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):

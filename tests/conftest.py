@@ -33,6 +33,30 @@ def tokenizer():
     )
 
 
+@pytest.fixture(autouse=True)
+def declared_writes(monkeypatch):
+    """Fails where an onloaded weight has other bits when it is dropped: a writer did not call `mark_written`."""
+    onload, store = Offloaded._onload, Offloaded._store_written
+
+    def bits(slot):
+        return slot.table[slot.key].detach().flatten().view(torch.uint8).clone()
+
+    def remember(weights):
+        onload(weights)
+        weights.bits = [bits(slot) for slot in weights.slots]
+
+    def compare(weights):
+        written = {id(slot.table[slot.key]) for slot in weights.slots if (slot.owner, slot.key) in weights.written}
+        for slot, before in zip(weights.slots, vars(weights).pop("bits"), strict=True):
+            declared = id(slot.table[slot.key]) in written
+            interrupted = sys.exc_info()[0] is not None  # maybe before the declaration
+            assert declared or interrupted or torch.equal(bits(slot), before), f"{slot.name}: without mark_written"
+        store(weights)
+
+    monkeypatch.setattr(Offloaded, "_onload", remember)
+    monkeypatch.setattr(Offloaded, "_store_written", compare)
+
+
 class Brought:
     """Which weights that are elsewhere are present, and how many blocks' were at once."""
 
@@ -43,19 +67,19 @@ class Brought:
 @pytest.fixture
 def brought(monkeypatch):
     """Counts the blocks whose weights come and go."""
-    found, bring, put_away = Brought(), Offloaded._bring, Offloaded._put_away
+    found, onload, clear = Brought(), Offloaded._onload, Offloaded._clear
 
     def count_in(weights):
         found.present.add(id(weights))
         found.most = max(found.most, len(found.present))
-        bring(weights)
+        onload(weights)
 
     def count_out(weights):
         found.present.discard(id(weights))
-        put_away(weights)
+        clear(weights)
 
-    monkeypatch.setattr(Offloaded, "_bring", count_in)
-    monkeypatch.setattr(Offloaded, "_put_away", count_out)
+    monkeypatch.setattr(Offloaded, "_onload", count_in)
+    monkeypatch.setattr(Offloaded, "_clear", count_out)
     return found
 
 

@@ -56,7 +56,7 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: Iterable[s
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pruned = ((name, adapter_at(module, key)) for name, module, key in holders(model) if name in set(layers))
     adapters = {name: adapter for name, adapter in pruned if adapter is not None}
-    layer_of = {id(adapter.parameter): name for name, adapter in adapters.items()}
+    layer_of = {id(adapter.weight): name for name, adapter in adapters.items()}
     stored = loaded_into(model, weights)
     owners = {weight: layer_of.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}
     # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.

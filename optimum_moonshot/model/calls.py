@@ -1,4 +1,4 @@
-"""Calling a model or one of its blocks: inputs in, outputs out, its modes and gradients as they were."""
+"""Calls of a model or one of its blocks, and contexts that restore its modes and gradients."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from transformers import Cache
 
 from ..data.batches import Batch
 from ..devices import is_out_of_memory
-from ..errors import MoonshotError, reason, require, shown
+from ..errors import MoonshotError, reason, require
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 
 
-_FORWARDS: dict[nn.Module, Forward] = {}  # of models that are called in a way of their own
+_FORWARDS: dict[nn.Module, Forward] = {}  # of models with a custom call
 
 
 @dataclass
@@ -32,7 +32,7 @@ class BlockCall:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; every module's mode is as before on exit."""
+    """Evaluation mode; restores every module's mode on exit."""
     training = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -44,8 +44,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no parameter asks for a gradient; everything is as before on exit."""
-    # By name: a parameter that is brought for a call is another one each time.
+    """Evaluation mode without parameter gradients; restores both on exit."""
+    # By name: accelerate creates another parameter object for each call.
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         _require_gradients(model, wanted, False)
@@ -63,20 +63,20 @@ def _require_gradients(model: nn.Module, names: set[str], wanted: bool) -> None:
 
 @contextmanager
 def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module's `forward` is another one; hooks around it still run."""
-    own = module.__dict__.get("forward")  # device placement puts one there
+    """Replace the module's `forward`; hooks around it still run."""
+    original = module.__dict__.get("forward")  # accelerate sets one
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = original
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The hidden state in what a block returns."""
+    """The hidden state in a block's output."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -84,8 +84,8 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     """The hidden state of a block's call, and the arguments with None in its place.
 
     Args:
-        args: of the call; the hidden state is the first of them, if that is a tensor.
-        kwargs: of the call; otherwise it is there, as `hidden_states`.
+        args: of the call; the first is the hidden state if it is a tensor.
+        kwargs: of the call; else `hidden_states` is.
     """
     if args and isinstance(args[0], Tensor):
         return args[0], (None, *args[1:]), kwargs
@@ -97,40 +97,40 @@ def join_hidden(hidden: Tensor, call: BlockCall) -> tuple[tuple[Any, ...], dict[
 
     Args:
         hidden: [B, T, d], or of any shape that the block reads.
-        call: whose other arguments are taken.
+        call: with the other arguments.
     """
     if call.args:
         return (hidden, *call.args[1:]), call.kwargs
     return call.args, {**call.kwargs, "hidden_states": hidden}
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two ways to compute a hidden state agree: ‖found - expected‖ is within rounding of ‖expected‖.
+def close(output: Tensor, expected: Tensor) -> bool:
+    """Whether two hidden states are equal up to rounding: ‖output - expected‖ is small relative to ‖expected‖.
 
     Args:
-        found: of any shape.
-        expected: of the same shape; its dtype says what rounding explains, 0.1% in float32, 5% in narrower ones.
+        output: of any shape.
+        expected: of the same shape; the tolerance is 0.1% in float32, 5% in narrower dtypes.
     """
     tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
-    difference = (found.float() - expected.float()).norm()
+    difference = (output.float() - expected.float()).norm()
     return bool(difference <= tolerance * expected.float().norm() + 1e-30)
 
 
 @contextmanager
 def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Meanwhile `run_model` calls the model through `forward`, where one is given.
+    """Inside the context `run_model` calls the model through `forward`, if it is not None.
 
     Args:
-        model: any.
+        model: any module.
         forward: (model, inputs) → output, or None for a plain call.
 
     Raises:
-        MoonshotError: `forward` cannot be called.
+        MoonshotError: `forward` is not callable.
     """
     if forward is None:
         yield
         return
-    require(callable(forward), f"forward={shown(forward)}: give a function of model and inputs")
+    require(callable(forward), "pass a function of model and inputs", field="forward", value=forward)
     _FORWARDS[model] = forward
     try:
         yield
@@ -139,22 +139,22 @@ def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """The model's outputs; labels stay out unless the model makes its decoder's inputs from them.
+    """The model's outputs; labels are dropped unless the model derives its decoder's inputs from them.
 
-    A plain module whose parameters have other names than the batch's tensors gets these by position, in their order.
-    Floating-point inputs go in the model's dtype: images come as float32.
+    A plain module whose parameters have other names than the batch's tensors gets them by position, in their order.
+    Floating-point inputs are converted to the model's dtype.
 
     Args:
         model: in any mode.
         batch: its inputs, on its device.
 
     Raises:
-        MoonshotError: the model does not take these inputs.
+        MoonshotError: the model does not accept these inputs.
     """
     if model in _FORWARDS:
         return _FORWARDS[model](model, batch)
     config = getattr(model, "config", None)
-    inputs = dict(batch)
+    inputs: dict[str, Any] = dict(batch)
     if not getattr(config, "is_encoder_decoder", False):
         inputs.pop("labels", None)
     if _may_cache(model, config):
@@ -175,7 +175,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def _may_cache(model: nn.Module, config: Any) -> bool:
-    """Whether a model, or a part of it, has a cache of keys and values that a word of the call switches off."""
+    """Whether a model, or a part of it, has a cache of keys and values that `use_cache` disables."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if hasattr(config, "use_cache"):
         return True
@@ -185,7 +185,7 @@ def _may_cache(model: nn.Module, config: Any) -> bool:
 
 
 def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a block's call without caches: what they hold is of the call that was, not of another."""
+    """The arguments of a block's call without caches, which hold the state of that call."""
     return {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
 
 
@@ -194,7 +194,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where the model's inputs go: the device of its first parameter."""
+    """The device of the model's inputs, that of its first parameter."""
     return next(model.parameters()).device
 
 

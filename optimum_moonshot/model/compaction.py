@@ -1,9 +1,10 @@
-"""Make a model with dead neurons and heads really smaller: `compact_model`.
+"""Remove the dead neurons and heads of a model: `compact_model`.
 
-A unit whose input columns are all zero is dead: it contributes nothing, so its columns and the rows that make them can
-leave (units.py finds both). What is left must be a model of the same class with another configuration. Which fields to
-change is searched, not tabled: a configuration is taken if a model made of it (on the meta device) has exactly the
-shapes that are left. Dead units that no configuration can do without stay as zeros.
+A structured group whose input columns are all zero is dead: it contributes nothing, so its columns and the rows that
+produce them can be removed (structured_groups.py finds both). The smaller model must be one of the same class with
+another configuration. The fields to change are searched, without a table: a configuration is accepted if a model
+created from it (on the meta device) has exactly the remaining shapes. Dead groups stay as zeros if no configuration
+fits.
 """
 
 import copy
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Option, Text, require
 from ..progress import without_transformers_bars
 from .calls import (
     close,
@@ -34,23 +35,23 @@ from .calls import (
 )
 from .configurations import Edit, edited, whole_numbers
 from .layers import PrunableLayer, find_blocks, find_structure
-from .structured_groups import Units, find_units, probe_inputs
+from .structured_groups import StructuredGroups, find_structured_groups, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
 
-# What rounding in float32 explains of a decoder layer's error, relative to what the layer adds to a token.
+# Largest error of a decoder layer by float32 rounding, relative to the change that the layer makes to a token.
 BLOCK_TOLERANCE = 1e-3
-# Fields that count heads, not those that hold the size of one.
+# Fields with a number of heads, not the size of one.
 _HEADS = re.compile(r"^(?!.*(dim|size)).*head")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compaction:
-    """What `compact_model` did, or a run that removed experts."""
+    """The changes by `compact_model`, or by a run that removed experts."""
 
     config: dict[str, tuple[int | None, int]]  # changed field → value before and after
-    removed: dict[str, int]  # layer → how many of its input columns left; mixture → how many experts
-    zeros: dict[str, str]  # layer, or kind of layer → what stayed as zeros, and why
+    removed: dict[str, int]  # layer → removed input columns; mixture → removed experts
+    zeros: dict[str, str]  # layer, or kind of layer → what remains as zeros, and why
     parameters: tuple[int, int]  # before and after
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Compaction:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Compaction":
-        """From what `to_dict` gave."""
+        """The inverse of `to_dict`."""
         config = {name: (before, after) for name, (before, after) in values["config"].items()}
         before, after = values["parameters"]
         return cls(config, dict(values["removed"]), dict(values["zeros"]), (before, after))
@@ -69,10 +70,10 @@ class Compaction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Family:
-    """One layer of every decoder layer: in a configuration they have one width."""
+    """The same layer of all decoder layers: a configuration has one width for them."""
 
     name: str
-    members: tuple[tuple[PrunableLayer, Units, Tensor], ...]  # the tensor: numbers of the dead units
+    members: tuple[tuple[PrunableLayer, StructuredGroups, Tensor], ...]  # the tensor: indices of the dead groups
 
     @property
     def size(self) -> int:
@@ -84,7 +85,7 @@ class _Family:
 
     @property
     def dead(self) -> int:
-        """How many units all members can do without; one has to stay."""
+        """Number of groups that can be removed from all members; one has to stay."""
         return min(self.count - 1, *(len(dead) for _, _, dead in self.members))
 
 
@@ -92,26 +93,28 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     """A smaller model with the same outputs, without the neurons and heads whose columns are all zero.
 
     Args:
-        model: after structured pruning; it stays as it is.
+        model: after structured pruning; unchanged.
         inputs: for the probes, in place of random tokens or pixels.
 
     Returns:
-        A new model of the same class, dtype and device, an ordinary one for `save_pretrained` and `from_pretrained`,
-        and what changed. Where the architecture allows no change, it is `model` itself.
+        A new model of the same class, dtype and device, which `save_pretrained` and `from_pretrained` support, and the
+        changes. `model` itself if the architecture allows none.
 
     Raises:
-        MoonshotError: nothing is dead, or the smaller model gives other outputs.
+        MoonshotError: nothing is dead, or the smaller model has other outputs.
     """
-    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}: give a PreTrainedModel")
+    require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    require(len(devices) == 1, f"model: its weights are on {', '.join(devices)}; load it on one device")
+    require(len(devices) == 1, f"its weights are on {', '.join(devices)}", field="model", hint="load it on one device")
     inputs = inputs or probe_inputs(model)
     search = _Search(model, inputs)
     config, removed = search.configuration()
     zeros = search.remaining(removed)
     if not removed:
         require(
-            bool(zeros), 'nothing to compact: no neuron or head has only zeros; prune with pattern="structured" first'
+            bool(zeros),
+            "nothing to compact: no neuron or head has only zeros",
+            hint=Text("prune with {} first", Option("pattern", "structured")),
         )
         return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
     small = _build(model, config, search.state(removed))
@@ -119,14 +122,15 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
         _verify(model, small, inputs)
     except (RuntimeError, TypeError, IndexError) as error:
         raise MoonshotError(f"the smaller {type(model).__name__} does not run: {error}") from error
-    before, after = dict(whole_numbers(model.config)), dict(whole_numbers(config))
+    before = dict(whole_numbers(model.config))
+    after = {name: value for name, value in whole_numbers(config) if value is not None}
     changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
-    columns = {layer.name: family.size * gone for family, gone in removed.items() for layer, _, _ in family.members}
+    columns = {layer.name: family.size * count for family, count in removed.items() for layer, _, _ in family.members}
     return small, Compaction(changes, columns, zeros, (model.num_parameters(), small.num_parameters()))
 
 
 class _Search:
-    """What can leave a model, and the configuration that the rest is a model of."""
+    """The removable groups of a model, and the configuration of the rest."""
 
     def __init__(self, model: PreTrainedModel, inputs: Batch):
         self.model = model
@@ -136,40 +140,41 @@ class _Search:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
         self.shapes = _shapes(model)
-        units, _ = find_units(model, inputs)
+        structured, _ = find_structured_groups(model, inputs)
         families: dict[tuple[Any, ...], list[Any]] = {}
         for block in structure.blocks:
-            for found in (units[layer.name] for layer in block.layers if layer.name in units):
-                name = f"{block.name.rpartition('.')[0]}.*{found.name.removeprefix(block.name)}"
-                member = (self.layers[found.name], found, _dead(self.layers[found.name], found))
-                families.setdefault((name, found.size, found.count), []).append(member)
+            for groups in (structured[layer.name] for layer in block.layers if layer.name in structured):
+                name = f"{block.name.rpartition('.')[0]}.*{groups.name.removeprefix(block.name)}"
+                member = (self.layers[groups.name], groups, _dead(self.layers[groups.name], groups))
+                families.setdefault((name, groups.size, groups.count), []).append(member)
         self.families = [_Family(key[0], tuple(members)) for key, members in families.items()]
         self.reasons: dict[_Family, str] = {}
 
     def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
-        """The configuration without as many units as possible, and how many of each family's leave."""
-        config, removed = self.model.config, {}
+        """The configuration without as many groups as possible, and the number removed from each family."""
+        config: PreTrainedConfig = self.model.config
+        removed: dict[_Family, int] = {}
         for family in self.families:
             if family in removed:
-                continue  # the field of another family was this one's too
-            given = dict(whole_numbers(config))
+                continue  # by a field that it shares with another family
+            fields = dict(whole_numbers(config))
             for edit in self._edits(config, family):
                 try:
                     trial = edited(config, edit)
                     with torch.device("meta"):
                         shapes = _shapes(type(self.model)(trial))
                 except Exception as error:  # a model may refuse its configuration in any way
-                    if all(given[name] is not None for name in edit if name in given):
+                    if all(fields[name] is not None for name in edit if name in fields):
                         self.reasons.setdefault(family, str(error).strip().rpartition("\n")[2].strip())
                     continue
-                found = self._explain(shapes)
-                if found and family in found and removed.items() <= found.items():
-                    config, removed = trial, found
+                explained = self._explain(shapes)
+                if explained and family in explained and removed.items() <= explained.items():
+                    config, removed = trial, explained
                     break
         return config, removed
 
     def _edits(self, config: PreTrainedConfig, family: _Family) -> Iterator[Edit]:
-        """Changes that may take units of a family out, the most first."""
+        """Changes that may remove groups of a family, the most first."""
         fields = dict(whole_numbers(config))
         if family.size == 1:
             for gone in sorted({other.dead for other in self.families if 0 < other.dead <= family.dead}, reverse=True):
@@ -177,10 +182,11 @@ class _Search:
                 for name in likely + [name for name, value in fields.items() if value is None]:
                     yield {name: family.count - gone}
             return
-        heads: dict[str, list[str]] = {}  # by the configuration that they are in: nested ones are of other parts
-        for name, value in fields.items():
+        counts = {name: value for name, value in fields.items() if value}
+        heads: dict[str, list[str]] = {}  # by their configuration: nested ones belong to other parts
+        for name, value in counts.items():
             owner, _, field = name.rpartition(".")
-            if _HEADS.search(field) and value and value % family.count == 0:
+            if _HEADS.search(field) and value % family.count == 0:
                 heads.setdefault(owner, []).append(name)
         subsets = [
             chosen
@@ -189,11 +195,11 @@ class _Search:
             for chosen in itertools.combinations(names, together)
         ]
         for gone, chosen in itertools.product(range(family.dead, 0, -1), subsets):
-            scaled = {name: fields[name] // family.count * (family.count - gone) for name in chosen}
-            yield {**scaled, **_head_size(config, fields, chosen, family)}
+            scaled = {name: counts[name] // family.count * (family.count - gone) for name in chosen}
+            yield {**scaled, **_head_size(config, counts, chosen, family)}
 
     def _explain(self, shapes: Shapes) -> dict[_Family, int] | None:
-        """How many units of each family must leave for a model to have these shapes; None where that is not all."""
+        """Number of groups of each family whose removal explains these shapes; None if it does not."""
         removed = {}
         for family in self.families:
             layer = family.members[0][0]
@@ -213,7 +219,7 @@ class _Search:
         return removed if shapes == expected else None
 
     def _cuts(self, removed: dict[_Family, int]) -> dict[str, list[tuple[int, Tensor]]]:
-        """Name of a parameter → dimensions to cut, and what to keep of them."""
+        """Name of a parameter → dimensions to cut, and a mask to keep."""
         cuts: dict[str, list[tuple[int, Tensor]]] = {}
 
         def cut(parameter: nn.Parameter | None, dim: int, keep: Tensor) -> None:
@@ -221,17 +227,17 @@ class _Search:
                 cuts.setdefault(name, []).append((dim, keep))
 
         for family, gone in removed.items():
-            for layer, units, dead in family.members:
-                leaving = dead[:gone]
-                cut(layer.parameter, layer.adapter.axes[1], ~torch.isin(units.columns, leaving))
-                for maker, served in units.rows.items():
-                    form, keep = self.layers[maker].adapter, ~torch.isin(served, leaving)
-                    cut(form.parameter, form.axes[0], keep)
-                    cut(form.module.bias, 0, keep)
+            for layer, groups, dead in family.members:
+                dropped = dead[:gone]
+                cut(layer.parameter, layer.adapter.axes[1], ~torch.isin(groups.columns, dropped))
+                for producer, served in groups.rows.items():
+                    adapter, keep = self.layers[producer].adapter, ~torch.isin(served, dropped)
+                    cut(adapter.parameter, adapter.axes[0], keep)
+                    cut(adapter.module._parameters.get("bias"), 0, keep)
         return cuts
 
     def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:
-        """The smaller model's tensors, copies."""
+        """Copies of the smaller model's tensors."""
         cuts, state, copies = self._cuts(removed), {}, {}
         for name, tensor in self.model.state_dict().items():
             if name not in cuts:
@@ -246,27 +252,27 @@ class _Search:
         return state
 
     def remaining(self, removed: dict[_Family, int]) -> dict[str, str]:
-        """Dead units that stay as zeros: by family where all its layers have them alike, else by layer."""
+        """Dead groups that remain as zeros: by family if equal in all its layers, else by layer."""
         zeros: dict[str, str] = {}
         for family in self.families:
             gone = removed.get(family, 0)
-            reason = "other layers of its kind have fewer, and one width serves all"
+            reason = "other layers of its kind have fewer, and the configuration has one width for all"
             if gone < family.dead:
                 reason = f"{type(self.model.config).__name__} has no setting without them"
                 reason += f" ({self.reasons[family]})" if family in self.reasons else ""
-            found = {
-                layer.name: f"{len(dead) - gone} of {family.count} units stay as zeros: {reason}"
+            by_layer = {
+                layer.name: f"{len(dead) - gone} of {family.count} neurons or heads remain as zeros: {reason}"
                 for layer, _, dead in family.members
                 if len(dead) > gone
             }
-            alike = len(found) == len(family.members) and len({*found.values()}) == 1
-            zeros |= {family.name: next(iter(found.values()))} if alike else found
+            alike = len(by_layer) == len(family.members) and len({*by_layer.values()}) == 1
+            zeros |= {family.name: next(iter(by_layer.values()))} if alike else by_layer
         return zeros
 
 
-def _dead(layer: PrunableLayer, units: Units) -> Tensor:
-    """The numbers of the units whose columns are all zero."""
-    alive = (layer.matrix != 0).any(0).view(units.count, units.size).any(1)
+def _dead(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
+    """The indices of the groups whose columns are all zero."""
+    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
     return (~alive).nonzero().flatten().cpu()
 
 
@@ -274,10 +280,8 @@ def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _head_size(
-    config: PreTrainedConfig, fields: dict[str, int | None], heads: tuple[str, ...], family: _Family
-) -> Edit:
-    """The size of a head, where the configuration leaves it to follow from the number of heads."""
+def _head_size(config: PreTrainedConfig, fields: dict[str, int], heads: tuple[str, ...], family: _Family) -> Edit:
+    """The size of a head, if the configuration derives it from the number of heads."""
     prefix = heads[0].rpartition(".")[0]
     for part in prefix.split(".") if prefix else ():
         config = getattr(config, part)
@@ -288,13 +292,13 @@ def _head_size(
 
 
 def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-    """The smaller model, through transformers' own loading."""
+    """The smaller model, loaded by transformers."""
     with without_transformers_bars():
         attention = model.config._attn_implementation
         small = type(model).from_pretrained(
             None, config=config, state_dict=dict(state), dtype=model.dtype, attn_implementation=attention
         )
-    small.to(model_device(model))
+    nn.Module.to(small, model_device(model))
     originals = dict(model.named_parameters())
     for name, parameter in small.named_parameters():
         parameter.data = state[name]  # exact where a model mixes dtypes
@@ -310,7 +314,7 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> No
     """Compare every decoder layer in float32, and the models' results in their own dtype.
 
     Raises:
-        MoonshotError: they differ by more than rounding explains.
+        MoonshotError: they differ by more than rounding errors.
     """
     inputs = to_device(inputs, model_device(model))
     name = type(model).__name__
@@ -319,9 +323,11 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> No
         for block, module in find_blocks(model):
             keep = lambda _, args, kwargs, block=block: calls.setdefault(block, (args, kwargs)) and None  # noqa: E731
             hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        expected, found = (_result(run_model(one, inputs)) for one in (model, small))
+        expected, result = (_result(run_model(each, inputs)) for each in (model, small))
         hooks.close()
-        require(close(found, expected), f"the smaller {name} gives other results than the pruned one: nothing changed")
+        require(
+            close(result, expected), f"the smaller {name} differs from the pruned one in its results: nothing changed"
+        )
         for (block, module), (_, other) in zip(find_blocks(model), find_blocks(small), strict=True):
             error = _block_error(module, other, *calls[block]) if block in calls else 0.0
             require(

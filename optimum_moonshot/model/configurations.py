@@ -1,4 +1,4 @@
-"""The sizes that a model's configuration says: what they are, and a configuration with others."""
+"""The sizes in a model's configuration, and changing them."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ Edit = dict[str, int]  # field of a configuration ("text_config.ffn_dim" where i
 
 
 def whole_numbers(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, int | None]]:
-    """The whole numbers of a configuration, and what it leaves open, with those of the configurations inside.
+    """The fields of a configuration and its nested ones that are integers or None.
 
     Args:
-        config: any.
+        config: to search.
         prefix: of the names, such as "text_config.".
     """
     for name, value in config.to_dict().items():
@@ -23,11 +23,11 @@ def whole_numbers(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[
 
 
 def edited(config: PreTrainedConfig, edit: Edit) -> PreTrainedConfig:
-    """The configuration with some fields changed, made and checked as if loaded from a file.
+    """A copy of the configuration with some fields changed, validated as if loaded from a file.
 
     Args:
-        config: stays as it is.
-        edit: what is changed.
+        config: to copy.
+        edit: the new values.
     """
     values = config.to_dict()
     for path, value in edit.items():

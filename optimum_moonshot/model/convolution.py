@@ -1,8 +1,8 @@
-"""A convolution as the matrix product that it is: the patches of its input times its flattened kernels.
+"""A convolution as a matrix product: the patches of its input times its flattened kernels.
 
 Tensor format: images x [B, C, H, W] have patches [B, groups, T, C/groups·kh·kw], one for each of the T output
-positions, and output channel k of group g is ``patches[:, g] @ W[k]``. All patches together are kh·kw times the input:
-strips of output rows bound what exists at a time.
+positions, and output channel k of group g is ``patches[:, g] @ W[k]``. All patches together need kh·kw times the memory
+of the input, so they are computed in strips of output rows.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Strip(NamedTuple):
 
 
 def geometry(conv: nn.Conv2d) -> tuple[Any, ...]:
-    """What two convolutions share that read the same patches of a tensor."""
+    """A key that is equal for convolutions that read the same patches of a tensor."""
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode, conv.groups
 
 
@@ -66,7 +66,7 @@ def strip_of(delta: Tensor, rows: slice, groups: int) -> Tensor:
 
 def joined(patches: Tensor) -> Tensor:
     """The patches of all images [B, groups, T, d] one after another, [groups, B·T, d]."""
-    # In memory they lie as [B, groups, d, T]: so the copy moves runs of T.
+    # `unfold` stores [B, groups, d, T]: this order copies contiguous runs of T.
     return patches.mT.permute(1, 2, 0, 3).flatten(2).mT
 
 

@@ -1,10 +1,10 @@
-"""Take whole experts out of a model, in place: what is left is a smaller model of the same class.
+"""Remove whole experts from a model, in place: the result is a smaller model of the same class.
 
-Which field of the configuration counts the experts, and which tensors have an axis of experts, is searched, not tabled:
-of a model made of the changed configuration (on the meta device), the parameters of all mixtures have as many experts
-as are left, and every other tensor that differs, such as a router's rows and biases, differs along one such axis. That
-experts have no other mark than these axes is tried: where they change places along all of them, a mixture gives what it
-gave. So the model without some experts is the model whose router does not know them.
+The field of the configuration with the number of experts, and the tensors with an axis of experts, are searched,
+without a table: in a model created from the changed configuration (on the meta device), the parameters of all mixtures
+have the remaining number of experts, and every other tensor that differs, such as a router's rows and biases, differs
+along one such axis. A test checks that these axes alone identify an expert: the output of a mixture is invariant to a
+permutation along all of them. So removing experts is equal to a router that never selects them.
 """
 
 import re
@@ -25,18 +25,18 @@ from .calls import first_tensor, run_model, without_caches
 from .configurations import Edit, edited, whole_numbers
 from .layers import onloading_in, visited
 from .mixtures import Mixture, Mixtures
-from .offload import Offloaded
+from .offload import Offloaded, mark_written
 from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
 
-# Fields that count a router's groups of experts, and how many of them it looks into.
+# Fields with the number of a router's groups of experts, and of the groups that it selects.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
 _GROUPS_CHOSEN = re.compile(r"topk_groups?$|limited_groups?$")
-# Fields of one configuration that may have to change together.
+# Most fields of a configuration that are changed together.
 MOST_FIELDS = 3
-# Tokens that must have the same experts after these have changed places: ties in the router's scores may turn.
-SAME_TOKENS = 0.75
+# Least fraction of tokens with equal outputs after a permutation: ties in the router's scores may resolve differently.
+EQUAL_FRACTION = 0.75
 
-Cut = Callable[[Tensor, int, str], Tensor]  # (tensor, axis, name of the mixture) → what is left
+Cut = Callable[[Tensor, int, str], Tensor]  # (tensor, axis, name of the mixture) → smaller tensor
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,16 @@ class Sliced:
     owner: nn.Module
     key: str
     axis: int
-    mixture: str  # the name of the one that it belongs to
+    mixture: str  # its name
 
     @property
     def tensor(self) -> Tensor:
-        owned = self.owner._parameters if self.key in self.owner._parameters else self.owner._buffers
-        return owned[self.key]
+        tensor = self.owner._parameters.get(self.key, self.owner._buffers.get(self.key))
+        assert tensor is not None
+        return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Another tensor in its place; a parameter stays the one that it is."""
+        """Replace the tensor; a parameter remains the same object."""
         if self.key in self.owner._parameters:
             self.tensor.data = tensor
         else:
@@ -63,36 +64,37 @@ class Sliced:
 
 @dataclass(frozen=True, eq=False)
 class ExpertRemoval:
-    """How so many experts leave every mixture of a model."""
+    """The removal of a number of experts from every mixture of a model."""
 
     model: PreTrainedModel
     mixtures: Mixtures
     pattern: Experts  # with the router's groups
-    left: int  # experts of a mixture that stay
+    left: int  # remaining experts of a mixture
     edit: Edit  # of the configuration
     sliced: Mapping[str, Sliced]  # by the tensor's name
     attributes: Mapping[str, Mapping[str, Any]]  # module → attribute → its value with fewer experts
 
     @classmethod
     def plan(cls, model: nn.Module, mixtures: Mixtures, pattern: Experts, probe: Batch) -> "ExpertRemoval":
-        """Find how, and try it.
+        """Search the removal, and test it.
 
         Args:
-            model: in evaluation mode; it is as it was afterwards.
-            mixtures: all of it.
-            pattern: which share goes.
+            model: in evaluation mode; unchanged.
+            mixtures: all of the model.
+            pattern: with the fraction to remove.
             probe: a small batch on the model's device.
 
         Raises:
-            MoonshotError: no or too many experts go, or the architecture does not allow it; the message says why.
+            MoonshotError: no or too many experts would be removed, or the architecture does not allow it.
         """
-        require(isinstance(model, PreTrainedModel), f"model is a {type(model).__name__}: give a PreTrainedModel")
+        if not isinstance(model, PreTrainedModel):
+            raise MoonshotError(f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
         pattern = _in_groups(model.config, mixtures, pattern)
         left = mixtures.count - pattern.removed(mixtures.count)
         edit, sliced, attributes = _search(model, mixtures, left)
         plan = cls(model, mixtures, pattern, left, edit, sliced, attributes)
-        plan._try_other_places(probe)
-        plan._rehearse(probe)
+        plan._test_permutation(probe)
+        plan._test_run(probe)
         return plan
 
     @property
@@ -102,43 +104,45 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor]) -> None:
-        """Take the experts out; if that is interrupted, the model is as it was.
+        """Remove the experts; on failure the model is unchanged.
 
         Args:
-            keep: mixture → the numbers of the experts that stay, int64, ascending.
+            keep: mixture → the indices of the remaining experts, int64, ascending.
         """
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.index_select(axis, keep[name].to(tensor.device))
 
         with ExitStack() as undo:
-            for weights, some in self._by_place().items():
+            for weights, some in self._by_weights().items():
                 if isinstance(weights, Offloaded):
                     undo.callback(weights.restore, weights.changes())
-                with weights.onloaded():  # those that came for this alone come as they were next time
+                with weights.onloaded():
                     self._cut(some, cut, undo if weights is RESIDENT else ExitStack())
+                    for each in some:
+                        mark_written(each.owner, each.key)
             self._configure(undo)
             undo.pop_all()
         for each in self.sliced.values():
-            each.tensor.grad = None  # it was that of all experts
+            each.tensor.grad = None  # its shape is that of all experts
 
-    def _by_place(self) -> dict[Weights, list[Sliced]]:
-        """The tensors by where the weights of their block come from."""
-        inside, found = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
+    def _by_weights(self) -> dict[Weights, list[Sliced]]:
+        """The tensors, grouped by the `Weights` of their block."""
+        weights, groups = by_module(visited(self.model)), dict[Weights, list[Sliced]]()
         for each in self.sliced.values():
-            found.setdefault(inside.get(each.owner, RESIDENT), []).append(each)
-        return found
+            groups.setdefault(weights.get(each.owner, RESIDENT), []).append(each)
+        return groups
 
     @staticmethod
     def _cut(sliced: Iterable[Sliced], cut: Cut, undo: ExitStack) -> None:
-        """Smaller tensors, until `undo` is closed."""
+        """Replace tensors by smaller ones, until `undo` is closed."""
         for each in sliced:
             old = each.tensor.data
             undo.callback(each.put, old)
             each.put(cut(old, each.axis, each.mixture))
 
     def _configure(self, undo: ExitStack) -> None:
-        """The attributes and settings of the smaller model, until `undo` is closed."""
+        """Set the attributes and configuration of the smaller model, until `undo` is closed."""
         for name, values in self.attributes.items():
             module = self.model.get_submodule(name)
             for attribute, value in values.items():
@@ -151,8 +155,8 @@ class ExpertRemoval:
                 setattr(config, field, value)
 
     @torch.no_grad()
-    def _rehearse(self, probe: Batch) -> None:
-        """Run the model with the first experts of each mixture alone: views, which take no memory.
+    def _test_run(self, probe: Batch) -> None:
+        """Run the model with views of the first experts of each mixture, which take no memory.
 
         Raises:
             MoonshotError: it does not run.
@@ -170,21 +174,20 @@ class ExpertRemoval:
 
         try:
             with ExitStack() as undo:
-                self._cut(self._by_place().get(RESIDENT, ()), cut, undo)
+                self._cut(self._by_weights().get(RESIDENT, ()), cut, undo)
                 self._configure(undo)
                 undo.enter_context(onloaded_in_turn(visited(self.model), within))
                 run_model(self.model, probe)
         except MoonshotError as error:
-            raise MoonshotError(
-                f"pattern='experts': with {self.left} of {self.mixtures.count} experts it does not run: {error}"
-            ) from None
+            message = f"with {self.left} of {self.mixtures.count} experts the model does not run: {error}"
+            raise MoonshotError(message, field="pattern", value="experts") from None
 
     @torch.no_grad()
-    def _try_other_places(self, probe: Batch) -> None:
-        """Compare every mixture with itself after its experts have changed places.
+    def _test_permutation(self, probe: Batch) -> None:
+        """Compare every mixture with itself after a permutation of its experts.
 
         Raises:
-            MoonshotError: something else than their scores says which tokens an expert gets.
+            MoonshotError: the assignment of tokens depends on more than the router's scores.
         """
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         owners = {mixture.name: self._owner(mixture) for mixture in self.mixtures}
@@ -200,19 +203,18 @@ class ExpertRemoval:
             run_model(self.model, probe)
         size = self.mixtures.count // self.pattern.groups
         order = torch.arange(self.mixtures.count).view(-1, size).roll(1, 1).flatten()
-        present = onloading_in(self.model)
+        onloaded = onloading_in(self.model)
         for name, owner in owners.items():
             module = self.model.get_submodule(owner)
-            with present(module):
-                turned = {
+            with onloaded(module):
+                permuted = {
                     key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
                     for key, each in self.sliced.items()
                     if each.mixture == name
                 }
                 require(
-                    owner in calls and _agree(module, turned, *calls[owner]),
-                    f"{owner}: its experts cannot leave: something else than the router's scores says which tokens "
-                    "they get",
+                    owner in calls and _agree(module, permuted, *calls[owner]),
+                    f"{owner}: its experts cannot be removed: their tokens depend on more than the router's scores",
                 )
 
     def _owner(self, mixture: Mixture) -> str:
@@ -222,28 +224,30 @@ class ExpertRemoval:
 
 
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:
-    """The pattern with the router's groups; an error unless it removes some experts, and leaves enough."""
+    """The pattern with the router's groups; raises unless it removes some experts, and leaves enough."""
     fields, count, chosen = dict(whole_numbers(config)), mixtures.count, mixtures.chosen
     groups = max([value for name, value in fields.items() if _GROUPS.search(name) and value], default=1)
     groups = groups if count % groups == 0 else 1
-    looked = [value for name, value in fields.items() if _GROUPS_CHOSEN.search(name) and value]
-    found = Experts(pattern.sparsity, groups)
-    left, size = count - found.removed(count), count // groups
+    selected = [value for name, value in fields.items() if _GROUPS_CHOSEN.search(name) and value]
+    grouped = Experts(pattern.sparsity, groups)
+    left, size = count - grouped.removed(count), count // groups
     each = f"each of the {groups} groups of {size}" if groups > 1 else f"{count}"
-    told = f"sparsity={pattern.sparsity:g}: of {each} experts"
-    require(left < count, f"{told} that rounds to none; give at least {_least(size):.4g}")
-    reach = left // groups * (looked[0] if looked and groups > 1 else groups)
-    of_the = f"of the {reach} that it chooses among" if reach < left else "of them"
-    require(reach >= chosen, f"{told} that leaves {left // groups}, and the router sends a token to {chosen} {of_the}")
-    return found
+    message, sparsity = f"of {each} experts that", pattern.sparsity
+    hint = f"set at least {_least(size):.4g}"
+    require(left < count, f"{message} rounds to none", field="sparsity", value=sparsity, hint=hint)
+    reach = left // groups * (selected[0] if selected and groups > 1 else groups)
+    among = f"of the {reach} in its selected groups" if reach < left else "of them"
+    message += f" leaves {left // groups}, and the router sends a token to {chosen} {among}"
+    require(reach >= chosen, message, field="sparsity", value=sparsity)
+    return grouped
 
 
 def _least(size: int) -> float:
-    """The smallest share, of four digits, that is one of so many experts."""
-    share = round(0.5 / size, 4)
-    while round(share * size) < 1:
-        share += 1e-4
-    return share
+    """The smallest fraction, to four digits, that removes one of `size` experts."""
+    fraction = round(0.5 / size, 4)
+    while round(fraction * size) < 1:
+        fraction += 1e-4
+    return fraction
 
 
 def _search(
@@ -252,7 +256,7 @@ def _search(
     """The fields to change, the tensors with an axis of experts, and the attributes that change with them."""
     cls, reason = type(model), ""
     counting = [name for name, value in whole_numbers(model.config) if value == mixtures.count]
-    counting.sort(key=lambda name: "expert" not in name)  # what is called so, first
+    counting.sort(key=lambda name: "expert" not in name)  # likely names first
     with torch.device("meta"):
         base = cls(edited(model.config, {}))
     for number in range(1, min(MOST_FIELDS, len(counting)) + 1):
@@ -262,25 +266,25 @@ def _search(
                 with torch.device("meta"):
                     small = cls(edited(model.config, edit))
             except Exception as error:  # a model may refuse its configuration in any way
-                told = str(error).strip().rpartition("\n")[2].strip()
-                reason = reason or (f" ({told})" if all("expert" in name for name in chosen) else "")
+                message = str(error).strip().rpartition("\n")[2].strip()
+                reason = reason or (f" ({message})" if all("expert" in name for name in chosen) else "")
                 continue
             sliced = _explained(model, mixtures, base, small, left)
             if sliced is not None:
                 return edit, sliced, _attributes(base, small)
-    name = type(model.config).__name__
-    raise MoonshotError(f"pattern='experts': {name} has no setting with {left} of {mixtures.count} experts{reason}")
+    message = f"{type(model.config).__name__} has no setting with {left} of {mixtures.count} experts{reason}"
+    raise MoonshotError(message, field="pattern", value="experts")
 
 
 def _explained(
     model: nn.Module, mixtures: Mixtures, base: nn.Module, small: nn.Module, left: int
 ) -> dict[str, Sliced] | None:
-    """The tensors with an axis of experts; None where what differs is not just that."""
+    """The tensors with an axis of experts; None if other differences remain."""
     before, after = _tensors(base), _tensors(small)
     if before.keys() != after.keys():
         return None
-    found: dict[str, Sliced] = {}
-    own = {id(parameter) for mixture in mixtures for parameter in mixture.parameters}
+    explained: dict[str, Sliced] = {}
+    missing = {id(parameter) for mixture in mixtures for parameter in mixture.parameters}
     seen: set[int] = set()
     for name, tensor in _tensors(model).items():
         if name not in before or before[name].shape == after[name].shape or id(tensor) in seen:
@@ -292,10 +296,10 @@ def _explained(
         if not alone or mixture is None:
             return None
         seen.add(id(tensor))
-        own.discard(id(tensor))
+        missing.discard(id(tensor))
         (axis,), (owner, _, key) = axes, name.rpartition(".")
-        found[name] = Sliced(model.get_submodule(owner), key, axis, mixture)
-    return None if own else found
+        explained[name] = Sliced(model.get_submodule(owner), key, axis, mixture)
+    return None if missing else explained
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -307,7 +311,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:
-    """The mixture whose name has the most in common with a tensor's; None where two have as much."""
+    """The mixture whose name shares the longest prefix with a tensor's; None if ambiguous."""
     shared = {mixture.name: len(_common([name.split("."), mixture.name.split(".")])) for mixture in mixtures}
     most = max(shared.values())
     nearest = [mixture for mixture, length in shared.items() if length == most]
@@ -315,36 +319,36 @@ def _belongs(name: str, mixtures: Mixtures) -> str | None:
 
 
 def _common(names: list[list[str]]) -> list[str]:
-    """The parts that several names begin with."""
-    found = []
+    """The longest common prefix of several names, in parts."""
+    prefix = []
     for parts in zip(*names, strict=False):
         if len({*parts}) > 1:
             break
-        found.append(parts[0])
-    return found
+        prefix.append(parts[0])
+    return prefix
 
 
 def _attributes(base: nn.Module, small: nn.Module) -> dict[str, dict[str, Any]]:
-    """What else a model with fewer experts has otherwise: numbers that its modules took from the configuration."""
-    found: dict[str, dict[str, Any]] = {}
+    """The attributes that differ in a model with fewer experts: numbers that modules copied from the configuration."""
+    changes: dict[str, dict[str, Any]] = {}
     for name, module in base.named_modules():
         other = vars(small.get_submodule(name))
         for attribute, value in vars(module).items():
-            mine = not attribute.startswith("_") and attribute in other and _is_plain(value)
-            if mine and _is_plain(other[attribute]) and other[attribute] != value:
-                found.setdefault(name, {})[attribute] = other[attribute]
-    return found
+            comparable = not attribute.startswith("_") and attribute in other and _is_plain(value)
+            if comparable and _is_plain(other[attribute]) and other[attribute] != value:
+                changes.setdefault(name, {})[attribute] = other[attribute]
+    return changes
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of numbers and strings alone."""
+    """Whether a value consists of numbers and strings."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return isinstance(value, int | float | str) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
 
 
 def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedConfig]:
-    """The configurations in a model that have a field: the model's own, and copies that its parts have."""
+    """The configurations in a model with a field: the model's, and copies in its modules."""
     *parents, field = path.split(".")
     owner: Any = model.config
     for parent in parents:
@@ -354,11 +358,11 @@ def _configurations(model: PreTrainedModel, path: str) -> Iterator[PreTrainedCon
     yield from {id(config): config for config in (owner, *alike)}.values()
 
 
-def _agree(module: nn.Module, turned: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a module gives most tokens the same with other tensors in place of its own."""
+def _agree(module: nn.Module, permuted: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the outputs of most tokens are equal with other tensors in the module."""
     kwargs = without_caches(kwargs)
     expected = first_tensor(module(*args, **kwargs)).float()
-    found = first_tensor(torch.func.functional_call(module, turned, args, kwargs)).float()
+    output = first_tensor(torch.func.functional_call(module, permuted, args, kwargs)).float()
     tolerance = 1e-3 if next(module.parameters()).dtype == torch.float32 else 2e-2
-    error, scale = (found - expected).norm(dim=-1), expected.norm(dim=-1)
-    return float((error <= tolerance * scale + 1e-30).float().mean()) >= SAME_TOKENS
+    error, scale = (output - expected).norm(dim=-1), expected.norm(dim=-1)
+    return float((error <= tolerance * scale + 1e-30).float().mean()) >= EQUAL_FRACTION

@@ -1,108 +1,114 @@
-"""Experts whose weights are fused to parameters of three dimensions: their normal form, and how their calls are seen.
+"""Fused experts, whose weights are parameters of three dimensions: their normal form, and the watching of their calls.
 
 A mixture of experts keeps the matrices of its E experts in parameters [E, out, in] (or [E, in, out]) of one module,
-which calls no Linear: a hook would see nothing. But in its plain implementation the module takes one expert's matrix
-after another and multiplies that expert's tokens by it. So while a pass is watched, the module has a stand-in for the
-parameter, which behaves as it does and tells of every product with a part of it. No family's forward is written anew,
-and none is told from another by its name.
+which calls no Linear that a hook could observe. But its plain implementation takes one expert's matrix after another
+and multiplies that expert's tokens by it. So a watched module has a tensor subclass in place of the parameter, which
+reports every product with a part of it. No forward is rewritten, and no family is identified by its name.
 
-Every expert is a group of the layer's rows, with a Gram matrix of its own, pruned as a matrix of its own.
+Every expert is a group of the layer's rows, with a separate Gram matrix, pruned as a separate matrix.
 """
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Option, Text, require
 from .layer_adapters import LayerAdapter, Pair, See
 
-_IMPLEMENTATION = "_experts_implementation"  # of a configuration: transformers' choice of how experts are computed
+_IMPLEMENTATION = "_experts_implementation"  # of a configuration: the implementation of experts in transformers
 
 
 def expert_keys(module: nn.Module) -> list[str]:
-    """The names of a module's parameters that hold one matrix for each expert.
+    """The names of a module's parameters that hold one matrix per expert."""
+    return list(expert_parameters(module))
 
-    It counts its experts in some attribute, which has `expert` in its name, as many as the parameters have matrices.
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters that hold one matrix per expert, by name.
+
+    An attribute of the module with `expert` in its name equals the number of matrices. Attribute access would return
+    the stand-ins of a watched module.
     """
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return []
-    fused = {key: len(parameter) for key, parameter in module._parameters.items() if _is_fused(parameter)}
-    return [key for key, count in fused.items() if count in _counts(module)]
+        return {}
+    counts, parameters = _counts(module), module._parameters.items()
+    return {key: each for key, each in parameters if each is not None and _is_fused(each) and len(each) in counts}
 
 
 def stacks_experts(module: nn.Module) -> bool:
-    """Whether a module has matrices [experts · out, in], one expert below the other, which nothing here takes apart."""
+    """Whether a module has matrices [experts · out, in] that stack experts along the rows, which is unsupported."""
     most = max(_counts(module), default=0)
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     return most > 1 and any(each.ndim == 2 and len(each) > most and len(each) % most == 0 for each in parameters)
 
 
 def _counts(module: nn.Module) -> set[int]:
-    """The numbers in a module's attributes that speak of experts."""
+    """The values of a module's integer attributes with `expert` in their names."""
     return {value for name, value in vars(module).items() if "expert" in name and type(value) is int}
 
 
 @contextmanager
 def plain_implementation(module: nn.Module) -> Iterator[None]:
-    """Meanwhile a module of experts multiplies them one by one, where its configuration leaves the choice.
+    """Inside the context a module multiplies its experts one by one, if its configuration has the choice.
 
-    It has a configuration of its own for that time: the one of the model is shared.
+    It gets a copy of the configuration, which the model's modules share.
     """
     config = vars(module).get("config")
-    chooses = "is_transposed" in vars(module) and hasattr(config, _IMPLEMENTATION)  # transformers' decorator sets both
-    if chooses:
+    selectable = "is_transposed" in vars(module) and hasattr(
+        config, _IMPLEMENTATION
+    )  # transformers' decorator sets both
+    if selectable:
         vars(module)["config"] = plain = copy.copy(config)
         setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
     try:
         yield
     finally:
-        if chooses:
+        if selectable:
             vars(module)["config"] = config
 
 
-def _is_fused(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+def _is_fused(parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 3 and min(parameter.shape[1:]) > 1
 
 
 @dataclass(frozen=True)
 class ExpertsAdapter(LayerAdapter):
-    """One fused parameter of a module of experts, or some of its experts.
+    """One fused parameter of a module of experts, or a range of its experts.
 
-    `span` is the first of them and the one behind the last; None is all. `expert` says whose calls it is the form of,
-    where it is one's.
+    `span` is the range, [first, stop); None for all. `expert` is set where calls of a single expert are adapted.
     """
 
     key: str = ""
     span: tuple[int, int] | None = None
     expert: int | None = None
-    everywhere: bool = False  # the calls are those of all tokens, not of those that are sent to an expert
+    everywhere: bool = False  # every expert reads all tokens, not only those routed to it
 
     kind = nn.Module
     dimensions = 3
     separate: ClassVar[bool] = True
 
     @property
-    def parameter(self) -> nn.Parameter | None:
+    def weight(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.key)
 
     @property
-    def axes(self) -> tuple[int, int]:  # type: ignore[override] # it differs from module to module
+    def axes(self) -> tuple[int, int]:  # type: ignore[override] # depends on the module
         return (2, 1) if self.transposed else (1, 2)
 
     @property
     def transposed(self) -> bool:
-        """Whether the matrices are stored [in, out]: as the module says, else as its parameters fit together."""
-        told = getattr(self.module, "is_transposed", None)
-        if isinstance(told, bool):
-            return told
-        shapes = [tuple(self.module._parameters[key].shape[1:]) for key in expert_keys(self.module)]
+        """Whether the matrices are stored [in, out]: an attribute of the module, else inferred from the shapes."""
+        declared = getattr(self.module, "is_transposed", None)
+        if isinstance(declared, bool):
+            return declared
+        shapes = [tuple(parameter.shape[1:]) for parameter in expert_parameters(self.module).values()]
         if len(shapes) < 2:
             return False
         (_, reads), (gives, hidden) = shapes[0], shapes[-1]
@@ -110,7 +116,7 @@ class ExpertsAdapter(LayerAdapter):
 
     @property
     def experts(self) -> range:
-        """The numbers of the experts that it is of."""
+        """The indices of its experts."""
         return range(len(self.parameter)) if self.span is None else range(*self.span)
 
     @property
@@ -134,7 +140,7 @@ class ExpertsAdapter(LayerAdapter):
         return id(self.module), self.key, self.expert
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
-        tensor = self._mine(tensor)
+        tensor = self._slice(tensor)
         return (tensor.transpose(1, 2) if self.transposed else tensor).flatten(0, 1)
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
@@ -150,8 +156,8 @@ class ExpertsAdapter(LayerAdapter):
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
         require(
             mask is None or bool(mask.all()),
-            "the tokens that an expert reads do not show which are padding: use samples of equal length, or "
-            "batch_size=1",
+            "the tokens that an expert reads do not show which are padding",
+            hint=Text("use samples of equal length, or {}", Option("batch_size", 1)),
         )
         return None
 
@@ -161,26 +167,26 @@ class ExpertsAdapter(LayerAdapter):
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
         require(
             samples == 1,
-            f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to: use "
-            "batch_size=1",
+            f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to",
+            hint=Text("use {}", Option("batch_size", 1)),
         )
         yield Pair(self._grouped(inputs)[None], self._grouped(delta)[None], True)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[groups, tokens, features] in float32."""
-        return (self._mine(tensor) if self.expert is None else tensor.reshape(1, -1, tensor.shape[-1])).float()
+        return (self._slice(tensor) if self.expert is None else tensor.reshape(1, -1, tensor.shape[-1])).float()
 
-    def _mine(self, tensor: Tensor) -> Tensor:
-        """The part of what has all experts on its first axis."""
+    def _slice(self, tensor: Tensor) -> Tensor:
+        """The span of a tensor with all experts on its first axis."""
         return tensor if self.span is None else tensor[slice(*self.span)]
 
 
 class _Watch:
-    """One who is told of the products of some experts, until it is removed."""
+    """A callback for the products of some experts, until it is removed."""
 
-    def __init__(self, form: ExpertsAdapter, see: See):
-        self.adapter, self.see = form, see
-        self.watched = _watched(form.module)
+    def __init__(self, adapter: ExpertsAdapter, see: See):
+        self.adapter, self.see = adapter, see
+        self.watched = _watched(adapter.module)
         self.watched.add(self)
 
     def remove(self) -> None:
@@ -188,14 +194,14 @@ class _Watch:
 
 
 class _Watched:
-    """A module of experts while it is watched: with stand-ins for its parameters, and its plain implementation."""
+    """A watched module of experts: recording tensors in place of its parameters, and its plain implementation."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.watches: list[_Watch] = []
-        self.showing: int | None = None  # the expert that all tokens are being shown to
-        self.due: dict[str, int] = {}  # key → how many of them its product with that expert has not had
-        self.changes = ExitStack()  # taken back with the last watch
+        self.showing: int | None = None  # the expert that is computing all tokens
+        self.due: dict[str, int] = {}  # key → tokens that its product with that expert still lacks
+        self.changes = ExitStack()  # undone with the last watch
         self.changes.enter_context(plain_implementation(module))
         self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
 
@@ -211,26 +217,26 @@ class _Watched:
             _WATCHED.pop(self.module, None)
 
     def product(self, key: str, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
-        """A product of some tokens with one expert's matrix, or of each expert's tokens with its own.
+        """Report a product of tokens with one expert's matrix, or of each expert's tokens with its matrix.
 
         Args:
-            key: of the parameter.
-            expert: whose; None is all of them.
+            key: the name of the parameter.
+            expert: its index; None for all.
             turned: whether the matrix was used as [in, out].
             inputs: [..., in].
             output: [..., out].
         """
         for watch in self.watches:
-            form = watch.adapter
-            if form.key != key or form.everywhere != (self.showing is not None):
+            adapter = watch.adapter
+            if adapter.key != key or adapter.everywhere != (self.showing is not None):
                 continue
-            if expert is not None and (expert not in form.experts or self.showing not in (None, expert)):
+            if expert is not None and (expert not in adapter.experts or self.showing not in (None, expert)):
                 continue
-            sizes = form.shape[1], form.shape[0] // form.groups
-            fits = turned == form.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
-            require(fits, f"{type(self.module).__name__}.{key} is used in another layout than that it seems to have")
-            found = watch.see(replace(form, expert=expert), inputs, output)
-            output = output if found is None else found
+            sizes = adapter.shape[1], adapter.shape[0] // adapter.groups
+            fits = turned == adapter.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
+            require(fits, f"{type(self.module).__name__}.{key} is used in another layout than its shape suggests")
+            replaced = watch.see(replace(adapter, expert=expert), inputs, output)
+            output = output if replaced is None else replaced
         if expert is not None and expert == self.showing and key in self.due:
             self.due[key] -= inputs[..., 0].numel()
             if not any(self.due.values()):
@@ -239,15 +245,13 @@ class _Watched:
 
     @torch.no_grad()
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call: stand-ins for the weights as they are now; and every expert that someone watches everywhere
-        computes all tokens of the call.
-        """
-        for form in {watch.adapter.key: watch.adapter for watch in self.watches}.values():
-            vars(module)[form.key] = _StandIn.of(form.parameter, self, form.key)
+        """Before a call, wrap the current weights; experts that are watched `everywhere` compute all its tokens."""
+        for adapter in {watch.adapter.key: watch.adapter for watch in self.watches}.values():
+            vars(module)[adapter.key] = _StandIn.of(adapter.parameter, self, adapter.key)
         wanted: dict[int, set[str]] = {}
-        for form in (watch.adapter for watch in self.watches if watch.adapter.everywhere):
-            for expert in form.experts:
-                wanted.setdefault(expert, set()).add(form.key)
+        for adapter in (watch.adapter for watch in self.watches if watch.adapter.everywhere):
+            for expert in adapter.experts:
+                wanted.setdefault(expert, set()).add(adapter.key)
         try:
             for self.showing in sorted(wanted):
                 keys = wanted[self.showing]
@@ -260,7 +264,7 @@ class _Watched:
 
 
 class _AllShown(Exception):
-    """Ends a call whose output nobody wants, once an expert has had all tokens."""
+    """Ends a call whose output is unused once an expert has computed all tokens."""
 
 
 _WATCHED: "WeakKeyDictionary[nn.Module, _Watched]" = WeakKeyDictionary()
@@ -273,25 +277,27 @@ def _watched(module: nn.Module) -> _Watched:
 
 
 def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The numbers of every token's experts, int [T, k], and their weights [T, k]; None where a call does not say them.
+    """The indices of every token's experts, int [T, k], and their weights [T, k]; None if a call has none.
 
     Args:
-        args, kwargs: of a call of a module of experts.
+        args: of a call of a module of experts.
+        kwargs: of the call.
     """
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    index = [each for each in given if not each.is_floating_point() and each.ndim == 2]
-    weights = [each for each in given if index and each.is_floating_point() and each.shape == index[0].shape]
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    index = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
+    weights = [each for each in tensors if index and each.is_floating_point() and each.shape == index[0].shape]
     return (index[0], weights[0]) if len(index) == 1 and len(weights) == 1 else None
 
 
 def with_others(
     args: tuple[Any, ...], kwargs: dict[str, Any], *changes: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other tensors in the places of some.
+    """The arguments of a call with some tensors replaced.
 
     Args:
-        args, kwargs: of the call.
-        changes: a tensor of any shape among them, and what stands in its place.
+        args: of the call.
+        kwargs: of the call.
+        changes: pairs of a tensor among them, of any shape, and its replacement.
     """
     others = {id(old): new for old, new in changes}
     changed = {name: others.get(id(value), value) for name, value in kwargs.items()}
@@ -301,40 +307,41 @@ def with_others(
 def _routed_to(
     module: nn.Module, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """The number of tokens, and the arguments of a call, but with one expert as the first choice of all of them.
+    """The number of tokens, and the arguments of a call with one expert as every token's first choice.
 
-    The output means nothing. What else they choose is the last expert, which most modules compute after that one; with
-    the last as their first choice, they have another expert for every other choice.
+    The output has no meaning. The other choices are the last expert, which most modules compute after that one; if the
+    last is the first choice, every other choice is a different expert.
 
     Raises:
-        MoonshotError: the module does not take, of every token, the numbers of its experts and their weights.
+        MoonshotError: the module does not take the indices and weights of every token's experts.
     """
-    found = routing(args, kwargs)
-    if found is None:
+    routes = routing(args, kwargs)
+    if routes is None:
+        options = Option("expert_tokens", "routed"), Option("under_calibrated_experts", "routed")
         raise MoonshotError(
-            f"{type(module).__name__} does not say which token it sends to which expert: leave expert_tokens and "
-            'under_calibrated_experts at "routed"'
+            f"the arguments of {type(module).__name__} do not show which token it sends to which expert",
+            hint=Text("leave {} and {}", *options),
         )
-    index, _ = found
+    index, _ = routes
     places = torch.arange(index.shape[1], device=index.device)
-    last = len(module._parameters[expert_keys(module)[0]]) - 1
+    last = len(next(iter(expert_parameters(module).values()))) - 1
     forged = torch.where(places == 0, expert, places - 1 if expert == last else last).expand_as(index)
     return len(index), *with_others(args, kwargs, (index, forged))
 
 
 class _StandIn(Tensor):
-    """A parameter of experts, or one expert's matrix, that tells of its products."""
+    """A parameter of experts, or one expert's matrix, that reports its products."""
 
     watched: _Watched
     key: str
     expert: int | None  # None is the whole parameter
-    turned: bool  # whether its last two axes have changed places
+    turned: bool  # whether its last two axes are transposed
 
     @staticmethod
     def of(tensor: Tensor, watched: _Watched, key: str, expert: int | None = None, turned: bool = False) -> "_StandIn":
-        found = tensor.detach().as_subclass(_StandIn)
-        found.watched, found.key, found.expert, found.turned = watched, key, expert, turned
-        return found
+        stand_in = tensor.detach().as_subclass(_StandIn)
+        stand_in.watched, stand_in.key, stand_in.expert, stand_in.turned = watched, key, expert, turned
+        return stand_in
 
     @classmethod
     def __torch_function__(
@@ -343,17 +350,17 @@ class _StandIn(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*(_plain(each) for each in args), **{name: _plain(each) for name, each in kwargs.items()})
-        mine = next((each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)), None)
-        if mine is None or not isinstance(result, Tensor):
+        operand = next((each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)), None)
+        if operand is None or not isinstance(result, Tensor):
             return result
-        product = _product(func, args, kwargs, mine)
+        product = _product(func, args, kwargs, operand)
         if product is not None:
             inputs, turned = product
-            return mine.watched.product(mine.key, mine.expert, turned != mine.turned, inputs, result)
-        return mine.followed(func, args, result)
+            return operand.watched.product(operand.key, operand.expert, turned != operand.turned, inputs, result)
+        return operand.followed(func, args, result)
 
     def followed(self, func: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> Tensor:
-        """What an operation that is no product makes of it."""
+        """The result of an operation that is no product: a stand-in again, or an error."""
         if result.shape == self.shape and result.is_floating_point() and func in _KEEPING:
             return _StandIn.of(result, self.watched, self.key, self.expert, self.turned)
         if func in _TURNING and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
@@ -364,28 +371,29 @@ class _StandIn(Tensor):
             return _StandIn.of(result, self.watched, self.key, int(index), self.turned)
         module, name = type(self.watched.module).__name__, getattr(func, "__name__", str(func))
         raise MoonshotError(
-            f"{module}.{self.key}: its experts are computed by {name}, whose inputs cannot be told "
-            "apart by expert; name it in ignore= to leave it dense"
+            f"{module}.{self.key}: its experts are computed by {name}, whose inputs cannot be separated by expert",
+            hint=Text("add its name to {} to leave it dense", "ignore"),
         )
 
 
 _KEEPING = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
-_TURNING = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.permute}
+_CLASS: Any = Tensor  # whose properties have getters, unlike those of a tensor
+_TURNING = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, _CLASS.T.__get__, _CLASS.mT.__get__, Tensor.permute}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 
 def _product(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mine: "_StandIn"
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operand: "_StandIn"
 ) -> tuple[Tensor, bool] | None:
-    """The inputs of a product with a stand-in, and whether it is [in, out] there; None of any other operation."""
+    """The inputs of a product with a stand-in, and whether that is [in, out]; None for other operations."""
     names = ("input", "weight") if func is functional.linear else ("input", "mat2")
-    given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
-    inputs, weight = (given.get(name) for name in names)
-    if weight is not mine or not isinstance(inputs, Tensor) or isinstance(inputs, _StandIn):
+    factors = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+    inputs, weight = (factors.get(name) for name in names)
+    if weight is not operand or not isinstance(inputs, Tensor) or isinstance(inputs, _StandIn):
         return None
-    if func is functional.linear and mine.expert is not None:
+    if func is functional.linear and operand.expert is not None:
         return inputs, False
-    if func in _PRODUCTS and inputs.ndim >= mine.ndim:
+    if func in _PRODUCTS and inputs.ndim >= operand.ndim:
         return inputs, True
     return None
 
@@ -394,5 +402,5 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, _StandIn) else value
 
 
-def _is_number(index: Any) -> bool:
+def _is_number(index: Any) -> TypeGuard[int | Tensor]:
     return type(index) is int or (isinstance(index, Tensor) and index.numel() == 1 and index.ndim == 0)

@@ -1,22 +1,22 @@
-"""Every kind of layer as one product of matrices: the normal form that statistics, masks and packing know.
+"""Every kind of layer as one matrix product: the normal form that statistics, masks and packing work on.
 
-A layer multiplies the features of every token by a matrix. Where it has groups, each group of features has one of its
-own, and rows of its own come out:
+A layer multiplies the features of every token by a matrix. A layer with groups multiplies each group of features by a
+separate one:
 
     y[n, g, t] = W[g] x[n, g, t]  (+ bias)
 
-Tensor format, in every file that takes these tensors; samples and tokens have one axis each:
+Tensor format, in every file with these tensors:
 
     W   weight             [groups, out, in]   joined to a matrix [d_out, d_in]: d_out = groups·out, d_in = in
     x   inputs             [samples, groups, tokens, in]    float32
     δ   output gradients   [samples, groups, tokens, out]   float32, ∂ℓ_n/∂y
 
 so that sample n has the gradient ``A_n[g] = Σ_t δ[n, g, t] x[n, g, t]ᵀ`` and group g the Gram matrix Σ x xᵀ over all
-samples and tokens, whose inputs follow one another as [groups, tokens, in]. (curvlinops brings its layers to one form
-in the same way, in ``computers/kfac_math.py``.) A linear layer has one group. A convolution's tokens are its output
-positions, and their features the patches of its input.
+samples and tokens, concatenated to [groups, tokens, in]. (curvlinops normalizes its layers in the same way, in
+``computers/kfac_math.py``.) A linear layer has one group. A convolution's tokens are its output positions, and their
+features the patches of its input.
 
-A kind of layer is one class here and one entry in `ADAPTERS`; nothing else in the package asks what kind a layer is.
+A kind of layer is one class here and one entry in `ADAPTERS`; no other code depends on the kind.
 """
 
 import copy
@@ -30,28 +30,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import require
+from ..errors import Option, Text, require
 from .convolution import batched, geometry, joined, strip_of, strips
 
 
 class See(Protocol):
-    """What a watched call is shown to."""
+    """The callback of a watched layer."""
 
-    def __call__(self, form: "LayerAdapter", inputs: Tensor, output: Tensor) -> Tensor | None:
-        """A call.
+    def __call__(self, adapter: "LayerAdapter", inputs: Tensor, output: Tensor) -> Tensor | None:
+        """Receive a call.
 
         Args:
-            form: of what was called; of one expert, where the layer is many.
-            inputs: what it read.
-            output: what it gave.
+            adapter: of the layer that was called, or of one of its experts.
+            inputs: of the call, in the layer's layout; any shape.
+            output: of the call; any shape.
 
         Returns:
-            What is given instead; None for the output itself.
+            A replacement of the output; None keeps it.
         """
 
 
 class Watch(Protocol):
-    """What ends a watch."""
+    """The handle that ends a watch."""
 
     def remove(self) -> None: ...
 
@@ -66,29 +66,36 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerAdapter(ABC):
-    """The normal form of one module's weight, of what it reads, and of the gradients at what it gives."""
+    """The normal form of one module's weight, inputs and output gradients."""
 
     module: nn.Module
 
     kind: ClassVar[type[nn.Module]]
-    axes: ClassVar[tuple[int, int]] = (0, 1)  # of the parameter: the one along its outputs, and along its inputs
+    axes: ClassVar[tuple[int, int]] = (0, 1)  # of the parameter: output axis, input axis
     images: ClassVar[bool] = False  # it reads images [B, C, H, W], not features on the last axis
     dimensions: ClassVar[int] = 2  # of the parameter
-    separate: ClassVar[bool] = False  # its groups are matrices of their own, each pruned alone
+    separate: ClassVar[bool] = False  # each group is pruned as a separate matrix
 
     @property
-    def parameter(self) -> nn.Parameter | None:
-        """The weight; None where the module computes it from something else."""
+    def weight(self) -> nn.Parameter | None:
+        """The parameter; None if the module computes it."""
         return self.module._parameters.get("weight")
 
     @property
+    def parameter(self) -> nn.Parameter:
+        """The weight of a module that has one, see `unprunable`."""
+        weight = self.weight
+        assert weight is not None
+        return weight
+
+    @property
     def groups(self) -> int:
-        """How many equal slices of the matrix's rows read inputs of their own."""
+        """Number of equal slices of the matrix's rows with separate inputs."""
         return 1
 
     @property
     def part(self) -> slice:
-        """Which of the layer's groups the calls that this form reads are of."""
+        """The layer's groups that take part in the calls of this adapter."""
         return slice(None)
 
     @property
@@ -99,7 +106,7 @@ class LayerAdapter(ABC):
 
     @abstractmethod
     def as_matrix(self, tensor: Tensor) -> Tensor:
-        """[d_out, d_in] of a tensor that is laid out as the parameter: a view where its memory allows."""
+        """[d_out, d_in] of a tensor in the parameter's layout; a view if possible."""
 
     @abstractmethod
     def as_parameter(self, matrix: Tensor) -> Tensor:
@@ -107,45 +114,45 @@ class LayerAdapter(ABC):
 
     @property
     def reads(self) -> Hashable:
-        """What two calls share that read the same inputs from the same tensor."""
+        """A key that is equal for layers that derive the same inputs from one tensor."""
         return None
 
     def watch(self, see: See) -> "Watch":
-        """Show every call of the module, until what this returns is removed.
+        """Pass every call of the module to a callback until the returned handle is removed.
 
         Args:
-            see: what is shown every call.
+            see: the callback.
         """
 
-        def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
-            return see(self, args[0] if args else next(iter(named.values())), output)
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor | None:
+            return see(self, args[0] if args else next(iter(kwargs.values())), output)
 
         return self.module.register_forward_hook(hook, with_kwargs=True)
 
     def unprunable(self) -> str | None:
-        """Why this module cannot be pruned although its kind can; None where it can."""
-        name, weight = type(self.module).__name__, self.parameter
+        """The reason why this module cannot be pruned although its kind can; None if it can."""
+        name, weight = type(self.module).__name__, self.weight
         if weight is None:
             return f"its weight is computed ({name}): remove the parametrization to prune it"
         plain = type(weight.data) is Tensor and weight.is_floating_point() and weight.dtype.itemsize > 1
         if not plain or weight.ndim != self.dimensions:
             return f"quantized: {name}, {weight.dtype}"
-        return None if self._is_plain() else f"{name} has a forward of its own, not that of {self.kind.__name__}"
+        return None if self._is_plain() else f"{name} overrides the forward of {self.kind.__name__}"
 
     @abstractmethod
     def _is_plain(self) -> bool:
-        """Whether the module computes the product that its kind stands for."""
+        """Whether the module computes the product of its kind."""
 
     @abstractmethod
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Which tokens of a call count, laid out as the call's inputs; None where all do.
+        """The mask of the tokens that count, in the layout of the call's inputs; None if all count.
 
         Args:
-            inputs: what the module read: [samples, tokens, in], or whatever its kind takes.
-            mask: bool [samples, tokens] of the batch, None where every token counts.
+            inputs: of the module: [samples, tokens, in], or the layout of its kind.
+            mask: bool [samples, tokens] of the batch; None if every token counts.
 
         Raises:
-            MoonshotError: there is padding, and the inputs do not show where.
+            MoonshotError: there is padding, and the shape of the inputs does not show where.
         """
 
     @abstractmethod
@@ -153,8 +160,8 @@ class LayerAdapter(ABC):
         """The inputs of the tokens that count, [groups, tokens, in] in float32, in pieces.
 
         Args:
-            inputs: what the module read.
-            mask: of this call, as `token_mask` gives it.
+            inputs: of the module.
+            mask: of this call, from `token_mask`.
         """
 
     @abstractmethod
@@ -164,20 +171,20 @@ class LayerAdapter(ABC):
         Gradients of padding are 0.
 
         Args:
-            inputs: what the module read.
-            delta: the gradient at what it gave, of its output's shape.
-            mask: of this call, as `token_mask` gives it.
-            samples: in the batch.
+            inputs: of the module.
+            delta: the gradient at its output, of the same shape.
+            mask: of this call, from `token_mask`.
+            samples: number of samples in the batch.
 
         Raises:
-            MoonshotError: the tensors do not show which sample a token belongs to.
+            MoonshotError: the shapes do not show which sample a token belongs to.
         """
 
 
-class LinearForm(LayerAdapter):
-    """`nn.Linear`: features on the last axis, samples and tokens on those before, or on one axis together."""
+class LinearAdapter(LayerAdapter):
+    """`nn.Linear`: features on the last axis, samples and tokens on the axes before, or flattened to one."""
 
-    kind = nn.Linear
+    kind: ClassVar[type[nn.Module]] = nn.Linear
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -189,27 +196,27 @@ class LinearForm(LayerAdapter):
         return type(self.module).forward is self.kind.forward or self._multiplies()
 
     def _multiplies(self) -> bool:
-        """Whether a forward of its own gives the same product: tried with a tiny weight in place of the module's.
+        """Whether an overridden forward computes the same product, tested on a copy with a tiny weight.
 
-        So it is tried wherever the weights are, and nothing of the module changes.
+        So the test works with offloaded weights, and leaves the module unchanged.
         """
-        own = self.module
-        if own._modules or own._buffers or not {*own._parameters} <= {"weight", "bias"}:
+        module = self.module
+        if module._modules or module._buffers or not {*module._parameters} <= {"weight", "bias"}:
             return False
-        twin, bias = copy.copy(own), None
+        twin, bias = copy.copy(module), None
         with torch.no_grad():
             weight = torch.arange(12.0, device="cpu").cos().view(3, 4)
             twin._parameters = {"weight": nn.Parameter(self.as_parameter(weight)), "bias": None}
-            if own._parameters.get("bias") is not None:
+            if module._parameters.get("bias") is not None:
                 bias = torch.arange(3.0, device="cpu").sin()
                 twin._parameters["bias"] = nn.Parameter(bias)
             twin.training = False
             inputs = torch.arange(24.0, device="cpu").sin().view(2, 3, 4)
             expected = functional.linear(inputs, weight, bias)
             try:
-                found = type(own).forward(twin, inputs)
-                return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
-            except Exception:  # whatever it needs besides its input, it is another product
+                output = type(module).forward(twin, inputs)
+                return output.shape == expected.shape and torch.allclose(output, expected, atol=1e-5)
+            except Exception:  # it needs more than its input: another product
                 return False
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -220,8 +227,8 @@ class LinearForm(LayerAdapter):
             return mask.reshape(lead)
         require(
             bool(mask.all()),
-            f"inputs of shape {list(inputs.shape)} do not show which tokens are padding: use samples of equal length, "
-            "or batch_size=1",
+            f"inputs of shape {list(inputs.shape)} do not show which tokens are padding",
+            hint=Text("use samples of equal length, or {}", Option("batch_size", 1)),
         )
         return None
 
@@ -236,7 +243,7 @@ class LinearForm(LayerAdapter):
         yield Pair(inputs.float()[:, None], delta.float()[:, None], True)
 
 
-class Conv1DForm(LinearForm):
+class Conv1DAdapter(LinearAdapter):
     """transformers' `Conv1D`, GPT-2's linear layer, whose weight is stored as [d_in, d_out]."""
 
     kind = Conv1D
@@ -254,11 +261,13 @@ class Conv1DForm(LinearForm):
         return matrix.T
 
 
-class Conv2dForm(LayerAdapter):
-    """`nn.Conv2d`: its patches times its flattened kernels, strip by strip of output rows; see convolution.py.
+class Conv2dAdapter(LayerAdapter):
+    """`nn.Conv2d`: its patches times its flattened kernels, in strips of output rows; see convolution.py.
 
     Every position counts, whatever the batch's mask.
     """
+
+    module: nn.Conv2d
 
     kind = nn.Conv2d
     images = True
@@ -279,7 +288,7 @@ class Conv2dForm(LayerAdapter):
         return matrix.reshape(self.parameter.shape)
 
     def _is_plain(self) -> bool:
-        cls = type(self.module)
+        cls: type[nn.Conv2d] = type(self.module)
         return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -293,30 +302,30 @@ class Conv2dForm(LayerAdapter):
         images, delta = batched(inputs), batched(delta)
         _check_samples(images, len(images) == samples, samples)
         for strip in strips(self.module, images):
-            parts = strip.patches, strip_of(delta, strip.rows, self.groups).float()
+            patches, deltas = strip.patches, strip_of(delta, strip.rows, self.groups).float()
             if len(images) != samples:  # several images of one sample
-                parts = (joined(part)[None] for part in parts)
-            yield Pair(*parts, strip.last)
+                patches, deltas = joined(patches)[None], joined(deltas)[None]
+            yield Pair(patches, deltas, strip.last)
 
 
-ADAPTERS: tuple[type[LayerAdapter], ...] = (LinearForm, Conv1DForm, Conv2dForm)
+ADAPTERS: tuple[type[LayerAdapter], ...] = (LinearAdapter, Conv1DAdapter, Conv2dAdapter)
 
 
 def find_adapter(module: nn.Module) -> LayerAdapter | None:
-    """The form of a module's weight; None where no entry of `ADAPTERS` is of its kind, as for norms and embeddings."""
-    return next((form(module) for form in ADAPTERS if isinstance(module, form.kind)), None)
+    """The adapter of a module; None if no entry of `ADAPTERS` matches, as for norms and embeddings."""
+    return next((adapter(module) for adapter in ADAPTERS if isinstance(module, adapter.kind)), None)
 
 
 def _per_sample(tensor: Tensor, mask: Tensor | None, samples: int) -> Tensor:
-    """[…, d] as [samples, tokens, d]: with samples on the first axis, or one after another where the mask has them."""
-    shown = tensor.shape[0] == samples or (mask is not None and tensor.shape[:-1].numel() == mask.numel())
-    _check_samples(tensor, shown, samples)
+    """[…, d] as [samples, tokens, d]; samples are on the first axis, or flattened with the tokens as in the mask."""
+    separable = tensor.shape[0] == samples or (mask is not None and tensor.shape[:-1].numel() == mask.numel())
+    _check_samples(tensor, separable, samples)
     return tensor.reshape(samples, -1, tensor.shape[-1])
 
 
-def _check_samples(tensor: Tensor, shown: bool, samples: int) -> None:
+def _check_samples(tensor: Tensor, separable: bool, samples: int) -> None:
     require(
-        shown or samples == 1,
-        f"inputs of shape {list(tensor.shape)} do not show which of the batch's {samples} samples they belong to: use "
-        "batch_size=1",
+        separable or samples == 1,
+        f"inputs of shape {list(tensor.shape)} do not show which of the batch's {samples} samples they belong to",
+        hint=Text("use {}", Option("batch_size", 1)),
     )

@@ -1,8 +1,8 @@
 """The calibration loss ℓ_n of every sample, and its gradient at the model's logits.
 
 ℓ_n is the mean cross-entropy of sample n over its labelled positions: the next tokens of a causal language model, the
-masked tokens of a masked one, the class of an image. The gradient is formed sample by sample, so that the float32
-copy of one sample's logits is all that a large vocabulary costs.
+masked tokens of a masked one, the class of an image. The gradient is computed sample by sample, so that a large
+vocabulary needs a float32 copy of one sample's logits only.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import NO_BACKWARD, require
+from ..errors import NO_BACKWARD, MoonshotError, require
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
-# Float16 holds no gradient below 6e-8. A constant factor on the loss cancels in L_F(W)/L_F(0).
+# Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
 
 
 def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
-    """Bool [B, T], True where a token is not padding; None where every position counts."""
+    """Bool [B, T], True for tokens that are not padding; None if every position counts."""
     if "attention_mask" in batch and batch["attention_mask"].ndim == 2:
         return batch["attention_mask"].bool()
     if "input_ids" in batch:
@@ -37,7 +37,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 where nothing is predicted.
+    """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 at positions without a prediction.
 
     Args:
         model: whose own input a causal language model predicts, one position ahead.
@@ -51,10 +51,12 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     else:
         require(
             is_causal(model) and "input_ids" in batch,
-            f"labels: {type(model).__name__} needs them for its loss; give calibration data with labels, or "
-            f"{NO_BACKWARD}",
+            f"{type(model).__name__} needs them for its loss",
+            field="labels",
+            hint=f"give calibration data with labels, or {NO_BACKWARD}",
         )
         mask = token_mask(batch)
+        assert mask is not None
         labels = batch["input_ids"].masked_fill(~mask, IGNORED)
         for token in _placeholders(model):
             labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
@@ -64,7 +66,7 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _placeholders(model: nn.Module) -> set[int]:
-    """The token ids that stand where an image's features go, or a video's or a sound's: nobody predicts them."""
+    """The token ids of placeholders for the features of images, videos or audio, which are not predicted."""
     config = getattr(model, "config", None)
     names = (f"{kind}_token_{field}" for kind in ("image", "video", "audio") for field in ("id", "index"))
     return {token for name in names if isinstance(token := getattr(config, name, None), int)}
@@ -73,12 +75,12 @@ def _placeholders(model: nn.Module) -> set[int]:
 def loss_gradient(
     model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What to run backward from: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
+    """The start of the backward pass: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
     Args:
-        model: which gave the output.
-        output: what the model returned, with `logits`.
-        batch: the model's inputs, with `labels` where the model does not predict its own input.
+        model: that returned the output.
+        output: of the model, with `logits`.
+        batch: the model's inputs, with `labels` unless the model predicts its own input.
         loss: a function (output, batch) → [B] losses to use instead.
 
     Raises:
@@ -86,8 +88,9 @@ def loss_gradient(
     """
     if loss is not None:
         total = own_losses(loss, output, batch)
-        reaches = total.grad_fn is not None
-        require(reaches, "loss: what it returned has no gradient: compute it from the model's output, without detach()")
+        differentiable = total.grad_fn is not None
+        hint = "compute it from the output, without detach()"
+        require(differentiable, "its result has no gradient", field="loss", hint=hint)
         return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
     logits = logits_of(model, output)
     labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
@@ -97,7 +100,9 @@ def loss_gradient(
         single = sample.float().requires_grad_(True)
         with torch.enable_grad():
             value = _cross_entropy(single, label)
-        require(bool(torch.isfinite(value)), f"the calibration loss is {value.item()}: check the model's weights")
+        require(
+            bool(torch.isfinite(value)), f"the calibration loss is {value.item()}", hint="check the model's weights"
+        )
         (step,) = torch.autograd.grad(value, single)
         out.copy_(step * scale)
         losses.append(value.detach())
@@ -114,49 +119,51 @@ def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss:
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
 
 
-def own_losses(loss: Callable, output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What a loss of the user's returns, [B].
+def own_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The result of a user's loss function, checked, [B].
 
     Args:
         loss: (output, batch) → one loss for each sample.
-        output: what the model returned.
+        output: of the model.
         batch: the model's inputs.
 
     Raises:
         MoonshotError: it returned something else, or a loss that is not finite.
     """
-    found, count = loss(output, batch), len(next(iter(batch.values())))
-    mend = f"let it return one loss per sample, a tensor of shape [{count}]"
-    require(isinstance(found, Tensor), f"loss: it returned a {type(found).__name__}: {mend}")
-    require(found.shape == (count,), f"loss: it returned shape {list(found.shape)}: {mend}")
-    require(found.is_floating_point(), f"loss: it returned {found.dtype}: {mend} of a floating-point dtype")
-    wrong = found.detach()[~torch.isfinite(found.detach())]
-    require(not len(wrong), f"loss: it returned {wrong[:1].tolist()}: check it, and the model's weights")
-    return found
+    losses, count = loss(output, batch), len(next(iter(batch.values())))
+    hint = f"return one loss per sample, a floating-point tensor of shape [{count}]"
+    require(isinstance(losses, Tensor), f"it returned a {type(losses).__name__}", field="loss", hint=hint)
+    require(losses.shape == (count,), f"it returned shape {list(losses.shape)}", field="loss", hint=hint)
+    require(losses.is_floating_point(), f"it returned {losses.dtype}", field="loss", hint=hint)
+    wrong = losses.detach()[~torch.isfinite(losses.detach())]
+    require(not len(wrong), f"it returned {wrong[:1].tolist()}", field="loss", hint="check it, and the model's weights")
+    return losses
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over one sample's labelled positions."""
-    require(bool((labels != IGNORED).any()), "a calibration sample has no label: give samples of at least 2 tokens")
+    require(
+        bool((labels != IGNORED).any()), "a calibration sample has no label", hint="give samples of 2 tokens or more"
+    )
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
 
 def logits_of(model: nn.Module, output: Any) -> Tensor:
-    """The logits in what a model returned.
+    """The logits of a model's output.
 
     Args:
         model: named in the error.
-        output: a tensor, or what has some as `logits`.
+        output: a tensor, or an object with the attribute `logits`.
 
     Raises:
         MoonshotError: there are none.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    require(
-        isinstance(logits, Tensor),
-        f"{type(model).__name__} gives no logits, which the Fisher loss starts from: load it with a head, or "
-        f"{NO_BACKWARD}",
-    )
+    if not isinstance(logits, Tensor):
+        name = type(model).__name__
+        raise MoonshotError(
+            f"{name} returns no logits for the Fisher loss", hint=f"load it with a head, or {NO_BACKWARD}"
+        )
     return logits
 
 
@@ -164,60 +171,59 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     """Labels as int64, one for each row of logits.
 
     Args:
-        labels: [B] or [B, T]; -100 where nothing is predicted.
+        labels: [B] or [B, T]; -100 at positions without a prediction.
         logits: [B, classes] or [B, T, classes].
 
     Raises:
-        MoonshotError: labels that are no whole numbers, of another shape, or no class of the model.
+        MoonshotError: labels that are not integers, have another shape, or are no class of the model.
     """
-    own = "or pass a loss of your own"
-    require(not labels.is_floating_point(), f"labels of {labels.dtype}: give whole class numbers, {own}")
-    fits = labels.shape == logits.shape[:-1]
-    require(
-        fits, f"labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}: give one each, {own}"
-    )
+    hint = "give one integer class per row of logits, or pass a loss function"
+    require(not labels.is_floating_point(), f"labels of {labels.dtype}", hint=hint)
+    shapes = f"labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}"
+    require(labels.shape == logits.shape[:-1], shapes, hint=hint)
     labels, classes = labels.long(), logits.shape[-1]
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
     require(not len(wrong), f"label {wrong[:1].tolist()}: the model has the classes 0 to {classes - 1}")
     return labels
 
 
-MASKED_SHARE = 0.15
+MASKED_FRACTION = 0.15
 
 
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the model predicts masked tokens and the data does not say which.
+    """Whether the model predicts masked tokens and the data has no labels.
 
     Args:
-        model: by the name of its class.
+        model: identified by the name of its class.
         batch: its inputs, [B, T] each.
     """
     return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
 
 
 def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: int) -> list[dict[str, Tensor]]:
-    """Mask 15% of each sample's tokens (at least one), and give those as labels, as in BERT's training.
+    """Mask 15% of each sample's tokens (at least one), and add them as labels, as in BERT's training.
 
-    (Devlin et al., arXiv 1810.04805, section 3.1, of whose three ways to hide a token the mask is the only one here.)
+    (Devlin et al., arXiv 1810.04805, section 3.1; only the mask token of its three replacements is used.)
 
     Args:
-        batches: with `input_ids`, [B, T] each; they stay as they are.
-        tokenizer: which has a mask token.
-        seed: of the choice of tokens.
+        batches: with `input_ids`, [B, T] each; unchanged.
+        tokenizer: with a mask token.
+        seed: of the random choice of tokens.
 
     Raises:
         MoonshotError: the tokenizer has no mask token.
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
-    require(
-        mask_token is not None, f"the tokenizer has no mask token: give calibration data with labels, or {NO_BACKWARD}"
-    )
+    if mask_token is None:
+        hint = f"give calibration data with labels, or {NO_BACKWARD}"
+        raise MoonshotError("the tokenizer has no mask token", hint=hint)
     generator = torch.Generator().manual_seed(seed)
     labelled = []
     for batch in batches:
-        ids = batch["input_ids"]
-        chance = torch.rand(ids.shape, generator=generator).masked_fill(~token_mask(batch), 2.0)
-        chosen = (chance < MASKED_SHARE) | (chance == chance.amin(1, keepdim=True))
+        ids, mask = batch["input_ids"], token_mask(batch)
+        assert mask is not None
+        chance = torch.rand(ids.shape, generator=generator).masked_fill(~mask, 2.0)
+        chosen = (chance < MASKED_FRACTION) | (chance == chance.amin(1, keepdim=True))
         labels = ids.masked_fill(~chosen, IGNORED)
         labelled.append({**batch, "input_ids": ids.masked_fill(chosen, mask_token), "labels": labels})
     return labelled

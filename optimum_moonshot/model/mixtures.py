@@ -1,10 +1,10 @@
-"""Mixtures of experts as wholes: what each expert contributes to each token, whatever the family.
+"""Mixtures of experts as a whole: the contribution of each expert to each token, for any family.
 
-A module of experts (experts.py) reads tokens [T, H] and, of each token, the numbers of its k experts and their weights,
-[T, k]. Given T·k tokens with one expert each, the same module gives every contribution c_e(t) = gate_e(t)·f_e(x_t) by
-itself; what it gave for a token is the sum of that token's. Where experts are computed in one batched product (Llama
-4), the module reads all tokens once for every expert, [E·T, H], already weighted, and gives the contributions as they
-are. Which of both a module does, and that the sum is what it gives, is tried and not known from its name.
+A module of experts (experts.py) reads tokens [T, H] and the indices and weights of each token's k experts, [T, k].
+With T·k tokens of one expert each as input, the same module computes every contribution c_e(t) = gate_e(t)·f_e(x_t)
+separately; its output for a token is their sum. A module that computes experts in one batched product (Llama 4) reads
+all tokens once per expert, [E·T, H], already weighted, and returns the contributions. A test decides which of both a
+module does, and checks the sum; names of families are not used.
 """
 
 from collections.abc import Iterator
@@ -16,48 +16,48 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, Option, reason, require
 from .calls import close, first_tensor, run_model
-from .experts import expert_keys, routing, with_others
+from .experts import expert_keys, expert_parameters, routing, with_others
 from .layers import onloading_in, visited
 from .onloading import onloaded_in_turn
 
-# Bytes of the contributions that are in memory at a time.
+# Bytes of contributions in memory at a time.
 ROOM = 64 * 2**20
-_NO_SUM = "what its experts contribute to a token is not added up, as pattern='experts' takes it to be"
+_NO_SUM = "its output is not the sum of its experts' contributions, which pattern='experts' requires"
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """The experts of one layer."""
 
-    name: str  # of the module that holds them
+    name: str  # of its module
     module: nn.Module
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have a matrix for each expert."""
-        return [self.module._parameters[key] for key in expert_keys(self.module)]
+        """The parameters with a matrix per expert."""
+        return list(expert_parameters(self.module).values())
 
     @property
     def count(self) -> int:
-        """E, how many experts it has."""
+        """E, the number of experts."""
         return len(self.parameters[0])
 
     @property
     def size(self) -> int:
-        """How many weights one expert has."""
-        own = (parameter for parameter in self.module._parameters.values() if parameter is not None)
-        return sum(parameter.numel() for parameter in own) // self.count
+        """The number of weights of one expert."""
+        parameters = (parameter for parameter in self.module._parameters.values() if parameter is not None)
+        return sum(parameter.numel() for parameter in parameters) // self.count
 
     def watch(self, see: "SeeMixture") -> Any:
-        """Show every call until what this returns is removed.
+        """Pass every call to a callback until the returned handle is removed.
 
         Args:
-            see: what is shown every call, with its output; what it returns is given in place of that.
+            see: the callback, which may replace the output.
 
         Raises:
-            MoonshotError: in the call, where it does not say which token goes to which expert.
+            MoonshotError: in a call whose arguments do not show which token is sent to which expert.
         """
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -66,35 +66,36 @@ class Mixture:
         return self.module.register_forward_hook(hook, with_kwargs=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> "MixtureCall":
-        """What a call of the module was.
+        """Interpret a call of the module.
 
         Args:
-            args, kwargs: of the call.
-            output: what it gave.
+            args: of the call.
+            kwargs: of the call.
+            output: of the call.
 
         Raises:
-            MoonshotError: it does not say which token goes to which expert.
+            MoonshotError: its arguments do not show which token is sent to which expert.
         """
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        found = routing(args, kwargs)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
-        if whole and found is not None:
-            index, weights = found
-            hidden = [each for each in given if each is not index and each is not weights]
+        if whole and routes is not None:
+            index, weights = routes
+            hidden = [each for each in tensors if each is not index and each is not weights]
             if len(hidden) == 1 and hidden[0].ndim == 2 and len(hidden[0]) == len(index) == len(output):
                 return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
-        if whole and len(given) == 1 and given[0].shape == output.shape and len(output) % self.count == 0:
-            return RepeatedCall(self, given[0].detach(), output.detach())
+        if whole and len(tensors) == 1 and tensors[0].shape == output.shape and len(output) % self.count == 0:
+            return RepeatedCall(self, tensors[0].detach(), output.detach())
         raise MoonshotError(
-            f"{self.name}: {type(self.module).__name__} does not say which token it sends to which expert, as "
-            "pattern='experts' has to know"
+            f"{self.name}: the arguments of {type(self.module).__name__} do not show which token it sends to which "
+            "expert, which pattern='experts' requires"
         )
 
 
 class Piece(NamedTuple):
     """The contributions to some tokens."""
 
-    experts: Tensor  # int64 [t, k]: whose; E where there is none
+    experts: Tensor  # int64 [t, k]: indices; E for none
     parts: Tensor  # c_e(t)  [t, k, H] in float32
     slopes: Tensor | None  # <∂ℓ/∂y_t, c_e(t)>  [t, k]; None without gradients
 
@@ -104,53 +105,56 @@ class MixtureCall(Protocol):
 
     @property
     def chosen(self) -> int:
-        """How many experts a token has, at most."""
+        """The largest number of experts of a token."""
 
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
         """All contributions, of some tokens at a time.
 
         Args:
-            delta: the gradient at what the module gave, [T, H] or [E·T, H]; None without.
-            room: bytes that those of a piece may take.
+            delta: the gradient at the module's output, [T, H] or [E·T, H], or None.
+            room: bytes of a piece.
         """
 
     def instead(self) -> Tensor | None:
-        """What the module could have given as well, of its output's shape, if all that counts is what the contributions
-        to a token add up to; None where that sum is what it gave.
+        """Another output, of the same shape, that is equivalent if only the sum of a token's contributions matters.
+
+        Returns:
+            The output; None if the module returned that sum.
 
         Raises:
-            MoonshotError: it should be, and is not.
+            MoonshotError: it returned something else.
         """
 
 
 class SeeMixture(Protocol):
-    """What a watched mixture is shown to."""
+    """The callback of a watched mixture."""
 
     def __call__(self, call: MixtureCall, output: Tensor) -> Tensor | None:
-        """A call.
+        """Receive a call.
 
         Args:
             call: with the contributions.
-            output: what the module gave.
+            output: of the module, `shape` as in `MixtureCall.pieces`.
 
         Returns:
-            What is given instead; None for the output itself.
+            A replacement of the output; None keeps it.
         """
 
 
 class RoutedCall:
-    """A call that says which token goes to which expert.
+    """A call with the indices of every token's experts.
 
     Args:
         mixture: that was called.
-        args, kwargs: of the call.
+        args: of the call.
+        kwargs: of the call.
         hidden: the tokens among them, [T, H].
-        index: the numbers of their experts, [T, k].
-        weights: of these, [T, k].
-        output: what it gave, [T, H].
+        index: the indices of their experts, [T, k].
+        weights: of these experts, [T, k].
+        output: of the call, [T, H].
 
     Raises:
-        MoonshotError: a number beyond the last expert's, as of a choice that is none.
+        MoonshotError: an index beyond the last expert, such as a null choice.
     """
 
     def __init__(
@@ -169,7 +173,7 @@ class RoutedCall:
         )
         self.mixture, self.hidden, self.index, self.weights = mixture, hidden, index, weights
         self.args, self.kwargs, self.output = args, kwargs, output.detach()
-        self.tokens = hidden.detach().clone()  # a model may work on its own in place before the gradients are known
+        self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
 
     @property
     def chosen(self) -> int:
@@ -187,16 +191,16 @@ class RoutedCall:
         kind = type(self.mixture.module).__name__
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
-        except Exception as error:  # a module may fail in any way at a call that it does not expect
+        except Exception as error:  # a module may fail in any way at an unexpected call
             raise MoonshotError(
-                f"{self.mixture.name}: {kind} does not take tokens with one expert each ({reason(error)}), by which "
-                "pattern='experts' sees what an expert contributes"
+                f"{self.mixture.name}: {kind} does not take tokens with one expert each ({reason(error)}), which "
+                "pattern='experts' requires"
             ) from error
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}")
 
     @torch.no_grad()
     def _parts(self, some: slice) -> Tensor:
-        """The contributions to some tokens, [t, k, H]: each choice is given as a token of its own."""
+        """The contributions to some tokens, [t, k, H]: each choice is passed as a separate token."""
         index, weights = (each.detach()[some].reshape(-1, 1) for each in (self.index, self.weights))
         alone = self.tokens[some].repeat_interleave(self.chosen, 0)
         changes = (self.hidden, alone), (self.index, index), (self.weights, weights)
@@ -206,7 +210,7 @@ class RoutedCall:
 
 
 class RepeatedCall:
-    """A call that has all tokens once for every expert, those that are not sent there as zeros.
+    """A call with all tokens once per expert, as zeros where a token is not routed to the expert.
 
     Args:
         mixture: that was called.
@@ -220,7 +224,7 @@ class RepeatedCall:
         self.output = self._by_token(output)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """[T, E, H] of what has one expert's tokens after another's."""
+        """[T, E, H] of a tensor with the tokens of one expert after another."""
         return tensor.unflatten(0, (self.mixture.count, -1)).transpose(0, 1)
 
     @property
@@ -245,7 +249,7 @@ class RepeatedCall:
 
 @dataclass(frozen=True)
 class Mixtures:
-    """All mixtures of a model, which have equally many experts."""
+    """All mixtures of a model, with an equal number of experts."""
 
     each: tuple[Mixture, ...]
     count: int  # E
@@ -257,20 +261,22 @@ class Mixtures:
 
 @torch.no_grad()
 def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
-    """The mixtures of a model, tried on a small batch.
+    """The mixtures of a model, tested on a small batch.
 
     Args:
-        model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
+        model: in evaluation mode; offloaded blocks are onloaded in turn.
         probe: its inputs, on its device.
 
     Raises:
-        MoonshotError: there are none, they are not equally large, or what an expert contributes cannot be seen.
+        MoonshotError: there are none, they differ in size, or the contributions of experts cannot be computed.
     """
     name = type(model).__name__
-    found = [Mixture(key, module) for key, module in model.named_modules() if expert_keys(module)]
-    found = [mixture for mixture in found if mixture.count > 1]
-    require(bool(found), f"pattern='experts': {name} has no experts in fused parameters; give a mixture of experts")
-    looks = [_Look(mixture, model) for mixture in found]
+    mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_keys(module)]
+    mixtures = [mixture for mixture in mixtures if mixture.count > 1]
+    experts = Option("pattern", "experts")
+    message = f"{name} has no experts in fused parameters"
+    require(bool(mixtures), message, field=experts.name, value=experts.value, hint="use a mixture of experts")
+    looks = [_Look(mixture, model) for mixture in mixtures]
     with ExitStack() as hooks:
         for look in looks:
             look.enter(hooks)
@@ -278,43 +284,44 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
         run_model(model, probe)
     understood = [look for look in looks if look.chosen and not look.reason]
     counts = {look.mixture.count for look in understood}
-    for look in looks:  # those with as many experts must go with the others
+    for look in looks:  # all mixtures of one size lose experts together
         require(look in understood or look.mixture.count not in (counts or {look.mixture.count}), look.why)
     require(
         len(counts) == 1,
-        f"pattern='experts': {name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; as many must go "
-        "of every layer",
+        f"{name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; every layer must lose equally many",
+        field=experts.name,
+        value=experts.value,
     )
-    present = onloading_in(model)
+    onloaded = onloading_in(model)
     for look in understood:
-        with present(look.around):
+        with onloaded(look.around):
             look.check()
     return Mixtures(tuple(look.mixture for look in understood), counts.pop(), max(look.chosen for look in understood))
 
 
 class _Look:
-    """What the calls of a module of experts show: how many experts a token has, or why that cannot be told.
+    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure.
 
     Args:
-        mixture: whose calls they are.
-        model: that it is of.
+        mixture: to watch.
+        model: with the mixture.
     """
 
     def __init__(self, mixture: Mixture, model: nn.Module):
         self.mixture, self.chosen, self.reason = mixture, 0, ""
         self.call: MixtureCall | None = None  # the last
         self.around = model.get_submodule(mixture.name.rpartition(".")[0])
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of what is around it
-        self.given: Tensor | None = None  # what the module gives instead
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of its parent
+        self.replacement: Tensor | None = None  # of the module's output
 
     @property
     def why(self) -> str:
-        """Why it is not understood."""
-        lost = "no calibration data reach its experts, and as many must go of every layer; give data that it reads"
-        return self.reason or f"{self.mixture.name}: {lost}"
+        """The reason why the mixture is not supported."""
+        unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
+        return self.reason or f"{self.mixture.name}: {unreached}"
 
     def enter(self, hooks: ExitStack) -> None:
-        """Look at every call until `hooks` are closed."""
+        """Watch every call until `hooks` are closed."""
         hooks.callback(self.around.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         hooks.callback(self.mixture.module.register_forward_hook(self._see, with_kwargs=True).remove)
 
@@ -322,8 +329,8 @@ class _Look:
         self.arguments = (args, kwargs)
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.given is not None:
-            return self.given
+        if self.replacement is not None:
+            return self.replacement
         try:
             call = self.mixture.call(args, kwargs, output)
         except MoonshotError as error:
@@ -333,18 +340,18 @@ class _Look:
         return None
 
     def check(self) -> None:
-        """Compare what the module gave, or what is around it, with the sum of the contributions.
+        """Compare the output of the module, or of its parent, with the sum of the contributions.
 
         Raises:
-            MoonshotError: that is something else.
+            MoonshotError: they differ.
         """
-        given = None if self.call is None else self.call.instead()
-        if given is None:
+        replacement = None if self.call is None else self.call.instead()
+        if replacement is None:
             return
         args, kwargs = self.arguments
         expected = first_tensor(self.around(*args, **kwargs))
         with ExitStack() as hooks:
             self.enter(hooks)
-            self.given = given
-            found = first_tensor(self.around(*args, **kwargs))
-        require(close(found, expected), f"{self.mixture.name}: {_NO_SUM}")
+            self.replacement = replacement
+            output = first_tensor(self.around(*args, **kwargs))
+        require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}")

@@ -1,4 +1,4 @@
-"""What a model says of itself: positions, vocabulary, images or text, tokenizer and processor."""
+"""Properties of a model: positions, vocabulary, images or text, tokenizer and processor."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """The longest sequence that a model has positions for, in tokens; None where its configuration names none."""
+    """The longest sequence that a model has positions for, in tokens; None if its configuration has no limit."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -26,72 +26,73 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The width of a language model's logits; 1 where the configuration names none."""
+    """The width of a language model's logits; 1 if the configuration has none."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "vocab_size", None) or 1
 
 
 def embedded_tokens(model: nn.Module) -> int | None:
-    """How many token ids a model has embeddings for; None where it does not say where they are."""
+    """Number of token embeddings of a model; None if it does not return them."""
     try:
-        return model.get_input_embeddings().num_embeddings
+        module: Any = model
+        return module.get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):
         return None
 
 
 def check_tokens(model: nn.Module, ids: Tensor, given_by: str) -> None:
-    """Every token id is one that the model has an embedding for.
+    """Check that the model has an embedding for every token id.
 
     Args:
         model: a language model.
         ids: of any shape.
-        given_by: where they come from: "tokenizer" or "input_ids".
+        given_by: their source: "tokenizer" or "input_ids".
 
     Raises:
-        MoonshotError: ids that are no whole numbers, or outside of the vocabulary.
+        MoonshotError: ids that are not integers, or outside of the vocabulary.
     """
     name, size = type(model).__name__, embedded_tokens(model)
     whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
-    require(whole, f"{given_by}: token ids are {ids.dtype}, give whole numbers")
+    require(whole, f"token ids are {ids.dtype}", field=given_by, hint="use integers")
     if size is None or not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
     wrong = low if low < 0 else high
-    mend = f"{given_by}: it gives token {wrong}, {name} has {size}: use the tokenizer of the model"
-    require(low >= 0 and high < size, mend)
+    message = f"token {wrong} is outside of the vocabulary of {name}, which has {size} tokens"
+    require(low >= 0 and high < size, message, field=given_by, hint="use the tokenizer of the model")
 
 
 def takes_images(model: nn.Module) -> bool:
-    """Whether a model's main input is images: it says so, or it is a plain module with convolutions."""
+    """Whether a model's main input is images: by its attribute, or as a plain module with convolutions."""
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(form is not None and form.images for form in map(find_adapter, model.modules()))
+    return any(adapter is not None and adapter.images for adapter in map(find_adapter, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """A model's tokenizer; None where there is none, as for image models: text calibration then says so.
+    """A model's tokenizer; None if there is none, as for image models.
 
     Args:
         name_or_path: of the model, a folder or a Hub repository.
         options: for `AutoTokenizer`, such as `trust_remote_code`.
 
     Raises:
-        MoonshotError: one lies in the model's folder and cannot be loaded.
+        MoonshotError: the model's folder has one that cannot be loaded.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-        # transformers makes one up where a model has none.
+        # transformers returns an empty one for a model without.
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:  # a damaged file fails anywhere in two libraries
-        found = [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(name_or_path, name))]
-        if found:
+        files = [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(name_or_path, name))]
+        if files:
             raise MoonshotError(
-                f"{name_or_path}: its tokenizer ({', '.join(found)}) cannot be loaded ({reason(error)}); mend these "
-                "files, or remove them and give a tokenizer, MoonshotPruner(model, config, tokenizer)"
+                f"{name_or_path}: its tokenizer ({', '.join(files)}) cannot be loaded ({reason(error)})",
+                hint="repair or remove these files, and pass a tokenizer: MoonshotPruner(model, config, tokenizer)",
             ) from error
         if not isinstance(error, OSError | ValueError | KeyError | ImportError):
             raise
@@ -105,16 +106,14 @@ def reads_images_and_text(model: nn.Module) -> bool:
 
 
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """The processor that lies beside a model which reads images: of images and text where it reads both.
-
-    None for other models, or where there is none: calibration on images then says so.
+    """The processor of a model that reads images, or images and text; None for other models, or if there is none.
 
     Args:
-        model: which says what it reads.
-        name_or_path: where it was loaded from, a folder or a Hub repository.
+        model: that was loaded.
+        name_or_path: its folder or Hub repository.
         options: for `from_pretrained`, such as `trust_remote_code`.
     """
-    loaders = [AutoProcessor] if reads_images_and_text(model) else []
+    loaders: list[Any] = [AutoProcessor] if reads_images_and_text(model) else []
     for loader in [*loaders, AutoImageProcessor] if takes_images(model) else loaders:
         try:
             return loader.from_pretrained(name_or_path, **options)

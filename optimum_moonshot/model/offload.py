@@ -1,11 +1,12 @@
-"""Blocks whose weights accelerate keeps in host memory or on disk: they are in the model for the time of a visit.
+"""Weights that accelerate keeps in host memory or on disk, onloaded a block at a time.
 
-`from_pretrained(..., device_map=...)` leaves a hook on every module with such weights, which brings them before a call
-of the module and takes them away behind it. `Offloaded.onloaded` brings those of a whole block at once, for as long as
-somebody reads or writes them, and the hooks stand still meanwhile.
+`from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
+call of the module and offloads them after it. `Offloaded.onloaded` loads those of a whole block at once and disables
+the hooks meanwhile.
 
-What is written during a visit is kept beside the weights that were loaded, as small as its zeros allow: in host memory
-where those are there, else in unnamed files. The checkpoint that they come from never changes.
+Write-back is explicit: a weight is stored on exit if `mark_written` declared it, and dropped otherwise. Stored weights
+shadow the loaded ones, in host memory or, for weights from disk, in unnamed files, as small as their zeros allow. The
+checkpoint never changes.
 """
 
 import copy
@@ -18,20 +19,20 @@ from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_matrix
-from .onloading import RESIDENT, Block, Weights
+from .onloading import RESIDENT, Onloadable, Weights
 
 Load = Callable[[], Tensor]
 
 
 class Changes(NamedTuple):
-    """What was written to weights that are elsewhere, slot by slot."""
+    """The stored weights of an `Offloaded`, slot by slot."""
 
-    written: list[dict[str, Load]]  # of its map
-    standing: list[Tensor]  # in its place between visits
+    written: list[dict[str, Load]]  # of the slot's map
+    placeholders: list[Tensor]
 
 
-class Kept(Mapping[str, Tensor]):
-    """In place of a hook's map from names to weights: with the weights that took the place of some.
+class WrittenMap(Mapping[str, Tensor]):
+    """A hook's map from names to weights, with the weights that were written in place of the loaded ones.
 
     Args:
         source: accelerate's map.
@@ -39,10 +40,10 @@ class Kept(Mapping[str, Tensor]):
 
     def __init__(self, source: Mapping[str, Tensor]):
         self.source = source
-        self.changed: dict[str, Load] = {}
+        self.written: dict[str, Load] = {}
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.changed[key]() if key in self.changed else self.source[key]
+        return self.written[key]() if key in self.written else self.source[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.source)
@@ -51,7 +52,7 @@ class Kept(Mapping[str, Tensor]):
         return len(self.source)
 
     def on_disk(self, key: str) -> bool:
-        """Whether a weight comes from a file, not from host memory."""
+        """Whether a weight is loaded from a file, not from host memory."""
         table, name = self.source, key
         while hasattr(table, "dataset"):
             table, name = table.dataset, table.prefix + name
@@ -59,54 +60,54 @@ class Kept(Mapping[str, Tensor]):
 
 
 class _Slot(NamedTuple):
-    """A place in a module that a hook fills."""
+    """A parameter or buffer that a hook loads."""
 
     owner: nn.Module
     key: str
     hook: Any  # accelerate's AlignDevicesHook
-    name: str  # for its map
+    name: str  # in its map
 
     @property
     def table(self) -> dict[str, Any]:
-        """Where the module has it: among its parameters or its buffers."""
+        """The dictionary of the module that holds it: parameters or buffers."""
         return self.owner._parameters if self.key in self.owner._parameters else self.owner._buffers
 
 
 class Offloaded:
-    """The weights of a block that are elsewhere.
+    """The offloaded weights of a block.
 
     Args:
-        slots: where they go in the model.
-        folder: for what is written to weights that come from disk; asked when it is needed.
+        slots: their parameters and buffers.
+        folder: returns the folder for written weights that come from disk.
     """
 
-    read = 0  # bytes of the weights that were loaded, by all blocks
+    read = 0  # bytes loaded, by all blocks
 
     def __init__(self, slots: list[_Slot], folder: Callable[[], str | None]):
         self.slots, self.folder = slots, folder
+        self.written: set[tuple[nn.Module, str]] = set()  # owner and key of the weights to store on exit
         self._spill: SpillFile | None = None
         self._depth = 0
-        self._away: list[Tensor] = []  # what stands in the slots when the weights are away
-        self._here: list[nn.Parameter | None] = [None] * len(slots)
-        self._came: list[tuple[int, int, int]] = []  # the state of what came for this visit
+        self._placeholders: list[Tensor] = []  # the tensors in the slots while offloaded
+        self._parameters: list[nn.Parameter | None] = [None] * len(slots)
         for slot in slots:
-            if not isinstance(slot.hook.weights_map, Kept):
-                slot.hook.weights_map = Kept(slot.hook.weights_map)
+            if not isinstance(slot.hook.weights_map, WrittenMap):
+                slot.hook.weights_map = WrittenMap(slot.hook.weights_map)
 
     @property
     def on_disk(self) -> bool:
-        """Whether some of them come from disk."""
+        """Whether some of them are loaded from disk."""
         return any(slot.hook.weights_map.on_disk(slot.name) for slot in self.slots)
 
     @contextmanager
     def onloaded(self) -> Iterator[None]:
-        """A context in which the weights are in the model; what was written to them is kept on exit."""
+        """A context in which the weights are in the model; those declared by `mark_written` are stored on exit."""
         if self._depth == 0:
-            self._away = [slot.table[slot.key] for slot in self.slots]
+            self._placeholders = [slot.table[slot.key] for slot in self.slots]
             try:
-                self._bring()
+                self._onload()
             except BaseException:
-                self._put_away()
+                self._clear()
                 raise
         self._depth += 1
         try:
@@ -114,60 +115,64 @@ class Offloaded:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._take_away()
+                try:
+                    self._store_written()
+                finally:
+                    self._clear()
 
-    def _bring(self) -> None:
-        self._came = []
-        shared: dict[tuple[int, Any], nn.Parameter] = {}  # what stands for a weight, and where it goes → the weight
-        for index, (slot, away) in enumerate(zip(self.slots, self._away, strict=True)):
-            known = (id(away), slot.hook.execution_device)
-            if known in shared:
-                self._here[index] = slot.table[slot.key] = shared[known]
-                self._came.append(_state(shared[known]))
+    def _onload(self) -> None:
+        tied: dict[tuple[int, Any], nn.Parameter] = {}  # placeholder and device → the one parameter
+        for index, (slot, placeholder) in enumerate(zip(self.slots, self._placeholders, strict=True)):
+            _ONLOADED[slot.owner] = self
+            key = (id(placeholder), slot.hook.execution_device)
+            if key in tied:
+                self._parameters[index] = slot.table[slot.key] = tied[key]
                 continue
             stored = slot.hook.weights_map[slot.name]
-            if slot.name not in slot.hook.weights_map.changed:
+            if slot.name not in slot.hook.weights_map.written:
                 Offloaded.read += stored.nbytes
             tensor = stored.to(slot.hook.execution_device)
             if tensor is stored and not slot.hook.weights_map.on_disk(slot.name):
-                tensor = tensor.clone()  # what is written must not reach it before the visit is over
-            if isinstance(away, nn.Parameter):
-                # One object for all visits: layers are known by it.
-                here = self._here[index]
-                if here is None:
-                    self._here[index] = here = nn.Parameter(tensor, requires_grad=away.requires_grad)
-                here.data = tensor
-                here.requires_grad_(away.requires_grad)
-                tensor = shared[known] = here
+                tensor = tensor.clone()  # writes in place must not reach the stored tensor before exit
+            if isinstance(placeholder, nn.Parameter):
+                # The same object every time: layers are identified by their parameter.
+                parameter = self._parameters[index]
+                if parameter is None:
+                    self._parameters[index] = parameter = nn.Parameter(tensor, requires_grad=placeholder.requires_grad)
+                parameter.data = tensor
+                parameter.requires_grad_(placeholder.requires_grad)
+                tensor = tied[key] = parameter
             slot.table[slot.key] = tensor
-            self._came.append(_state(tensor))
         for slot in self.slots:
             slot.hook.offload = False
 
-    def _take_away(self) -> None:
-        try:
-            for index, (slot, before) in enumerate(zip(self.slots, self._came, strict=True)):
-                here = slot.table[slot.key]
-                if id(here) != before[0]:  # one of its own in place of one that was shared
-                    self._here[index] = None
-                if id(here) != before[0] or here.shape != self._away[index].shape:
-                    self._away[index] = _stand_in(here)
-                if _state(here) != before:
-                    slot.hook.weights_map.changed[slot.name] = self._keep(slot, here.detach())
-        finally:
-            self._put_away()
+    def _store_written(self) -> None:
+        """Store the declared weights, under every slot that holds them: tied ones have several."""
+        written = {id(slot.table[slot.key]) for slot in self.slots if (slot.owner, slot.key) in self.written}
+        for index, slot in enumerate(self.slots):
+            tensor = slot.table[slot.key]
+            if id(tensor) not in written:
+                continue
+            untied = tensor is not self._parameters[index]
+            if untied:
+                self._parameters[index] = None
+            if untied or tensor.shape != self._placeholders[index].shape:
+                self._placeholders[index] = _placeholder(tensor)
+            slot.hook.weights_map.written[slot.name] = self._store(slot, tensor.detach())
 
-    def _put_away(self) -> None:
-        for slot, away, here in zip(self.slots, self._away, self._here, strict=True):
-            slot.table[slot.key] = away
-            if here is not None:
-                here.data = here.detach().new_empty(0)
+    def _clear(self) -> None:
+        self.written.clear()
+        for slot, placeholder, parameter in zip(self.slots, self._placeholders, self._parameters, strict=True):
+            _ONLOADED.pop(slot.owner, None)
+            slot.table[slot.key] = placeholder
+            if parameter is not None:
+                parameter.data = parameter.detach().new_empty(0)
             slot.hook.offload = True
 
-    def _keep(self, slot: _Slot, tensor: Tensor) -> Load:
+    def _store(self, slot: _Slot, tensor: Tensor) -> Load:
         tensor = tensor.cpu()
         if not slot.hook.weights_map.on_disk(slot.name):
-            return _same(tensor.clone())
+            return _constant(tensor.clone())
         shape = tuple(tensor.shape)
         matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
         if self._spill is None:
@@ -176,58 +181,71 @@ class Offloaded:
         return lambda: load().reshape(shape)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
-        """Put another weight in the place of one, without a visit.
+        """Store another weight in place of one, without onloading.
 
         Args:
-            parameter: what stands in the model while the weights are away.
-            load: gives the weight, laid out as the parameter, whenever it is brought.
+            parameter: the placeholder in the model while the weights are offloaded.
+            load: returns the weight in the parameter's layout, each time that it is onloaded.
         """
         for slot in self.slots:
             if slot.table[slot.key] is parameter:
-                slot.hook.weights_map.changed[slot.name] = load
+                slot.hook.weights_map.written[slot.name] = load
 
     def changes(self) -> Changes:
-        """What was written so far; `restore` goes back to it."""
-        written = [dict(slot.hook.weights_map.changed) for slot in self.slots]
-        return Changes(written, self._away[:] if self._depth else [slot.table[slot.key] for slot in self.slots])
+        """The weights stored so far, for `restore`."""
+        written = [dict(slot.hook.weights_map.written) for slot in self.slots]
+        onloaded = self._depth > 0
+        return Changes(written, self._placeholders[:] if onloaded else [slot.table[slot.key] for slot in self.slots])
 
     def restore(self, changes: Changes) -> None:
-        """Forget what was written since.
+        """Drop the weights stored since.
 
         Args:
-            changes: what `changes` returned.
+            changes: returned by `changes`.
         """
         for slot, before in zip(self.slots, changes.written, strict=True):
-            slot.hook.weights_map.changed = dict(before)
+            slot.hook.weights_map.written = dict(before)
         if self._depth:
-            self._away = changes.standing[:]
+            self._placeholders = changes.placeholders[:]
         else:
-            for slot, standing in zip(self.slots, changes.standing, strict=True):
-                slot.table[slot.key] = standing
-        self._spill = None  # what it held for them goes with it; what is left holds on to it
+            for slot, placeholder in zip(self.slots, changes.placeholders, strict=True):
+                slot.table[slot.key] = placeholder
+        self._spill = None  # the loaders that remain keep the file open
 
 
-def _same(tensor: Tensor) -> Load:
+_ONLOADED: WeakKeyDictionary[nn.Module, Offloaded] = WeakKeyDictionary()  # by the owner of each onloaded weight
+
+
+def mark_written(module: nn.Module, key: str) -> None:
+    """Declare that an onloaded weight was written, or replaced: it is stored when its block is offloaded again.
+
+    Does nothing for resident weights, so writers need not distinguish them.
+
+    Args:
+        module: that holds the weight.
+        key: the name of its parameter or buffer.
+    """
+    weights = _ONLOADED.get(module)
+    if weights is not None:
+        weights.written.add((module, key))
+
+
+def _constant(tensor: Tensor) -> Load:
     return lambda: tensor
 
 
-def _state(tensor: Tensor) -> tuple[int, int, int]:
-    """Differs once a tensor is another one, or was written to, or holds other memory."""
-    return id(tensor), tensor._version, tensor.data_ptr()
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    """What stands for a tensor while it is elsewhere."""
+def _placeholder(tensor: Tensor) -> Tensor:
+    """An empty tensor on the meta device in place of an offloaded one."""
     empty = tensor.detach().to("meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-_OWN = "_moonshot_weights"  # the attribute of a block, or of the model for the rest, that has its `Offloaded`
+_WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
 _FOLDERS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 def hooked(module: nn.Module) -> list[Any]:
-    """The hooks of accelerate's that bring a module's own weights."""
+    """accelerate's hooks that load a module's weights."""
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
     return [each for each in hooks if getattr(each, "offload", False) or getattr(each, "weights_map", None) is not None]
@@ -235,83 +253,82 @@ def hooked(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside the block the weights of some modules are elsewhere, and come to host memory for the time of a visit.
+    """Inside the context the weights of some modules are offloaded, and onloaded to host memory.
 
     Args:
-        model: that has them; it is not called meanwhile.
-        sources: the weights of each of these modules, of any shape, by their names in it. What stands there between
-            visits has the same shapes and dtypes.
+        model: with these modules; it is not called meanwhile.
+        sources: the weights of each module by name, of any shape. Its placeholders have the same shapes and dtypes.
     """
     from accelerate.hooks import AlignDevicesHook
 
-    before = {module: vars(module).pop(_OWN) for module in model.modules() if _OWN in vars(module)}
+    before = {module: vars(module).pop(_WEIGHTS) for module in model.modules() if _WEIGHTS in vars(module)}
     try:
-        for module, source in sources.items():  # not by accelerate's own function, which changes the module's calls
+        for module, source in sources.items():  # accelerate's own function would replace the module's forward
             vars(module)["_hf_hook"] = AlignDevicesHook("cpu", offload=True, weights_map=source)
         yield
     finally:
         for module in sources:
             vars(module).pop("_hf_hook", None)
         for module in model.modules():
-            vars(module).pop(_OWN, None)
-        for module, own in before.items():
-            vars(module)[_OWN] = own
+            vars(module).pop(_WEIGHTS, None)
+        for module, weights in before.items():
+            vars(module)[_WEIGHTS] = weights
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether some of a model's weights are elsewhere between calls."""
+    """Whether some of a model's weights are offloaded between calls."""
     return any(hooked(module) for module in model.modules())
 
 
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module without the hooks that bring weights, and without these.
+    """A copy of a module without the hooks that load weights, and without the weights.
 
     Args:
-        module: which stays as it is.
-        memo: of `copy.deepcopy`, what stands for the tensors.
+        module: to copy.
+        memo: of `copy.deepcopy`, with replacements for the tensors.
     """
     if not is_offloaded(module):
         return copy.deepcopy(module, memo)
     from accelerate.hooks import ModelHook, remove_hook_from_module
 
     for each in module.modules():
-        known = (vars(each).get("_hf_hook"), vars(each).get(_OWN))
-        memo |= {id(own): ModelHook() for own in known if own is not None}
+        attributes = (vars(each).get("_hf_hook"), vars(each).get(_WEIGHTS))
+        memo |= {id(value): ModelHook() for value in attributes if value is not None}
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
 def weights_of(model: nn.Module, block: nn.Module) -> Weights:
-    """Where a block's weights come from.
+    """The weights of a block.
 
     Args:
-        model: that has it.
+        model: with the block.
         block: one of its modules.
     """
     return _weights(model, block, list(block.modules()))
 
 
-def is_on_disk(blocks: Sequence[Block]) -> bool:
-    """Whether some weights of some blocks come from disk."""
+def is_on_disk(blocks: Sequence[Onloadable]) -> bool:
+    """Whether any of the blocks' weights are loaded from disk."""
     return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
 
 
 def rest_of(model: nn.Module, blocks: list[nn.Module]) -> Weights:
-    """Where the weights of everything but the blocks come from: embeddings, last norm and head.
+    """The weights of everything but the blocks: embeddings, last norm and head.
 
     Args:
-        model: that has them.
-        blocks: of it.
+        model: with the blocks.
+        blocks: its repeated modules.
     """
     inside = {module for block in blocks for module in block.modules()}
     return _weights(model, model, [module for module in model.modules() if module not in inside])
 
 
 def write_to(model: nn.Module, folder: str | None) -> None:
-    """Say where what is written to weights from disk is kept.
+    """Set the folder for written weights that come from disk.
 
     Args:
-        model: whose weights they are.
-        folder: None is the system's for temporary files.
+        model: with offloaded weights.
+        folder: None for the system's folder of temporary files.
     """
     _FOLDERS[model] = folder
 
@@ -321,21 +338,21 @@ def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weig
     if not slots:
         return RESIDENT
     tie_again(model)
-    known: Offloaded | None = vars(key).get(_OWN)
-    if known is None or [slot[:2] for slot in known.slots] != [slot[:2] for slot in slots]:
-        known = vars(key)[_OWN] = Offloaded(slots, lambda: _FOLDERS.get(model))
-    return known
+    cached: Offloaded | None = vars(key).get(_WEIGHTS)
+    if cached is None or [slot[:2] for slot in cached.slots] != [slot[:2] for slot in slots]:
+        cached = vars(key)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
+    return cached
 
 
 def tie_again(model: nn.Module) -> None:
-    """Give tied weights that are elsewhere one stand-in: a call of the model leaves every place with one of its own."""
+    """Give tied offloaded weights one placeholder again: a call of the model leaves each name with its own."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
-        own, shared = _parameter(model, name), _parameter(model, source)
-        if own is None or shared is None or own is shared or not (own.is_meta and shared.is_meta):
+        tied, shared = _parameter(model, name), _parameter(model, source)
+        if tied is None or shared is None or tied is shared or not (tied.is_meta and shared.is_meta):
             continue
-        if own.shape == shared.shape:
+        if tied.shape == shared.shape:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = shared
 
@@ -360,5 +377,5 @@ def _slots(module: nn.Module) -> Iterator[_Slot]:
 
 
 def read_bytes() -> int:
-    """How many bytes of weights were brought so far, in this process."""
+    """Bytes of weights loaded so far in this process."""
     return Offloaded.read

@@ -1,8 +1,8 @@
-"""Where a block's weights are: in the model all the time, or there for the time of a step alone.
+"""Weights that are in the model all the time, or onloaded for the time of a step.
 
-Whoever reads a block's weights, or runs the block, does it under ``with block.onloaded():``. What that brings and takes
-away is a matter of the block's `Weights`. So a model's blocks may lie on disk, in host memory or on another device, and
-those who calibrate, solve, recover and write need not know.
+Code that reads a block's weights, or runs the block, does it under ``with block.onloaded():``. The block's `Weights`
+decides what that loads, so calibration, solvers and recovery need not know whether a model is on disk, in host memory
+or on the device. Code that writes a weight declares it (`offload.mark_written`): other changes are dropped on exit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Weights(Protocol):
-    """Where a block's weights come from."""
+    """The weights of a block."""
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the block's parameters hold its weights; what was written to them is kept on exit.
-
-        It may be entered again inside of itself.
-        """
+        """A context in which the block's parameters hold its weights. Reentrant."""
 
 
 class Resident:
-    """The weights are in the model all the time."""
+    """Weights that are in the model all the time."""
 
     def onloaded(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -33,20 +30,20 @@ class Resident:
 RESIDENT = Resident()
 
 
-class Block(Protocol):
-    """What is asked here of a block (`layers.Block`)."""
+class Onloadable(Protocol):
+    """A module with its weights, such as `layers.Block`."""
 
     @property
     def module(self) -> nn.Module:
-        """The module that repeats."""
+        """The module."""
 
     @property
     def weights(self) -> Weights:
-        """Where its weights come from."""
+        """Its weights."""
 
 
-def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
-    """Where the weights of every module inside of some blocks come from.
+def by_module(blocks: Sequence[Onloadable]) -> dict[nn.Module, Weights]:
+    """The weights that each module inside of some blocks belongs to.
 
     Args:
         blocks: of a model.
@@ -54,38 +51,37 @@ def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
     return {module: block.weights for block in blocks for module in block.module.modules()}
 
 
-# A context to be in as long as a module's weights are present.
+# A context around each call of a module while its weights are onloaded.
 Within = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @contextmanager
-def onloaded_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
-    """While the model runs as a whole, forwards, each block's weights are present for the time of its call.
+def onloaded_in_turn(blocks: Sequence[Onloadable], within: Within | None = None) -> Iterator[None]:
+    """While the whole model runs forward, each block's weights are onloaded for its call.
 
     Args:
         blocks: of the model.
-        within: a context for each call of a block whose weights come for it.
+        within: a context for each call of a block that is offloaded.
     """
     with ExitStack() as stack:
         for block in blocks:
             if block.weights is not RESIDENT:
-                _bring_for_calls(block, stack, within)
+                _onload_for_calls(block, stack, within)
         yield
 
 
 @contextmanager
-def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
-    """As `onloaded_in_turn`, for a run that gradients are asked of afterwards.
+def differentiated_in_turn(blocks: Sequence[Onloadable], within: Within | None = None) -> Iterator[None]:
+    """As `onloaded_in_turn`, for a forward pass that gradients are computed of afterwards.
 
-    The graph keeps what it needs of the weights for itself: without the hooks here it holds the parameters, which are
-    empty once their block's call is over.
+    The hooks keep the data that the graph saved of each parameter alive: the parameter itself is empty after the call.
 
     Args:
         blocks: of the model.
-        within: a context for each call of a block whose weights come for it.
+        within: a context for each call of a block that is offloaded.
     """
-    away = any(block.weights is not RESIDENT for block in blocks)
-    with saved_tensors_hooks(_alias, _same) if away else nullcontext(), onloaded_in_turn(blocks, within):
+    offloaded = any(block.weights is not RESIDENT for block in blocks)
+    with saved_tensors_hooks(_alias, _same) if offloaded else nullcontext(), onloaded_in_turn(blocks, within):
         yield
 
 
@@ -97,21 +93,21 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _bring_for_calls(block: Block, stack: ExitStack, within: Within | None) -> None:
-    held: list[ExitStack] = []
+def _onload_for_calls(block: Onloadable, stack: ExitStack, within: Within | None) -> None:
+    calls: list[ExitStack] = []  # of the calls in progress
 
     def enter(*_: Any) -> None:
         with ExitStack() as inside:
             inside.enter_context(block.weights.onloaded())
             if within is not None:
                 inside.enter_context(within(block.module))
-            held.append(inside.pop_all())
+            calls.append(inside.pop_all())
 
     def leave(*_: Any) -> None:
-        held.pop().close()
+        calls.pop().close()
 
-    def end() -> None:  # of a call that failed
-        for inside in reversed(held):
+    def end() -> None:  # after a call that failed
+        for inside in reversed(calls):
             inside.close()
 
     stack.callback(end)
@@ -120,8 +116,8 @@ def _bring_for_calls(block: Block, stack: ExitStack, within: Within | None) -> N
 
 
 @contextmanager
-def all_onloaded(blocks: Sequence[Block]) -> Iterator[None]:
-    """Every block's weights at once, for passes that need the whole model forwards and backwards."""
+def all_onloaded(blocks: Sequence[Onloadable]) -> Iterator[None]:
+    """All blocks' weights at once, for backward passes of the whole model."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block.weights.onloaded())

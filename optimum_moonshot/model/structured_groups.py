@@ -1,12 +1,12 @@
-"""Units: a layer's input columns that can leave together with all that makes them, its neurons or attention heads.
+"""Structured groups: input columns that can be removed with the rows that produce them, as neurons or attention heads.
 
-No table of model names: a probe shows it. Every linear layer of a decoder layer gives random outputs in place of its
-own, and automatic differentiation shows which of these reach which input column of which layer without passing
-through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj`` each;
-those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
-projections need nothing else. A unit is the smallest set of consecutive columns that can leave: under grouped-query
-attention a key-value head with all of its query heads; where one key-value head serves every query head, it stays and
-query heads go.
+They are probed, without a table of model names. The output of every linear layer of a decoder layer is replaced by
+random values, and automatic differentiation shows which of these reach which input column of which layer without
+passing through another linear layer. The columns of ``down_proj`` depend on one row of ``gate_proj`` and ``up_proj``
+each; those of ``o_proj`` on the rows of their head in ``q_proj``, ``k_proj`` and ``v_proj``. Fused and interleaved
+projections need no special case. A group is the smallest set of consecutive columns that can be removed: under
+grouped-query attention a key-value head with all of its query heads; if one key-value head serves every query head, it
+stays and query heads are removed.
 """
 
 import dataclasses
@@ -28,25 +28,25 @@ from .model_info import max_positions, vocabulary_size
 from .onloading import differentiated_in_turn
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
-UNEXPLAINED = "its columns are no neurons or heads that could leave alone, and it makes none"
+UNEXPLAINED = "its columns are no neurons or heads that can be removed, and it produces none"
 UNREACHED = "the probe for neurons and heads did not reach it"
-OUTSIDE = "it is in no repeated layer, where neurons and heads are looked for"
+OUTSIDE = "it is in no repeated layer, where neurons and heads are searched"
 EXPERTS = "fused experts, whose neurons are not removed one by one"
 CONVOLUTION = "a convolution: structured pruning finds the neurons and heads of linear layers"
 
 
 @dataclasses.dataclass(frozen=True)
-class Units:
-    """How the input columns of one layer divide: ``count`` units of ``size`` consecutive ones, neurons or heads."""
+class StructuredGroups:
+    """The input columns of one layer as ``count`` groups of ``size`` consecutive ones, neurons or heads."""
 
     name: str  # of the layer that reads the columns
     size: int
     count: int
-    rows: dict[str, Tensor]  # layer that makes the columns → int64 [d_out]: the unit that a row serves, -1 for all
+    rows: dict[str, Tensor]  # producing layer → int64 [d_out]: the group that each row serves, -1 for all
 
     @property
     def columns(self) -> Tensor:
-        """The unit of every column, int64 [d_in]."""
+        """The group of every column, int64 [d_in]."""
         return torch.arange(self.count).repeat_interleave(self.size)
 
 
@@ -54,32 +54,34 @@ class Units:
 class _Trace:
     """One forward pass of the model on random layer outputs; a layer that is called twice has two of each."""
 
-    inputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # what a layer read
+    inputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # of every layer
     outputs: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # the leaves of the graph
-    results: list[Tensor] = dataclasses.field(default_factory=list)  # what the model returned
+    results: list[Tensor] = dataclasses.field(default_factory=list)  # of the model
 
 
-def _has_units(layer: PrunableLayer) -> bool:
-    """Whether its kind may have neurons or heads that can go one by one."""
+def _may_have_groups(layer: PrunableLayer) -> bool:
+    """Whether its kind may have neurons or heads."""
     return not layer.adapter.images and not layer.adapter.separate
 
 
-def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str, Units], dict[str, str]]:
-    """The units of every layer that has some, by the layer's name.
+def find_structured_groups(
+    model: nn.Module, inputs: Batch | None = None
+) -> tuple[dict[str, StructuredGroups], dict[str, str]]:
+    """The structured groups of every layer that has some, by the layer's name.
 
     Args:
         model: any model with decoder layers; it runs once, on random data.
-        inputs: to run it on, in place of random tokens or pixels. Their values do not matter.
+        inputs: for that run, in place of random tokens or pixels. Their values do not matter.
 
     Returns:
-        The units, and for each layer that neither has nor makes any the reason.
+        The groups, and the reason for each layer that neither has nor produces any.
 
     Raises:
         MoonshotError: the model does not run on the probe, or ``torch.inference_mode()`` forbids it.
     """
-    require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients: leave it to find neurons")
+    require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients", hint="leave its context")
     blocks = [
-        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _has_units(layer)))
+        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _may_have_groups(layer)))
         for block in find_structure(model).blocks
     ]
     if not any(block.layers for block in blocks):
@@ -87,50 +89,50 @@ def find_units(model: nn.Module, inputs: Batch | None = None) -> tuple[dict[str,
     with frozen(model):
         with differentiated_in_turn(blocks):
             trace = _run_probe(model, blocks, inputs or probe_inputs(model))
-        found: dict[str, Units] = {}
-        sizes: dict[str, int] = {}  # found in an earlier decoder layer, to be tried first
+        groups: dict[str, StructuredGroups] = {}
+        sizes: dict[str, int] = {}  # of an earlier decoder layer, tried first
         for block in blocks:
             leaves = {layer.name: trace.outputs[layer.name] for layer in block.layers if layer.name in trace.outputs}
             for name in leaves:
                 relative = name.removeprefix(block.name)
-                units = _units(trace, name, leaves, sizes.get(relative))
-                if units is not None:
-                    found[name], sizes[relative] = units, units.size
-    used = {*found, *(maker for units in found.values() for maker in units.rows)}
+                group = _groups(trace, name, leaves, sizes.get(relative))
+                if group is not None:
+                    groups[name], sizes[relative] = group, group.size
+    used = {*groups, *(producer for group in groups.values() for producer in group.rows)}
     names = [layer.name for block in blocks for layer in block.layers if layer.name not in used]
-    return found, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
+    return groups, {name: UNEXPLAINED if name in trace.outputs else UNREACHED for name in names}
 
 
 def structured_patterns(
     model: nn.Module, structure: Structure, pattern: Structured, chosen: bool
 ) -> tuple[Structure, dict[str, Structured], list[str]]:
-    """What a structured run prunes.
+    """The layers and patterns of a structured run.
 
-    Neurons go ``pattern.group`` at a time, heads one by one, whatever that is.
+    Neurons are removed ``pattern.group`` at a time, heads always one by one.
 
     Args:
-        model: the model.
+        model: any model with decoder layers.
         structure: its layers that may be pruned.
         pattern: of the whole run.
-        chosen: whether the user named those layers. One without neurons or heads then loses columns too, which stay
-            as zeros; otherwise it stays dense.
+        chosen: whether the user selected these layers. Then also layers without neurons or heads lose columns, which
+            remain as zeros; otherwise they stay dense.
 
     Returns:
-        The layers that are left, a pattern for each, and what the user should know.
+        The layers to prune, a pattern for each, and notes for the user.
     """
-    found, unused = find_units(model)
+    groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
         if layer.adapter.separate:
             skipped[layer.name] = EXPERTS
-        elif layer.name in found and found[layer.name].size > 1:
-            patterns[layer.name] = dataclasses.replace(pattern, group=found[layer.name].size)
-        elif layer.name in found or chosen:
+        elif layer.name in groups and groups[layer.name].size > 1:
+            patterns[layer.name] = dataclasses.replace(pattern, group=groups[layer.name].size)
+        elif layer.name in groups or chosen:
             patterns[layer.name] = pattern
-        elif all(layer.name not in units.rows for units in found.values()):
+        elif all(layer.name not in group.rows for group in groups.values()):
             skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.adapter.images else OUTSIDE)
-        if chosen and layer.name not in found and layer.name in patterns:
-            notes.append(f"{layer.name}: its columns are no neurons or heads; as zeros they make no model smaller")
+        if chosen and layer.name not in groups and layer.name in patterns:
+            notes.append(f"{layer.name}: its columns are no neurons or heads; zero columns make no model smaller")
 
     def kept(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
         return tuple(layer for layer in layers if layer.name in patterns)
@@ -160,14 +162,14 @@ def probe_inputs(model: nn.Module) -> Batch:
         height, width = (size, size) if isinstance(size, int) else size
         channels = getattr(config, "num_channels", 3)
         return {name: torch.randn(PROBE_SAMPLES, channels, height, width, generator=generator)}
-    require(name == "input_ids", f"{type(model).__name__} reads {name}: structured pruning knows text and image models")
+    require(name == "input_ids", f"{type(model).__name__} reads {name}: structured pruning supports text and images")
     length = min(PROBE_TOKENS, max_positions(model) or PROBE_TOKENS)
     ids = torch.randint(vocabulary_size(model), (PROBE_SAMPLES, length), generator=generator)
     return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
 
 
 def _removed(layer: PrunableLayer, pattern: Structured) -> int:
-    """How many groups of its columns a layer loses."""
+    """Number of groups of columns that a layer loses."""
     return round(pattern.sparsity * (layer.shape[1] // pattern.group))
 
 
@@ -176,11 +178,11 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, form: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
-        return random.clone()  # the model may change it in place, which a leaf forbids
+        return random.clone()  # the model may write to it in place, which a leaf forbids
 
     with ExitStack() as hooks:
         for block in blocks:
@@ -196,8 +198,8 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     return trace
 
 
-def _units(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None) -> Units | None:
-    """The smallest units of a layer's columns that separate; None where none do, or other layers read them too."""
+def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: int | None) -> StructuredGroups | None:
+    """The smallest groups of a layer's columns that separate; None if none do, or other layers read them too."""
     inputs = [tensor for tensor in trace.inputs[name] if tensor.requires_grad]
     if not inputs:
         return None
@@ -208,18 +210,19 @@ def _units(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: in
         return _reached(inputs, [part * columns.to(part.device) for part in cotangents], leaves)
 
     for size in _sizes(width, likely):
-        unit_of = torch.arange(width) // size
-        served = _served(unit_of, width // size, reached)
+        group_of = torch.arange(width) // size
+        served = _served(group_of, width // size, reached)
         if served is None:
             continue
         rows = _per_layer(served, leaves, width // size)
-        alone = rows is not None and not _reach_others(trace, name, {maker: leaves[maker] for maker in rows}, rows)
-        return Units(name, size, width // size, rows) if alone else None
+        if rows is None or _reach_others(trace, name, {producer: leaves[producer] for producer in rows}, rows):
+            return None
+        return StructuredGroups(name, size, width // size, rows)
     return None
 
 
 def _sizes(width: int, likely: int | None) -> Iterator[int]:
-    """Sizes of units to try: what fitted elsewhere, then every divisor that leaves two units or more."""
+    """Sizes of groups to try: the size in another block, then every divisor that leaves two groups or more."""
     if likely and width % likely == 0:
         yield likely
     yield from (size for size in range(1, width // 2 + 1) if width % size == 0)
@@ -229,43 +232,44 @@ def _reached(outputs: list[Tensor], cotangents: list[Tensor], leaves: dict[str, 
     """Bool over the output channels of all leaves, one layer after another: whether they reach the outputs."""
     flat = [leaf for parts in leaves.values() for leaf in parts]
     gradients = iter(torch.autograd.grad(outputs, flat, cotangents, retain_graph=True, allow_unused=True))
-    found = []
+    masks = []
     for parts in leaves.values():
         reached = torch.zeros(parts[0].shape[-1], dtype=torch.bool)
         for gradient in (next(gradients) for _ in parts):
             if gradient is not None:
                 reached |= (gradient != 0).flatten(0, -2).any(0).cpu()
-        found.append(reached)
-    return torch.cat(found)
+        masks.append(reached)
+    return torch.cat(masks)
 
 
-def _served(unit_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The one unit that each channel reaches, -1 if it reaches all, -2 if none; None if any reaches some.
+def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The one group that each channel reaches, -1 if it reaches all, -2 if none; None if any reaches some.
 
-    Two probes per binary digit of the unit's number, the columns of the units that have it and those that have not,
-    find it for all channels together: one that reaches two units is seen by both probes of a digit they differ in.
+    Two probes per binary digit of the group's index, the columns of the groups with and without that digit, decide for
+    all channels at once: a channel that reaches two groups is in both probes of a digit in which they differ.
 
     Args:
-        unit_of: the unit of every column, int64 [d_in].
-        count: how many units there are.
-        reached: from bool [d_in], the columns to look at, to bool over the channels of all layers: which reach them.
+        group_of: the group of every column, int64 [d_in].
+        count: number of groups.
+        reached: from a bool mask of columns [d_in] to a bool mask of the channels of all layers that reach them.
     """
     digits = range((count - 1).bit_length())
-    single, every, silent, number = True, True, True, 0
-    for digit in sorted(digits, key=lambda digit: (digit > 0, -digit)):  # what fails, mostly fails at the ends
-        has = unit_of >> digit & 1 == 1
+    single = every = silent = torch.tensor(True)
+    number = torch.tensor(0)
+    for digit in sorted(digits, key=lambda digit: (digit > 0, -digit)):  # most failures show in the outer digits
+        has = group_of >> digit & 1 == 1
         one, zero = reached(has), reached(~has)
         single, every, silent = single & (one ^ zero), every & (one & zero), silent & ~(one | zero)
         number = number + (one.long() << digit)
         if not single.any() or not (single | every | silent).all():
             return None
-    if every.any() and not all(reached(unit_of == unit)[every].all() for unit in range(count)):
+    if every.any() and not all(reached(group_of == group)[every].all() for group in range(count)):
         return None
     return torch.where(single, number, torch.where(every, -1, -2))
 
 
 def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> dict[str, Tensor] | None:
-    """The parts of `served` of layers that reach any unit; None unless a layer has equally many rows for each."""
+    """The parts of `served` of layers that reach any group; None unless a layer has equally many rows for each."""
     rows = {}
     parts = served.split([parts[0].shape[-1] for parts in leaves.values()])
     for name, part in zip(leaves, parts, strict=True):
@@ -277,13 +281,13 @@ def _per_layer(served: Tensor, leaves: dict[str, list[Tensor]], count: int) -> d
     return rows
 
 
-def _reach_others(trace: _Trace, name: str, makers: dict[str, list[Tensor]], rows: dict[str, Tensor]) -> bool:
-    """Whether a row that serves a unit of the layer `name` reaches any other layer or the model's result too."""
+def _reach_others(trace: _Trace, name: str, producers: dict[str, list[Tensor]], rows: dict[str, Tensor]) -> bool:
+    """Whether a row that serves a group of the layer `name` reaches any other layer or the model's result too."""
     read = [tensor for other, tensors in trace.inputs.items() if other != name for tensor in tensors]
     outputs = [tensor for tensor in [*read, *trace.results] if tensor.requires_grad]
     if not outputs:
         return False
-    reached = _reached(outputs, _random_like(outputs, torch.Generator().manual_seed(1)), makers)
+    reached = _reached(outputs, _random_like(outputs, torch.Generator().manual_seed(1)), producers)
     return bool(reached[torch.cat([*rows.values()]) >= 0].any())
 
 

@@ -252,7 +252,7 @@ class Dense:
     def _assign(self, layers: tuple[PrunableLayer, ...]) -> None:
         for layer in layers:
             if layer.name in self.weights:
-                layer.assign(self.weights[layer.name])
+                layer.write(self.weights[layer.name])
 
 
 def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
@@ -270,7 +270,7 @@ def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
             with nullcontext() if block is None else block.onloaded():
                 for layer in layers:
                     dense.weights[layer.name] = layer.matrix.to("cpu", copy=True)
-                    layer.assign(weight(layer))
+                    layer.write(weight(layer))
     except BaseException:
         dense.restore()
         raise

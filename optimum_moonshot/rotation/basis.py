@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import require
 from ..model.layers import Block
-from ..model.offload import Changes, Offloaded
+from ..model.offload import Changes, Offloaded, mark_written
 from ..model.onloading import RESIDENT, Weights, by_module
 from .spaces import Place, Space
 from .trace import Axis, parameter_slots
@@ -94,6 +94,7 @@ class Basis:
         for holder, name, parameter in self._to_untie():
             untied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             setattr(holder, name, untied)
+            mark_written(holder, name)
             self.untied.append((holder, name, parameter))
         if self.untied:
             self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model)]
@@ -132,17 +133,20 @@ class Basis:
                     parameter = change.at.parameter
                     dense = self.dense.get(id(parameter), parameter).to(parameter.device)
                     parameter.copy_(_changed(change, dense, rotations))
+                    mark_written(change.at.holder, change.at.name)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the dense model, bit by bit."""
         for block, changes in self.offloaded.items():
             block.restore(changes)
-        for parameter in (change.at.parameter for change in self.changes):
-            if id(parameter) in self.dense:
-                parameter.copy_(self.dense[id(parameter)])
+        for at in (change.at for change in self.changes):
+            if id(at.parameter) in self.dense:
+                at.parameter.copy_(self.dense[id(at.parameter)])
+                mark_written(at.holder, at.name)
         for holder, name, parameter in self.untied:
             setattr(holder, name, parameter)
+            mark_written(holder, name)
         for config, value in self.settings:
             config.tie_word_embeddings = value
         self.untied, self.settings = [], []

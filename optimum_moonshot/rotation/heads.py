@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..model.structured_groups import Units
+from ..model.structured_groups import StructuredGroups
 from .spaces import Place, Space, occupied_axes
 from .trace import Node, Trace, tolerance_of
 
@@ -18,7 +18,7 @@ from .trace import Node, Trace, tolerance_of
 LARGEST_FACTOR = 2.0**8
 
 
-def find_heads(trace: Trace, groups: Mapping[str, Units], spaces: Sequence[Space]) -> list[Space]:
+def find_heads(trace: Trace, groups: Mapping[str, StructuredGroups], spaces: Sequence[Space]) -> list[Space]:
     """The spaces between values and the layers that read them, one for all heads of a layer.
 
     Args:
@@ -45,7 +45,7 @@ def find_heads(trace: Trace, groups: Mapping[str, Units], spaces: Sequence[Space
     return head_spaces
 
 
-def _head_space(trace: Trace, node: Node, group: Units, likely: int | None) -> Space | None:
+def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int | None) -> Space | None:
     """The space of one layer's heads; None if its columns are not heads, or not each of one row."""
     makers = [trace.nodes[trace.place[name]] for name in group.rows if name in trace.place]
     makers = [maker for maker in makers if len(maker.leaves) == 1]
@@ -83,7 +83,7 @@ def _positions(leaf: Tensor, plain: Tensor | None, scaled: Tensor | None, factor
     return torch.where(constant & exact, nearest, -1)
 
 
-def _index(positions: Tensor, served: Tensor, group: Units, size: int) -> Tensor | None:
+def _index(positions: Tensor, served: Tensor, group: StructuredGroups, size: int) -> Tensor | None:
     """The row of each column of each key-value head, int64 [heads, size]; None unless there is exactly one."""
     valid = positions >= 0
     if not valid.any() or (served[valid] < -1).any():
@@ -98,7 +98,7 @@ def _index(positions: Tensor, served: Tensor, group: Units, size: int) -> Tensor
     return valid.nonzero()[:, 0][column.argsort()].view(heads, size)
 
 
-def _space(node: Node, makers: list[Node], group: Units, size: int, rows: Tensor) -> Space | None:
+def _space(node: Node, makers: list[Node], group: StructuredGroups, size: int, rows: Tensor) -> Space | None:
     heads = len(rows)
     columns = torch.arange(group.count * group.size).view(heads, -1, size)
     places = [Place(axis, columns) for axis in node.reads]

@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..model.structured_groups import Units
+from ..model.structured_groups import StructuredGroups
 from .spaces import Place, Space, occupied_axes
 from .trace import Node, Trace, tolerance_of
 
 
 def find_neurons(
-    trace: Trace, groups: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, groups: Mapping[str, StructuredGroups], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
     """The spaces of neurons, whose coordinates may be permuted.
 
@@ -45,7 +45,7 @@ def find_neurons(
 
 
 def find_scales(
-    trace: Trace, groups: Mapping[str, Units], layers: Collection[str], spaces: Collection[Space]
+    trace: Trace, groups: Mapping[str, StructuredGroups], layers: Collection[str], spaces: Collection[Space]
 ) -> list[Space]:
     """The spaces whose coordinates may be scaled: those of heads, and of neurons that are homogeneous in a row.
 
@@ -79,14 +79,14 @@ def find_scales(
     return scales
 
 
-def _makers(trace: Trace, node: Node, group: Units) -> list[Node]:
+def _makers(trace: Trace, node: Node, group: StructuredGroups) -> list[Node]:
     """The nodes that compute a layer's neurons; empty if its columns are not neurons, or these nodes are unknown."""
     makers = [trace.nodes[trace.place[maker]] for maker in group.rows if maker in trace.place]
     complete = len(makers) == len(group.rows) and all(len(maker.leaves) == 1 for maker in makers)
     return makers if complete and group.size == 1 and len(node.inputs) == 1 else []
 
 
-def _homogeneous(trace: Trace, node: Node, group: Units, maker: Node) -> tuple[Node, Tensor] | None:
+def _homogeneous(trace: Trace, node: Node, group: StructuredGroups, maker: Node) -> tuple[Node, Tensor] | None:
     """The rows of a maker, int64 [1, 1, neurons], in which the columns are positively homogeneous of degree 1.
 
     By Euler's theorem a column is then the inner product of the row and the column's gradient with respect to it.
@@ -118,7 +118,7 @@ def _makers_alone(trace: Trace, node: Node, makers: list[Node]) -> bool:
     return reached == {maker.name for maker in makers}
 
 
-def _rows(group: Units, maker: str) -> Tensor:
+def _rows(group: StructuredGroups, maker: str) -> Tensor:
     """The rows of a layer that compute each neuron, int64 [1, copies, neurons]."""
     served = group.rows[maker]
     rows = (served >= 0).nonzero()[:, 0]

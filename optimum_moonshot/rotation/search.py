@@ -11,7 +11,7 @@ from ..errors import MoonshotError, Option, Text
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.layers import find_blocks, visited
 from ..model.onloading import onloaded_in_turn
-from ..model.structured_groups import find_units
+from ..model.structured_groups import find_structured_groups
 from .basis import Basis
 from .heads import find_heads
 from .neurons import find_neurons, find_scales
@@ -42,7 +42,7 @@ def find(
     shared = _shared(model)
     spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or not _touches(space, shared)]
     with plain_experts(model):
-        groups, _ = find_units(model, batch)
+        groups, _ = find_structured_groups(model, batch)
     spaces += find_heads(traced, groups, spaces)
     spaces += [space for space in find_neurons(traced, groups, ordered, spaces) if not _touches(space, shared)]
     spaces += [space for space in find_scales(traced, groups, scaled, spaces) if not _touches(space, shared)]

@@ -333,7 +333,7 @@ def test_a_forward_function_of_ones_own():
         (lambda batch: batch["labels"].add_(5), "label .*: the model has the classes 0 to 4"),
         (
             lambda batch: batch.update(labels=batch["labels"].float()),
-            "labels of torch.float32: give whole class numbers",
+            "labels of torch.float32; give one integer class",
         ),
         (
             lambda batch: batch.update(labels=batch["labels"][:, None]),

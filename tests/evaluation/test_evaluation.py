@@ -344,7 +344,7 @@ class TestErrors:
             perplexity(T5(config), tokenizer, [TEXT], sequence_length=16)
 
     def test_tokenizer_of_another_model(self, tokenizer):
-        with pytest.raises(MoonshotError, match="tokenizer: it gives token .*LlamaForCausalLM has 10"):
+        with pytest.raises(MoonshotError, match="tokenizer: token .*LlamaForCausalLM, which has 10"):
             perplexity(LlamaForCausalLM(tiny_config(vocab_size=10)), tokenizer, [TEXT])
 
     def test_no_tokenizer(self, model):

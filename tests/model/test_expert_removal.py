@@ -32,9 +32,9 @@ from optimum_moonshot.objective.patterns import Experts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 REFUSED = {
-    "deepseek_v4": "something else than the router's scores says which tokens they get",
+    "deepseek_v4": "their tokens depend on more than the router's scores",
     "inkling_text": "has no setting with 3 of 4 experts",
-    "jetmoe": "JetMoeParallelExperts does not say which token it sends to which expert",
+    "jetmoe": "the arguments of JetMoeParallelExperts do not show which token it sends to which expert",
     "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
 }
 FAMILIES = tuple(name for name in test_experts.FAMILIES if name not in REFUSED)
@@ -351,9 +351,7 @@ def test_contributions_that_are_not_added_up_are_refused():
     experts = model.model.layers[0].mlp.experts
     original = experts.forward
     experts.forward = lambda *args: functional.normalize(original(*args), dim=1)
-    with pytest.raises(
-        MoonshotError, match="layers.0.mlp.experts: what its experts contribute to a token is not added"
-    ):
+    with pytest.raises(MoonshotError, match="layers.0.mlp.experts: its output is not the sum"):
         prune(model)
     model = settled(model_of("llama4_text"))
     block = model.model.layers[1].feed_forward
@@ -365,7 +363,7 @@ def test_contributions_that_are_not_added_up_are_refused():
         return block.shared_expert(tokens) + routed.view(4, *tokens.shape).amax(0), logits
 
     block.forward = largest
-    with pytest.raises(MoonshotError, match="layers.1.feed_forward.experts: what its experts contribute to a token is"):
+    with pytest.raises(MoonshotError, match="layers.1.feed_forward.experts: its output is not the sum"):
         prune(model)
 
 
@@ -373,15 +371,15 @@ def test_contributions_that_are_not_added_up_are_refused():
     ("model", "sparsity", "told"),
     [
         (lambda: make("llama"), 0.25, "LlamaForCausalLM has no experts in fused parameters"),
-        (lambda: mixtral(8), 0.05, r"sparsity=0.05: of 8 experts that rounds to none; give at least 0.0626"),
+        (lambda: mixtral(8), 0.05, r"sparsity=0.05: of 8 experts that rounds to none; set at least 0.0626"),
         (
             lambda: mixtral(8),
             0.9,
             "sparsity=0.9: of 8 experts that leaves 1, and the router sends a token to 2 of them",
         ),
-        (lambda: deepseek(3, 1), 0.8, "each of the 3 groups of 4 experts that leaves 1, .* to 2 of the 1 that it"),
-        (lambda: deepseek(3, 2), 0.75, "with 3 of 12 experts it does not run: "),
-        (lambda: deepseek(6, 2), 0.2, "each of the 6 groups of 2 experts that rounds to none; give at least 0.25"),
+        (lambda: deepseek(3, 1), 0.8, "each of the 3 groups of 4 experts that leaves 1, .* to 2 of the 1 in its"),
+        (lambda: deepseek(3, 2), 0.75, "with 3 of 12 experts the model does not run: "),
+        (lambda: deepseek(6, 2), 0.2, "each of the 6 groups of 2 experts that rounds to none; set at least 0.25"),
     ],
 )
 def test_what_leaves_too_few_or_none_is_refused(model, sparsity, told):

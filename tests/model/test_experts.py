@@ -173,7 +173,7 @@ def test_experts_below_each_other_stay_dense_with_the_reason():
     config.ffn_config.hidden_size = config.ffn_config.ffn_hidden_size = width  # early releases take one for the other
     report = prune(hf.DbrxForCausalLM(config).eval(), pattern="2:4", lam=1.0).report
     reasons = {name: why for name, why in report.skipped.items() if name.endswith("experts.mlp")}
-    assert len(reasons) == config.n_layers and all("experts one below the other" in why for why in reasons.values())
+    assert len(reasons) == config.n_layers and all("experts stacked along the rows" in why for why in reasons.values())
     assert report.mostly_dense and "most of the model stayed dense" in report.table()
     assert not [layer.name for layer in report.layers if "experts" in layer.name]
 

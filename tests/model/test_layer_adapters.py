@@ -265,9 +265,9 @@ class Initialised(nn.Linear):
 )
 def test_another_forward_is_refused_with_the_reason(module, kind):
     name = type(module).__name__
-    assert find_adapter(module).unprunable() == f"{name} has a forward of its own, not that of {kind}"
+    assert find_adapter(module).unprunable() == f"{name} overrides the forward of {kind}"
     model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(4, 4))
-    with pytest.raises(MoonshotError, match=f"nothing to prune.*{name} has a forward of its own"):
+    with pytest.raises(MoonshotError, match=f"nothing to prune.*{name} overrides the forward"):
         find_structure(model)
 
 
@@ -328,13 +328,13 @@ def mixture(kind):
 @pytest.mark.parametrize(
     ("kind", "name", "reason"),
     [
-        ("phimoe", "model.layers.1.mlp.router", "PhimoeTopKRouter has a forward of its own, not that of Linear"),
-        ("llama4", "model.layers.1.feed_forward.router", "Llama4Router has a forward of its own, not that of Linear"),
+        ("phimoe", "model.layers.1.mlp.router", "PhimoeTopKRouter overrides the forward of Linear"),
+        ("llama4", "model.layers.1.feed_forward.router", "Llama4Router overrides the forward of Linear"),
         ("afmoe", "model.layers.1.mlp.router.gate", ROUTER),
         (
             "deepseek_v4",
             "model.layers.1.self_attn.o_a_proj",
-            "DeepseekV4GroupedLinear has a forward of its own, not that of Linear",
+            "DeepseekV4GroupedLinear overrides the forward of Linear",
         ),
     ],
 )
@@ -353,7 +353,7 @@ def test_routers_and_grouped_linears_stay_dense_and_are_listed(kind, name, reaso
 def test_a_plain_router_is_pruned_where_targets_names_it():
     structure = find_structure(mixture("afmoe"), targets=("router",))
     assert [layer.name for layer in structure.layers()] == [f"model.layers.{i}.mlp.router.gate" for i in (1, 2)]
-    with pytest.raises(MoonshotError, match="nothing to prune: .*PhimoeTopKRouter has a forward of its own"):
+    with pytest.raises(MoonshotError, match="nothing to prune: .*PhimoeTopKRouter overrides the forward"):
         find_structure(mixture("phimoe"), targets=("router",))
 
 

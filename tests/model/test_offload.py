@@ -18,7 +18,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
 from optimum_moonshot.distributed.ranks import SINGLE_PROCESS
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
-from optimum_moonshot.model.offload import Offloaded, is_offloaded
+from optimum_moonshot.model.offload import Offloaded, is_offloaded, mark_written
 from optimum_moonshot.runs import prune as run_module
 
 OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
@@ -276,7 +276,22 @@ def test_what_fails_while_weights_are_brought_or_kept_leaves_the_model_as_it_was
     pruner._subject(None, False, SINGLE_PROCESS)
     with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.onloaded(), torch.no_grad():
         block.module.mlp.up_proj.weight.zero_()
+        mark_written(block.module.mlp.up_proj, "weight")
     assert torch.equal(pruner.model(ids).logits, before)
+
+
+def test_a_weight_is_stored_if_its_write_was_declared(llama):
+    block = visited(offloaded(llama).model)[1]
+    projection = block.module.mlp.up_proj
+    with block.onloaded(), torch.no_grad():
+        projection.weight.fill_(2)
+        mark_written(projection, "weight")
+    with block.onloaded():
+        assert bool((projection.weight == 2).all())
+    with pytest.raises(AssertionError, match="weight: without mark_written"), block.onloaded(), torch.no_grad():
+        projection.weight.fill_(3)
+    with block.onloaded():
+        assert bool((projection.weight == 2).all())
 
 
 def test_a_model_in_memory_can_be_pickled_and_copied_after_a_run(tmp_path):

@@ -35,7 +35,7 @@ def test_experts_that_could_not_be_taken_out_of_layers_on_disk_are_all_there(tmp
     make("mixtral").save_pretrained(tmp_path)
     pruner = offloaded(tmp_path, **REMOVED)
     before, count = pruner.model(ids, use_cache=False).logits, pruner.model.config.num_local_experts
-    taken, keep = [], Offloaded._keep
+    taken, keep = [], Offloaded._store
 
     def fail(*arguments):
         if len(taken) == 4:  # in the second layer
@@ -44,7 +44,7 @@ def test_experts_that_could_not_be_taken_out_of_layers_on_disk_are_all_there(tmp
         return keep(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Offloaded, "_keep", fail)
+        patch.setattr(Offloaded, "_store", fail)
         with pytest.raises(OSError, match="the disk is full"):
             pruner.prune(token_batches(), progress=False)
     assert (

@@ -16,7 +16,7 @@ from optimum_moonshot.data.self_calibration import SelfCalibration
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks
 from optimum_moonshot.model.offload import is_offloaded
-from optimum_moonshot.model.structured_groups import find_units, probe_inputs
+from optimum_moonshot.model.structured_groups import find_structured_groups, probe_inputs
 from optimum_moonshot.rotation.search import find
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -70,7 +70,7 @@ def test_the_same_spaces_and_units(name, tmp_path, brought):
         model = MoonshotPruner.from_pretrained(tmp_path, MoonshotConfig(**OPTIONS), offload=place).model
         batch = probe_inputs(model)
         spaces, refused = find(model, batch, False)
-        units, why = find_units(model, batch)
+        units, why = find_structured_groups(model, batch)
         places = [
             (space.name, space.width, [(at.at.name, at.at.axis, str(at.index)) for at in space.places])
             for space in spaces
@@ -100,7 +100,12 @@ def test_a_rotation_that_fails_leaves_the_weights_as_they_were(tmp_path, monkeyp
         assert torch.equal(pruner.model(ids).logits, before)
 
 
-@pytest.mark.parametrize("settings", [ROTATED, {**OPTIONS, "solver": "wanda"}], ids=["rotated", "tied"])
+WANDA = {**OPTIONS, "solver": "wanda"}
+
+
+@pytest.mark.parametrize(
+    "settings", [ROTATED, WANDA, {**WANDA, "targets": ["lm_head", r"layers\.1\."]}], ids=["rotated", "tied", "targeted"]
+)
 def test_a_tied_head_whose_both_ends_are_on_disk(settings, tmp_path):
     torch.manual_seed(0)
     model = spread(hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "tie_word_embeddings": True})))

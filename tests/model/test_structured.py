@@ -7,7 +7,7 @@ from models import CAUSAL, EDGE, ENCODERS, GROUPED, TEXT, image_batches, make, s
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.model.structured_groups import CONVOLUTION, find_units
+from optimum_moonshot.model.structured_groups import CONVOLUTION, find_structured_groups
 
 # Columns per head (with its key-value head) and heads, neurons of the feed-forward layer; None where there are none.
 EXPECTED = {
@@ -32,7 +32,7 @@ def logits(model, inputs):
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS, "vit", "deit"])
 def test_every_architecture(name):
     model = make(name)
-    units, unused = find_units(model)
+    units, unused = find_structured_groups(model)
     blocks = 1 if name == "albert" else 3
     heads, neurons = EXPECTED[name]
     found = sorted((each.size, each.count) for each in units.values())
@@ -46,7 +46,7 @@ def test_every_architecture(name):
 def test_a_unit_without_its_columns_needs_none_of_its_rows(name):
     """The law that compaction rests on: without a unit's columns nothing depends on the rows that serve it."""
     model = make(name)
-    units, _ = find_units(model)
+    units, _ = find_structured_groups(model)
     for each in units.values():
         module = model.get_submodule(each.name)
         weight = module.weight.data.T if name == "gpt2" else module.weight.data
@@ -66,7 +66,7 @@ def test_a_unit_without_its_columns_needs_none_of_its_rows(name):
 @pytest.mark.parametrize("name", ["gemma-mqa", "gpt2", "gpt-neox", "phi3"])
 def test_the_probe_agrees_with_changing_one_row_at_a_time(name):
     model = multi_query() if name == "gemma-mqa" else make(name)
-    units, _ = find_units(model)
+    units, _ = find_structured_groups(model)
     inputs = batch(name)
     for each in (each for each in units.values() if ".1." in each.name):
         covered = torch.zeros(len(each.columns), dtype=torch.bool)
@@ -106,7 +106,7 @@ def changed_columns(model, maker, row, reader, inputs):
 
 
 def test_one_key_value_head_for_all_stays_and_query_heads_go():
-    units, unused = find_units(multi_query())
+    units, unused = find_structured_groups(multi_query())
     heads = units["model.layers.0.self_attn.o_proj"]
     assert (heads.size, heads.count) == (8, 4) and not unused
     assert (heads.rows["model.layers.0.self_attn.q_proj"] >= 0).all()
@@ -118,13 +118,13 @@ def test_neurons_that_never_fire_are_found():
     model = make("opt")
     for layer in model.model.decoder.layers:
         layer.fc1.bias.data.fill_(-1e4)
-    assert find_units(model)[0]["model.decoder.layers.0.fc2"].count == 24
+    assert find_structured_groups(model)[0]["model.decoder.layers.0.fc2"].count == 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    exact, _ = find_units(make("llama"))
-    units, _ = find_units(make("llama").to(dtype))
+    exact, _ = find_structured_groups(make("llama"))
+    units, _ = find_structured_groups(make("llama").to(dtype))
     assert list(units) == list(exact)
     for name, each in units.items():
         assert all(torch.equal(rows, exact[name].rows[maker]) for maker, rows in each.rows.items())
@@ -156,11 +156,11 @@ class Small(nn.Module):
 
 def test_what_others_read_too_cannot_leave():
     inputs = {"hidden": torch.randn(2, 5, 8)}
-    assert set(find_units(Small(), inputs)[0]) == {"layers.0.down", "layers.1.down"}
-    units, unused = find_units(Small(spied=True), inputs)
+    assert set(find_structured_groups(Small(), inputs)[0]) == {"layers.0.down", "layers.1.down"}
+    units, unused = find_structured_groups(Small(spied=True), inputs)
     assert not units and set(unused) == {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down", "spy")}
     assert "no neurons or heads" in unused["layers.0.down"]
-    assert set(find_units(Small(leaking=True), inputs)[0]) == {"layers.0.down"}
+    assert set(find_structured_groups(Small(leaking=True), inputs)[0]) == {"layers.0.down"}
 
 
 def test_the_model_is_left_as_it_was():
@@ -169,14 +169,14 @@ def test_the_model_is_left_as_it_was():
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    find_units(model)
+    find_structured_groups(model)
     assert torch.equal(torch.get_rng_state(), state)
     with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
-        find_units(model)
+        find_structured_groups(model)
     with torch.no_grad():
-        assert find_units(model)[0]
+        assert find_structured_groups(model)[0]
     with pytest.raises(MoonshotError, match="LlamaForCausalLM does not run on a probe of"):
-        find_units(model, {"nonsense": torch.zeros(1)})
+        find_structured_groups(model, {"nonsense": torch.zeros(1)})
     assert model.training and [parameter.requires_grad for parameter in model.parameters()] == wanted
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
@@ -187,7 +187,7 @@ def test_models_that_read_neither_text_nor_images_say_so():
     heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, decoder_start_token_id=2)
     whisper = hf.WhisperConfig(vocab_size=96, d_model=16, encoder_layers=1, decoder_layers=1, **heads, **EDGE)
     with pytest.raises(MoonshotError, match="reads input_features"):
-        find_units(hf.WhisperForConditionalGeneration(whisper))
+        find_structured_groups(hf.WhisperForConditionalGeneration(whisper))
 
 
 def prune(model, solver="wanda", **options):

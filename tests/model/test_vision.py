@@ -177,7 +177,7 @@ def test_a_convolution_with_a_forward_of_its_own_stays_dense():
     bit = hf.BitForImageClassification(
         hf.BitConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_groups=4, num_labels=5)
     )
-    with pytest.raises(MoonshotError, match="WeightStandardizedConv2d has a forward of its own"):
+    with pytest.raises(MoonshotError, match="WeightStandardizedConv2d overrides the forward"):
         prune(bit)
     model = make("convnet")
     nn.utils.parametrizations.weight_norm(model.side)
