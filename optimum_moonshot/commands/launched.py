@@ -13,21 +13,21 @@ def several() -> bool:
 
 
 def join(device: str | None, shared: bool) -> None:
-    """Come together with the other processes that the launcher started, if it did: one for each GPU, or on the CPU.
+    """Join the process group of the launcher, if there is one: a process for each GPU, or processes on the CPU.
 
     Args:
-        device: what `--device` says.
-        shared: whether the command can be divided between processes.
+        device: the value of `--device`.
+        shared: whether several processes can share the command.
 
     Raises:
-        UsageError: a command for one process, or more processes than GPUs.
-        MoonshotError: the others cannot be reached.
+        UsageError: the command needs a single process, or there are more processes than GPUs.
+        MoonshotError: the processes cannot connect.
     """
     if not several():
         return
     count = os.environ["WORLD_SIZE"]
     if not shared and not is_first():
-        sys.exit(2)  # one says it
+        sys.exit(2)  # the first process prints the error
     expect(shared, f"{count} processes: this command runs in one; start it without torchrun or accelerate")
     one = device is not None and ":" in device
     expect(not one, f"--device {device}: {count} processes have a GPU each; leave it out, or give cpu")
@@ -37,21 +37,21 @@ def join(device: str | None, shared: bool) -> None:
     gpus = 0 if device is not None and not device.startswith("cuda") else torch.cuda.device_count()
     if gpus:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        mend = "start one for each, or give --device cpu"
+        hint = "start one for each, or give --device cpu"
         if local >= gpus:
-            raise UsageError(f"{count} processes: this machine has {gpus} GPUs; {mend}")
+            raise UsageError(f"{count} processes: this machine has {gpus} GPUs; {hint}")
         torch.cuda.set_device(local)
     if not is_first():
-        _show_no_bars()
+        _disable_progress_bars()
     if dist.is_initialized():
         return
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     except (RuntimeError, ValueError, OSError) as error:
-        raise MoonshotError(f"{count} processes: they cannot reach each other ({reason(error)})") from error
+        raise MoonshotError(f"{count} processes: they cannot connect ({reason(error)})") from error
 
 
-def _show_no_bars() -> None:
+def _disable_progress_bars() -> None:
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -60,12 +60,12 @@ def _show_no_bars() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and prints."""
+    """Whether this process writes and prints."""
     return not several() or os.environ["RANK"] == "0"
 
 
 def part() -> None:
-    """The command has ended well: leave the group of the processes."""
+    """Destroy the process group, when the command has succeeded."""
     if not several():
         return
     import torch.distributed as dist
@@ -75,14 +75,15 @@ def part() -> None:
 
 
 def last_words(error: BaseException, message: str) -> tuple[str, str] | None:
-    """Of a command that failed: what to print, where no other process prints it; the others are told.
+    """Select the process that prints the error of a command, before it exits.
 
     Args:
         error: that ended it.
-        message: what it says, in one line.
+        message: of the error, in one line.
 
     Returns:
-        Who failed, for the beginning of the line, and the message; None where another process prints them.
+        The prefix of the line, which names the process that failed, and the message; None where another process prints
+        them.
     """
     if not several():
         return "", message

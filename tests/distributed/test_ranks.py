@@ -117,7 +117,7 @@ def test_a_run_is_the_same_again(done, size):
 
 
 def test_who_fails_tells_the_others(done):
-    assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["MoonshotError", "Deadly"]
+    assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["RankFailed", "Deadly"]
     assert FAILED in done[2, 0]["failure"]
 
 
@@ -158,11 +158,11 @@ def test_who_is_always_out_of_memory_ends_all(done):
 
 
 def test_who_dies_is_named(done):
-    assert done["dying", 0] == {"killed": f"MoonshotError: {DIED}"}
+    assert done["dying", 0] == {"killed": f"RankFailed: {DIED}"}
 
 
 def test_who_dies_in_a_transfer_is_named(done):
-    assert done["breaking", 0] == {"broken": f"MoonshotError: {DIED}"}
+    assert done["breaking", 0] == {"broken": f"RankFailed: {DIED}"}
 
 
 def test_processes_that_do_not_belong_together_say_so(done):
@@ -174,7 +174,7 @@ def test_processes_that_do_not_belong_together_say_so(done):
 def test_samples_are_divided_in_order(size, count):
     batches = [{"input_ids": torch.arange(10 * first, 10 * first + 2)[:, None]} for first in range(3)][: -(-count // 2)]
     batches[-1] = {"input_ids": batches[-1]["input_ids"][: count - 2 * (len(batches) - 1)]}
-    parts = [Ranks(rank, size).part(count) for rank in range(size)]
+    parts = [Ranks(rank, size).shard(count) for rank in range(size)]
     assert [sample for part in parts for sample in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     divided = [samples_between(batches, part.start, part.stop) for part in parts]

@@ -106,7 +106,7 @@ def dividing():
         owners = Ranks.owners(ranks, costs)
         return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
 
-    row_share.LEAST, RowShare.solve, Ranks.division = 0, noted, division
+    row_share.LEAST, RowShare.solve, Ranks.divide = 0, noted, division
 
 
 def case(name):
