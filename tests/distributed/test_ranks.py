@@ -1,15 +1,14 @@
 """Several processes prune what one prunes, whatever their number; one that fails ends all, and nothing is lost."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from models import make, token_batches
+from process_runs import DIED, ROOT, assert_alike, assert_same, close, environment, found_by
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
@@ -22,12 +21,9 @@ from optimum_moonshot.model.layers import find_structure
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parents[1] / "support"
-ROOT = TESTS.parent
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
 FAILED = "rank 1 failed: no more of model.layers.0."
 STARVED = "experts, some starved"
-DIED = "rank 1 failed: its process has died (killed, or out of memory)"
 # Several processes have smaller caches each, and so more memory for statistics.
 OF_MEMORY = {
     "rounds": None,
@@ -35,23 +31,6 @@ OF_MEMORY = {
     "chunks of rows": "chunks of rows, for the sake of memory",
     "experts in parts": "its experts solved in",
 }
-
-
-def environment():
-    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def found_by(program, folder):
-    """(size, rank) → what a process of a program's runs found; (name, rank) → what else it did; and what it printed."""
-    command = [sys.executable, str(TESTS / program), str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found = {}
-    for path in folder.glob("*.pt"):
-        what, size, rank = path.stem.split("-")
-        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
-    return found, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +42,6 @@ def done(tmp_path_factory):
     expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
     assert found.keys() == expected, told
     return {**found, "folder": folder}
-
-
-def assert_same(found, expected):
-    assert found["weights"].keys() == expected["weights"].keys()
-    assert all(torch.equal(found["weights"][name], tensor) for name, tensor in expected["weights"].items())
-    assert found["said"] == expected["said"]
-
-
-def assert_alike(found, expected):
-    """The same masks, and weights to rounding."""
-    assert found["weights"].keys() == expected["weights"].keys()
-    for key, tensor in expected["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
-
-
-def close(value, other):
-    """Numbers are, in lists and dictionaries; all else is equal."""
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(close(value[key], other[key]) for key in value)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(close, value, other))
-    return value == other or (isinstance(value, float) and value == pytest.approx(other, rel=1e-3, abs=1e-6))
 
 
 @pytest.mark.parametrize(("size", "name"), SEVERAL)

@@ -7,8 +7,8 @@ from math import inf
 import pytest
 import torch
 from objectives import full
+from process_runs import DIED, assert_alike, assert_same, close, found_by
 from row_shards import CASES, FEW, SIZES
-from test_ranks import DIED, assert_alike, assert_same, close, found_by
 from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
