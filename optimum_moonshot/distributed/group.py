@@ -6,8 +6,8 @@
   only after all processes have met in gloo.
 - **The rank and the reason.** gloo reports the address of a closed connection alone. A process that fails stores its
   reason in the default group's store before it closes the group; a connection closed without a reason is a death.
-- **The end of rank 0.** Unless a launcher such as torchrun hosts the store, it ends with rank 0, which waits until the
-  others have read from it.
+- **The end of rank 0.** Unless a launcher such as torchrun hosts the store, it ends with rank 0, which waits for the
+  others to read.
 """
 
 import json
@@ -102,22 +102,23 @@ class RunGroup:
             time.sleep(POLL)
         return True
 
-    def fail(self, error: BaseException) -> bool:
-        """Store the reason why this process ends the run, for the others, and close its connections.
+    def failure(self, error: BaseException) -> RankFailed:
+        """The error as the other processes raise it."""
+        return error if isinstance(error, RankFailed) else RankFailed(self.rank, one_line(error))
 
-        Args:
-            error: that ends it.
-
-        Returns:
-            Whether no other process has stored a reason before.
-        """
-        failure = error if isinstance(error, RankFailed) else RankFailed(self.rank, one_line(error))
-        message, first = json.dumps([failure.rank, failure.reason, self.rank]), False
+    def record(self, failure: RankFailed) -> bool:
+        """Store the reason why this process stops; return whether it is the first one stored."""
+        message = json.dumps([failure.rank, failure.reason, self.rank])
         with suppress(RuntimeError):  # the store is closed, and rank 0 with it
-            first = self.store.compare_set("failed", "", message).decode() == message
+            return self.store.compare_set("failed", "", message).decode() == message
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """Store the reason why this process ends the run, and close its connections, which stops the others."""
+        failure = self.failure(error)
+        self.record(failure)
         self.close()
         self._linger({*range(1, self.size)} - {failure.rank})
-        return first
 
     def _linger(self, ranks: set[int]) -> None:
         """Where the store ends with this process, give others time to read."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MoonshotError
-from .group import RankFailed, RunGroup, one_line
+from .group import RunGroup, one_line
 
 Value = TypeVar("Value")
 # Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
@@ -273,5 +273,5 @@ def leave(error: BaseException) -> tuple[str, str] | None:
     if not several():
         return "", one_line(error)
     group = RunGroup()
-    failure = error if isinstance(error, RankFailed) else RankFailed(group.rank, one_line(error))
-    return (f"rank {failure.rank} failed: ", failure.reason) if group.fail(failure) else None
+    failure = group.failure(error)
+    return (f"rank {failure.rank} failed: ", failure.reason) if group.record(failure) else None

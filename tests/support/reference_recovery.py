@@ -56,11 +56,7 @@ def recover_gradually(dense, pruned, find_blocks, groups, order, steps, lr, stag
     """Prune and tune block after block; `pruned` says only what the run begins with.
 
     Args:
-        find_blocks: as for `recover`.
-        groups: as for `recover`.
-        order: as for `recover`.
-        steps: as for `recover`.
-        lr: as for `recover`.
+        find_blocks, groups, order, steps, lr: as for `recover`.
         stages: parameter → the configurations of `prune_weight`, one for each stage.
         batches: all of them, which the Gram matrices are of.
         between: steps after every stage but the last.
