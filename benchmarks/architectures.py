@@ -24,7 +24,7 @@ from tiny_configs import TOKENS, tiny_config
 from transformers.models.auto import modeling_auto
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.pipeline import statistics_source
+from optimum_moonshot.pipeline import model_pipeline
 
 KINDS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -116,7 +116,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
     except Exception as error:  # sizes that do not agree, or a package that is not installed
         return {"not made": f"{type(error).__name__}: {error}".strip()[:400]}
     found = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    real = statistics_source.find_block_sequences
+    real = model_pipeline.find_block_sequences
 
     def noted(*arguments):
         chains = real(*arguments)
@@ -124,7 +124,7 @@ def survey(kind: str, model_type: str, class_name: str) -> dict:
         found["loose"] = [block.name for block in chains.non_sequential]
         return chains
 
-    statistics_source.find_block_sequences = noted
+    model_pipeline.find_block_sequences = noted
     config = MoonshotConfig(pattern="2:4", lam=0.9, num_samples=SAMPLES, batch_size=2)
     options = {"loss": own_loss if kind == "ctc" else None, "progress": False}
     data = batches(kind, model)

@@ -27,7 +27,7 @@ from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.statistics_source import StatisticsSource
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.results.store import ResultStore
-from optimum_moonshot.runs import loop as solving
+from optimum_moonshot.runs import layers as solving
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 

@@ -39,7 +39,7 @@ from .reports.seeds import SweepEntry
 from .reports.sweep_report import SweepReport
 from .results.run_folder import RunFolder
 from .results.store import ResultStore
-from .runs.prune import run
+from .runs.prune import prune_model
 from .runs.rotate import run_rotation
 from .runs.sparsity_path import SparsityPath, prune_path
 from .runs.sweep import Sweep, sweep, variants
@@ -165,7 +165,7 @@ class MoonshotPruner:
         self._sweep = None  # its statistics are those of the dense model
         data = self.config.calibration if calibration is None else calibration
         with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
-            self.report, store = run(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
+            self.report, store = prune_model(self._subject(loss, progress, ranks), self._config(), data, resume_dir)
         self._unsaved = [*self._unsaved, store]
         self._note_rotation()
         return self.report

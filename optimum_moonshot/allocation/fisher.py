@@ -19,13 +19,13 @@ at the dense model. The results' store keeps every curve, so that a killed run g
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..calibration.accumulators import Plan
+from ..calibration.accumulators import GradientPlan
 from ..calibration.layer_statistics import LayerStatistics
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
@@ -34,12 +34,12 @@ from ..objective.fisher import Fisher
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert, Unstructured
 from ..pipeline.exchange import share_curves
-from ..pipeline.expert_chunks import ExpertChunks
-from ..pipeline.expert_share import ExpertShare
 from ..pipeline.inputs import Prepared
-from ..pipeline.schedule import StatisticsSchedule
-from ..pipeline.solve import Statistics
-from ..pipeline.statistics_source import Round, StatisticsSource, work_through
+from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
+from ..pipeline.model_pipeline import ModelPipeline
+from ..pipeline.slices import ShardedExperts
+from ..pipeline.solve import ExpertStatistics, Statistics
+from ..pipeline.spec import Slicing, StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
@@ -76,7 +76,7 @@ def sampled_rows(layer: PrunableLayer) -> slice:
 def loss_curve(
     solver: Solver,
     layer: PrunableLayer,
-    statistics: LayerStatistics | ExpertChunks | ExpertShare,
+    statistics: Statistics,
     patterns: Sequence[Pattern],
 ) -> LossCurve:
     """What a layer loses by some patterns, estimated on some of its rows; and, unstructured, without any weight.
@@ -93,11 +93,12 @@ def loss_curve(
     weight = layer.matrix[sampled_rows(layer)].float()
     try:
         if layer.adapter.separate:
+            assert not hasattr(statistics, "solve")
             return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns)
         assert isinstance(statistics, LayerStatistics)
         curve = _matrix_curve(solver, weight, statistics, patterns)
     except FactorizationError as error:
-        raise FactorizationError(f"{layer.name}: {error}") from None
+        raise error.within(layer.name) from None
     scale = layer.shape[0] / len(weight)
     losses = tuple(scale * loss for loss in curve.losses)
     return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses)
@@ -106,7 +107,7 @@ def loss_curve(
 def _expert_curves(
     solver: Solver,
     weights: Tensor,
-    statistics: LayerStatistics | ExpertChunks | ExpertShare,
+    statistics: LayerStatistics | ExpertStatistics,
     patterns: Sequence[Pattern],
 ) -> LossCurve:
     """The curve of a layer of experts [E, d_out, d_in], with those of each.
@@ -121,8 +122,8 @@ def _expert_curves(
         curve = None if own.gradients is None else _matrix_curve(solver, weights[index], own, patterns)
         few = own.tokens is not None and is_under_calibrated(int(own.tokens), own.inputs.shape[-1])
         found.append((curve, curve is None or few))
-    if isinstance(statistics, ExpertShare):
-        found = statistics.complete(found)
+    if isinstance(statistics, ShardedExperts):
+        found = statistics.all_gather(found)
     measured = [curve for curve, _ in found]
     starved = [index for index, (_, few) in enumerate(found) if few]
     known = [curve for index, curve in enumerate(measured) if index not in starved] or list(filter(None, measured))
@@ -156,51 +157,71 @@ def _shares(patterns: Sequence[Pattern]) -> tuple[float, ...]:
     return (*(pattern.sparsity for pattern in patterns), *ends)
 
 
-class SampledRows(StatisticsSchedule):
-    """Gives every layer G and the gradients of some of its rows, whatever the solver."""
+class SampledRows(StatisticsSpec):
+    """G of every layer and the gradients of some of its rows, whatever the solver; matrices are collected whole."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.diagonal = False
+    diagonal = False  # whatever the solver
 
-    def plan(self, layer: PrunableLayer) -> Plan:
-        return Plan(rows=sampled_rows(layer))
+    def plan(self, layer: PrunableLayer) -> GradientPlan:
+        return GradientPlan(rows=sampled_rows(layer))
 
-    def parts(self, together: list[PrunableLayer]) -> list[slice] | None:
-        return super().parts(together) if together[0].adapter.separate else None
+    def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
+        return super().slicing(layer, size) if layer.adapter.separate else Slicing(1, self.bytes_of(layer), 0)
 
-    def _is_divisible(self, layer: PrunableLayer) -> bool:
+    def shards_rows(self, layer: PrunableLayer) -> bool:
         return False
 
-    def _parts_of(self, layer: PrunableLayer) -> tuple[int, int, int]:
-        return super()._parts_of(layer) if layer.adapter.separate else (1, self.bytes_of(layer), 0)
 
+class CurveMeasurement(StatisticsTask):
+    """Measures the curve of every layer for the variants that lack it.
 
-class _Curves:
-    """Stands for variants where their statistics are asked for: what they lack is a curve."""
+    Args:
+        prepared: the model, dense and frozen, and the sampled data.
+        variants: of the same layers and solver.
+        bar: advances with the layers.
+    """
 
-    def __init__(self, variants: Sequence[Variant]):
-        self.variants, self.unreached = variants, set[str]()
+    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
+        selection, data = prepared.selection, prepared.data
+        assert data is not None  # `prepare` refuses to allocate without
+        patterns = {layer.name: [trial_patterns(selection.patterns[layer.name])[0]] for layer in selection.layers}
+        spec = SampledRows.of(selection, patterns, data.num_samples)
+        super().__init__(spec, prepared.backoff, lambda: prepared.batches)
+        self.prepared, self.variants, self.bar = prepared, variants, bar
+        self.unreached: set[str] = set()
+        self.measured: list[tuple[int, str, LossCurve]] = []  # by this process: variant, layer, curve
+        self.pipeline = ModelPipeline(prepared, self)
 
-    def of(self, layer: PrunableLayer) -> dict[tuple[Pattern, ...], list[Variant]]:
-        """The variants that lack a layer's curve, by the patterns that make it."""
-        found: dict[tuple[Pattern, ...], list[Variant]] = {}
+    def lacking(self, layer: PrunableLayer) -> dict[tuple[Pattern, ...], list[Variant]]:
+        """The variants that lack a layer's curve, by the patterns of its points."""
+        lacking: dict[tuple[Pattern, ...], list[Variant]] = {}
         for variant in self.variants:
             if layer.name not in variant.store.curves:
-                found.setdefault(trial_patterns(variant.selection.patterns[layer.name]), []).append(variant)
-        return found
+                lacking.setdefault(trial_patterns(variant.selection.patterns[layer.name]), []).append(variant)
+        return lacking
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        return layer.name not in self.unreached and bool(self.of(layer))
+        """As `Task.lacks`."""
+        return layer.name not in self.unreached and bool(self.lacking(layer))
 
-    def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        return trial_patterns(self.variants[0].selection.patterns[layer.name])[0]
-
-    def weight(self, layer: PrunableLayer) -> torch.Tensor:
-        raise AssertionError("statistics of the dense model ask for no pruned weight")
-
-    def skip(self, layer: PrunableLayer, reason: str) -> None:
+    def skip(self, layer: PrunableLayer, reason: str = "") -> None:
+        """As `Task.skip`: the run itself reports the layer."""
         self.unreached.add(layer.name)
+
+    def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
+        """As `Task.solve`."""
+        self.bar.set_postfix_str(layer.name)
+        for patterns, lacking in self.lacking(layer).items():
+            curve = loss_curve(self.prepared.selection.solver, layer, statistics, patterns)
+            for variant in lacking:
+                variant.store.put_curve(layer.name, curve)
+                self.measured.append((self.variants.index(variant), layer.name, curve))
+        self.bar.update(1)
+
+    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
+        """As `Task.exchange`."""
+        share_curves(self.prepared, self.variants, self.measured)
+        self.measured = []
 
 
 def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
@@ -214,31 +235,14 @@ def gather_curves(prepared: Prepared, variants: Sequence[Variant]) -> None:
         MoonshotError: bad statistics, or too little memory.
         FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
     """
-    started, curves = time.perf_counter(), _Curves(variants)
-    source = StatisticsSource(_sampled(prepared), [curves], SampledRows)
-    layers = prepared.selection.layers
-    missing = sum(map(curves.lacks, layers))
-    with progress_bar(total=missing, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
-        for together in source.rounds():
-            share_curves(prepared, variants, _curves_of(prepared, curves, together, bar))
+    started, sampled = time.perf_counter(), _sampled(prepared)
+    names = [layer.name for layer in prepared.selection.layers]
+    lacking = sum(any(name not in variant.store.curves for variant in variants) for name in names)
+    with progress_bar(total=lacking, desc="allocating", unit="layer", shown=prepared.subject.progress) as bar:
+        task = CurveMeasurement(sampled, variants, bar)
+        run_pipeline(task.pipeline, partial(solve_parts, task), task.backoff, task.batches)
     for variant in variants:
         variant.allocating = (time.perf_counter() - started) / len(variants)
-
-
-def _curves_of(prepared: Prepared, curves: _Curves, together: Round, bar: tqdm) -> list[tuple[int, str, LossCurve]]:
-    """The curves of a round that were found: for which variant, of which layer."""
-    found: list[tuple[int, str, LossCurve]] = []
-
-    def measure(layer: PrunableLayer, statistics: Statistics | None) -> None:
-        assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
-        for patterns, lacking in curves.of(layer).items():
-            curve = loss_curve(prepared.selection.solver, layer, statistics, patterns)
-            for variant in lacking:
-                variant.store.put_curve(layer.name, curve)
-                found.append((curves.variants.index(variant), layer.name, curve))
-
-    work_through(prepared, together, measure, bar)
-    return found
 
 
 def sampled_count(samples: int) -> int:

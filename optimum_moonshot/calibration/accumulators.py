@@ -26,7 +26,7 @@ STAGED = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientPlan:
     """What to gather of a layer's gradients."""
 
     column_block: int | None = None  # compress to matrices of so many inputs; None keeps the gradients
@@ -42,7 +42,7 @@ def numbers_per_row(d_in: int, samples: int, column_block: int | None) -> int:
     Args:
         d_in: inputs of the row.
         samples: N, calibration samples in all.
-        column_block: inputs of a column block, as in `Plan`.
+        column_block: inputs of a column block, as in `GradientPlan`.
     """
     return d_in * (samples if column_block is None else column_block + min(STAGED, samples))
 
@@ -58,7 +58,9 @@ class Samples(GradientStatistic):
         here: how many of the samples this process sees, where several share them; None is all.
     """
 
-    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan, here: int | None = None):
+    def __init__(
+        self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan, here: int | None = None
+    ):
         super().__init__(layer, samples, storage)
         self.part = Part(layer, plan.rows)
         shape = (samples if here is None else here, self.part.count, layer.shape[1])
@@ -139,7 +141,7 @@ class RowMatrices(GradientStatistic):
         plan: which rows of the layer, and the size of a column block.
     """
 
-    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: Plan):
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
         self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.column_block
         blocks = layer.shape[1] // self.size
         shape = (self.part.count * blocks, self.size, self.size)

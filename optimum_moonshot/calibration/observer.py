@@ -17,7 +17,7 @@ from ..errors import naming, require
 from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
-from .accumulators import Plan
+from .accumulators import GradientPlan
 from .layer_statistics import LayerStatistics
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
@@ -50,7 +50,7 @@ class Observer(AbstractContextManager["Observer"]):
         with_gradients: set[str],
         samples: int,
         storage: Storage,
-        plans: dict[str, Plan] | None = None,
+        plans: Mapping[str, GradientPlan] | None = None,
         share: bool = True,
         extra: Sequence[type[InputStatistic] | type[GradientStatistic]] = (),
         ranks: Ranks = SINGLE_PROCESS,
@@ -65,7 +65,7 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs = InputSums(kinds, storage, share, into)
         self.gradients = {
             layer.name: GradientSums(
-                layer, diagonal, samples, storage, (plans or {}).get(layer.name, Plan()), of_gradients, ranks
+                layer, diagonal, samples, storage, (plans or {}).get(layer.name, GradientPlan()), of_gradients, ranks
             )
             for layer in layers
             if layer.name in with_gradients
@@ -131,7 +131,7 @@ class Observer(AbstractContextManager["Observer"]):
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
 
-    def merge(self, owners: Mapping[str, "int | list[slice]"] | None = None) -> None:
+    def merge(self, owners: Mapping[str, int | tuple[slice, ...] | None] | None = None) -> None:
         """Take in what all processes have seen, once the data have passed; alone there is nothing to do.
 
         Args:
@@ -146,7 +146,7 @@ class Observer(AbstractContextManager["Observer"]):
             sums = self.gradients.get(layer.name)
             if sums is None:
                 continue
-            if isinstance(owner, list):
+            if isinstance(owner, tuple):
                 sums.divide(self.ranks, owner)
             else:
                 sums.merge(self.ranks, owner)

@@ -16,7 +16,7 @@ from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import NO_BACKWARD, naming, require
 from ..model.layer_adapters import LayerAdapter, Pair
 from ..model.layers import PrunableLayer
-from .accumulators import LayerTotals, Plan, RowMatrices, Samples, Squares
+from .accumulators import GradientPlan, LayerTotals, RowMatrices, Samples, Squares
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
 
@@ -307,7 +307,7 @@ class GradientSums:
         diagonal: bool,
         samples: int,
         storage: Storage,
-        plan: Plan,
+        plan: GradientPlan,
         kinds: Iterable[type[GradientStatistic]],
         ranks: Ranks = SINGLE_PROCESS,
     ):

@@ -1,30 +1,30 @@
-"""A device that is out of memory does not end a run: what was too large is halved, and done again.
+"""Backoff: a device that is out of memory does not end a run; a piece of work is halved and repeated.
 
-What is repeated, and from where:
+Which work is repeated, and from where:
 
 * a layer in the solver, from its statistics, which are still there: with smaller slices of rows;
-* a round of statistics, from the cached inputs of its block: with fewer layers at once, then with smaller chunks of
-  rows or of experts. Where the passes have moved on to another block with some batches, they begin anew, as after a
-  kill: the layers that have results are not asked for again;
-* passes, from the first block on: with fewer bytes of caches on the device, or with smaller batches;
+* a part of a stage, from the cached inputs of its block: with fewer layers at once, then with smaller slices of a
+  layer's rows or experts. Where the stage has advanced for some batches, the pipeline restarts, as after a kill: layers
+  that have results are not collected again;
+* the pipeline, from its first stage: with fewer bytes of caches on the device, or with smaller batches;
 * a recovery, from the block where it was: with smaller batches;
-* a step of learning a rotation: with what it reads of the inputs in host memory.
+* a step of learning a rotation: with its cached inputs in host memory.
 
-What is large is halved first: layers that are gathered at once, then caches, then batches, and then what is small;
-chunks of a layer come last, since each takes a pass. Batches change results by the rounding of the model. Nothing grows
-again in a run. What cannot be halved is tried once more, with the memory that the failure gave back; then the error of
-the device goes on (device_memory.py). Each time is noted for the report.
+Large pieces are halved first: layers that are collected together, then caches, then batches, and then small pieces;
+slices of a layer come last, since each takes a pass. Smaller batches change results by the rounding of the model.
+Nothing grows again in a run. Work that cannot be halved is tried once more, with the memory that the failure released;
+then the device's error ends the run (see `enough_memory`). Each change is noted for the report.
 
-Several processes halve alike, and repeat a round together, because they agree at its ends (`Backoff.together`,
-`Backoff.lost`). A process that is out of memory between two meetings of some work cannot repeat it alone, unless the
-work is cut into pieces that lie between two meetings each (`Backoff.piece`).
+Several processes halve alike and repeat a part together, because they agree at its ends (`Backoff.together`,
+`Backoff.lost`). A process that is out of memory between two collectives cannot repeat its work alone, unless the work
+is cut into pieces that lie between two collectives each (`Backoff.piece`).
 """
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -33,16 +33,19 @@ from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
 from ..distributed.group import one_line
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..errors import MoonshotError
 from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import cutting
 
 Value = TypeVar("Value")
-# Statistics or caches that take no more than one part in so many of the budget are not why the device is full.
+Item = TypeVar("Item")
+Halving = tuple[int, int]  # bytes that were used at once, and that may be from here on
+# Statistics or caches that take no more than one part in so many of the budget do not fill the device.
 SMALL = 8
-# What becomes smaller, in the order in which it does; after those of `ANEW` the passes begin anew.
+# The pieces that become smaller, in this order; after those of `RESTARTING` the pipeline starts over.
 WAYS = ("large rounds", "large caches", "batches", "rounds", "chunks", "caches", "again")
-ANEW = ("large caches", "batches", "caches")
-_SAID = {
+RESTARTING = ("large caches", "batches", "caches")
+_CHANGES = {
     "rounds": "statistics gathered at once halved",
     "caches": "caches on the device halved",
     "batches": "batches halved, which changes results by rounding",
@@ -51,44 +54,53 @@ _SAID = {
     "kept": "what it keeps there",
     "again": "tried again with what was free then",
 }
+SMALLER = "lower max_memory, batch_size or num_samples"
 
 
 class PassTooLarge(torch.OutOfMemoryError):
-    """There was too little memory for a pass over the data; of several processes, all know of it."""
+    """There was too little memory for a pass over the data; all processes raise it together."""
 
 
-class Halvable(Protocol):
-    """What gathers statistics in rounds: `StatisticsSchedule`."""
+class Restart(Exception):
+    """The pipeline has to start over: its batches or caches are smaller, or a stage has advanced for some batches."""
 
-    def halved(self, parts: bool) -> tuple[int, int] | None:
-        """Bytes that were gathered at once, and that may be from here on.
 
-        Args:
-            parts: of a single layer in chunks, or of several layers.
+@contextmanager
+def enough_memory(hint: str = SMALLER) -> Iterator[None]:
+    """Inside the block, a device that is out of memory raises a `MoonshotError`.
 
-        Returns:
-            None where there is no half.
-        """
+    Args:
+        hint: the fix.
+
+    Raises:
+        MoonshotError: the device is out of memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MoonshotError(f"out of device memory: {hint} ({error})") from None
 
 
 @dataclass
 class _Change:
-    """How something became smaller."""
+    """How a kind of pieces became smaller."""
 
     where: str  # at first
     first: str
     last: str
     times: int = 0
 
-    def said(self, kind: str, device: torch.device) -> str:
+    def describe(self, kind: str, device: torch.device) -> str:
         """For the report."""
         often = "once" if self.times == 1 else f"{self.times} times, first"
         change = f", from {self.first} to {self.last}" if self.first else ""
-        return f"out of memory on {device} {often} at {self.where}: {_SAID[kind]}{change}"
+        return f"out of memory on {device} {often} at {self.where}: {_CHANGES[kind]}{change}"
 
 
 class Backoff:
-    """How large the pieces of a run's work may be, as far as its device has shown.
+    """The sizes of a run's pieces, as far as its device has shown them to fit.
 
     Args:
         storage: of the run, whose budget shrinks.
@@ -100,59 +112,145 @@ class Backoff:
         self.small = storage.limits[self.device] // SMALL
         self.samples: int | None = None  # of a batch, at most
         self.slices: int | None = None  # bytes of a solver's slice of rows, at most
-        self.failed: str | None = None  # what the device said in the round that is going on
-        self.in_solver = False  # it was there
+        self.failure: str | None = None  # message of the device in the current part
+        self.in_solver = False  # where it failed
         self.cached = 0  # bytes of caches on the device then
         self.changes: dict[str, _Change] = {}
-        self.told: list[str] = []  # of all processes
-        self.again: set[str] = set()  # where what cannot be halved was tried once more
+        self.shared_notes: list[str] = []  # of all processes
+        self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
 
     @property
     def notes(self) -> list[str]:
-        """What ran out, where, how often, and what became smaller; of other processes as `share` has found it."""
-        return self._own_notes() if self.ranks.size == 1 else self.told
+        """The changes, for the report; of several processes as `share` has gathered them."""
+        return self._notes() if self.ranks.size == 1 else self.shared_notes
 
-    def _own_notes(self) -> list[str]:
-        return [change.said(kind, self.device) for kind, change in self.changes.items()]
+    def _notes(self) -> list[str]:
+        return [change.describe(kind, self.device) for kind, change in self.changes.items()]
 
     def share(self) -> None:
-        """Tell all processes what has become smaller in each."""
+        """Gather the notes of all processes."""
         if self.ranks.size > 1:
-            found = self.ranks.all_gather_object(self._own_notes())
-            shared = [note for note in found[0] if all(note in notes for notes in found)]
-            own = [f"rank {rank}: {note}" for rank, notes in enumerate(found) for note in notes if note not in shared]
-            self.told = shared + own
+            gathered = self.ranks.all_gather_object(self._notes())
+            common = [note for note in gathered[0] if all(note in notes for notes in gathered)]
+            single = [
+                f"rank {rank}: {note}" for rank, notes in enumerate(gathered) for note in notes if note not in common
+            ]
+            self.shared_notes = common + single
 
-    def by_one(self) -> "Backoff":
+    def single_process(self) -> "Backoff":
         """For work that one of several processes does, while the others wait for its end."""
-        found = copy.copy(self)
-        found.ranks = SINGLE_PROCESS
-        return found
+        single = copy.copy(self)
+        single.ranks = SINGLE_PROCESS
+        return single
 
     def release(self) -> None:
-        """Give back what the failed work has left."""
+        """Free the memory that failed work has left."""
         release_unused(self.device)
         trim_host_memory()
 
-    def together(self, work: Callable[[], Value]) -> Value:
-        """Work on this process's samples, without a meeting; where one process is out of memory, all stop behind it.
-
-        Args:
-            work: which all processes do at this place.
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work on this process's samples, without a collective; where one process is out of memory, all stop behind it.
 
         Raises:
             PassTooLarge: in all processes, where one was out of memory.
         """
-        found, told = self._attempted(work)
-        lost = [each for each in self.ranks.all_gather_object(told) if each is not None]
-        if lost:
-            raise PassTooLarge(lost[0])
-        return found  # type: ignore[return-value]
+        message = None
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.cached, message = self.storage.cached, one_line(error)
+        failures = [each for each in self.ranks.all_gather_object(message) if each is not None]
+        if failures:
+            raise PassTooLarge(failures[0])
+
+    def stages(self, pipeline: Iterable[Item]) -> Iterator[Item]:
+        """The stages of a pipeline; the passes between them are work that all processes do together.
+
+        Args:
+            pipeline: of this process.
+        """
+        stages = iter(pipeline)
+        while True:
+            with self.together():
+                stage = next(stages, None)
+            if stage is None:
+                return
+            yield stage
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A part of a stage, whose statistics are freed at its end; `lost` then says whether it has to be repeated."""
+        try:
+            yield
+        except Exception as error:
+            agreed = self.ranks.size == 1 or isinstance(error, PassTooLarge)
+            if not (agreed and is_out_of_memory(error)):
+                raise
+            self.failure, self.in_solver = one_line(error), False
+        finally:
+            self.cached = self.storage.cached
+
+    def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
+        """Solve a layer, with smaller and smaller slices while there is too little memory.
+
+        Args:
+            where: the layer's name.
+            work: solves it from statistics that it does not change.
+            alone: no other process takes part.
+
+        Returns:
+            Whether it is solved; else `lost` returns True.
+
+        Raises:
+            torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
+                layer did not fit.
+        """
+        barriers = self.ranks.barriers_passed
+        _, message = self._sliced(where, work)
+        if message is None:
+            return True
+        if self.ranks.barriers_passed != barriers or (not alone and self.ranks.size > 1):
+            raise torch.OutOfMemoryError(message)
+        self.failure, self.in_solver = message, True
+        return False
+
+    def piece(self, where: str, work: Callable[[], Value]) -> Value:
+        """Work of one of several processes on a layer that others solve with it, between two collectives.
+
+        Args:
+            where: the layer's name.
+            work: which does not change its arguments.
+
+        Raises:
+            torch.OutOfMemoryError: the smallest slices did not fit, or a collective has taken place meanwhile.
+        """
+        value, message = self._sliced(where, work)
+        if message is not None:
+            raise torch.OutOfMemoryError(message)
+        return value  # type: ignore[return-value]
+
+    def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
+        """As `_attempted`, with smaller and smaller slices while that can help and no collective has taken place."""
+        while True:
+            barriers = self.ranks.barriers_passed
+            with cutting(self.slices) as cuts:
+                value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
+            if message is None or self.ranks.barriers_passed != barriers:
+                return value, message
+            self.release()
+            if cuts.largest:
+                self._note("slices", where, _bytes(cuts.largest), _bytes(cuts.largest // 2))
+                self.slices = cuts.largest // 2
+            elif not self._once_more(where):
+                return None, message
 
     def _attempted(
         self, work: Callable[[], Value], but: type[Exception] | tuple[()] = ()
     ) -> tuple[Value | None, str | None]:
-        """What it returns, or what the device says; the error, and all that hangs on it, is gone then."""
+        """Its value, or the device's message; the error, and all that its traceback refers to, is freed then."""
         try:
             return work(), None
         except Exception as error:
@@ -161,198 +259,136 @@ class Backoff:
             self.cached = self.storage.cached
             return None, one_line(error)
 
-    @contextmanager
-    def attempt(self, round_: Generator[Any, None, None]) -> Iterator[None]:
-        """A round, whose statistics are gone at its end; `lost` then says whether it is to be done again.
-
-        Args:
-            round_: what gives them.
-        """
-        try:
-            yield
-        except Exception as error:
-            agreed = self.ranks.size == 1 or isinstance(error, PassTooLarge)
-            if not (agreed and is_out_of_memory(error)):
-                raise
-            self.failed, self.in_solver = one_line(error), False
-        finally:
-            self.cached = self.storage.cached
-            round_.close()
-
-    def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
-        """Solve a layer, with smaller and smaller slices while there is too little memory.
-
-        Args:
-            where: the layer's name.
-            work: solves it from statistics that it leaves as they are.
-            alone: no other process takes part.
-
-        Returns:
-            Whether it is solved; else `lost` will say so, where other processes need not be told before.
-
-        Raises:
-            torch.OutOfMemoryError: others take part, who would wait in vain; or a pass for a chunk of it did not fit.
-        """
-        met = self.ranks.barriers_passed
-        told = self._sliced(where, work)[1]
-        if told is None:
-            return True
-        if self.ranks.barriers_passed != met or (not alone and self.ranks.size > 1):
-            raise torch.OutOfMemoryError(told)
-        self.failed, self.in_solver = told, True
-        return False
-
-    def piece(self, where: str, work: Callable[[], Value]) -> Value:
-        """Work of one of several processes on a layer that others solve with it, between two meetings.
-
-        Args:
-            where: the layer's name.
-            work: which leaves what it is given as it is.
-
-        Raises:
-            torch.OutOfMemoryError: the smallest slices did not fit, or the processes have met meanwhile.
-        """
-        found, told = self._sliced(where, work)
-        if told is not None:
-            raise torch.OutOfMemoryError(told)
-        return found  # type: ignore[return-value]
-
-    def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
-        """As `_attempted`, with smaller and smaller slices as long as that can help and the processes have not met."""
-        while True:
-            met = self.ranks.barriers_passed
-            with cutting(self.slices) as cuts:
-                found, told = self._attempted(work, but=PassTooLarge)  # which is the round's
-            if told is None or self.ranks.barriers_passed != met:
-                return found, told
-            self.release()
-            if cuts.largest:
-                self._note("slices", where, _bytes(cuts.largest), _bytes(cuts.largest // 2))
-                self.slices = cuts.largest // 2
-            elif where in self.again:
-                return None, told
-            else:
-                self.again.add(where)
-                self._note("again", where, "", "")
+    def _once_more(self, where: str) -> bool:
+        """Whether work that cannot be halved may be tried once more."""
+        if where in self.repeated_at:
+            return False
+        self.repeated_at.add(where)
+        self._note("again", where, "", "")
+        return True
 
     def lost(self) -> bool:
-        """Whether the round that has ended is to be done again, in all processes the same."""
-        found = [
-            (told, solving)
-            for told, solving in self.ranks.all_gather_object((self.failed, self.in_solver))
-            if told is not None
-        ]
-        if found:
-            self.failed, self.in_solver = found[0][0], any(solving for _, solving in found)
-        return bool(found)
+        """Whether the part that has ended has to be repeated, in all processes the same."""
+        states = self.ranks.all_gather_object((self.failure, self.in_solver))
+        failures = [(failure, in_solver) for failure, in_solver in states if failure is not None]
+        if failures:
+            self.failure, self.in_solver = failures[0][0], any(in_solver for _, in_solver in failures)
+        return bool(failures)
 
-    def moved(self, here: bool) -> bool:
-        """Whether the passes have moved on in some process.
-
-        Args:
-            here: in this one.
-        """
-        return any(self.ranks.all_gather_object(here))
-
-    def halve(self, where: str, batches: Sequence[Batch], schedule: Halvable | None = None) -> bool:
-        """After a round, or passes, that all processes have left: what comes next that can be halved.
+    def shrink(
+        self,
+        where: str,
+        batches: Sequence[Batch],
+        layers: Halving | None = None,
+        slices: Halving | None = None,
+        advanced: bool = False,
+    ) -> None:
+        """After a part, or a pass, that all processes have left: halve the next piece that can be halved.
 
         Args:
             where: it was, for the report.
-            batches: that pass.
-            schedule: of the rounds, where it was one.
-
-        Returns:
-            Whether the passes have to begin anew for it.
+            batches: of the pass.
+            layers: bytes of the layers that were collected together, where there were several.
+            slices: bytes of the slices of a single layer.
+            advanced: whether the stage has, for some batches in this process.
 
         Raises:
-            torch.OutOfMemoryError: there is nothing left.
+            Restart: the pipeline has to start over.
+            torch.OutOfMemoryError: nothing is left to be halved.
         """
-        return self._halve(where, batches, schedule, self.ranks)
+        restarts = self._halve(where, batches, layers, slices, self.ranks)
+        if any(self.ranks.all_gather_object(advanced)) or restarts:
+            raise Restart
+        self.release()
 
-    def repeated(
-        self,
-        where: Callable[[], str],
-        work: Callable[[], Value],
-        batches: Callable[[], Sequence[Batch]],
-        schedule: Callable[[], Halvable | None] = lambda: None,
-    ) -> Value:
-        """Work that begins anew each time, with smaller batches or caches.
+    def pass_failed(self, error: PassTooLarge, where: str, batches: Sequence[Batch]) -> None:
+        """After a pass outside of parts.
+
+        Args:
+            error: of the pass.
+            where: it was, for the report.
+            batches: of it.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to be halved.
+        """
+        self.failure, self.in_solver = str(error), False
+        self._halve(where, batches, None, None, self.ranks)
+
+    def repeated(self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]) -> Value:
+        """Work of this process that starts over each time, with smaller batches or caches.
 
         Args:
             where: it was, for the report.
             work: from its beginning, or from where it has kept results.
-            batches: that it passes.
-            schedule: as for `halve`.
+            batches: of its passes.
 
         Raises:
-            torch.OutOfMemoryError: there is nothing left to be halved, or the processes have met meanwhile.
+            torch.OutOfMemoryError: nothing is left to be halved, or a collective has taken place meanwhile.
         """
         while True:
-            met = self.ranks.barriers_passed
-            found, told = self._attempted(work)
-            if told is None:
-                return found  # type: ignore[return-value]
-            if self.ranks.barriers_passed != met:
-                raise torch.OutOfMemoryError(told)
-            self.failed, self.in_solver = told, False
-            self._halve(where(), batches(), schedule(), SINGLE_PROCESS)
+            barriers = self.ranks.barriers_passed
+            value, message = self._attempted(work)
+            if message is None:
+                return value  # type: ignore[return-value]
+            if self.ranks.barriers_passed != barriers:
+                raise torch.OutOfMemoryError(message)
+            self.failure, self.in_solver = message, False
+            self._halve(where, batches(), None, None, SINGLE_PROCESS)
             self.release()
 
-    def relieved(self, where: str, work: Callable[[], Value], kept: Callable[[], int]) -> Value:
-        """Work of this process alone, which begins anew with less beside it on the device.
+    def relieved(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
+        """Work of this process alone, which starts over with less beside it on the device.
 
         Args:
             where: it was, for the report.
-            work: which leaves everything as it was where it fails.
-            kept: moves what the work reads away from the device; the bytes that this frees, 0 where there are none.
+            work: which changes nothing where it fails.
+            offload: moves cached inputs of the work away from the device; returns the bytes that this frees.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
         """
         while True:
-            found, told = self._attempted(work)
-            if told is None:
-                return found  # type: ignore[return-value]
+            value, message = self._attempted(work)
+            if message is None:
+                return value  # type: ignore[return-value]
             self.release()
-            if moved := kept():
+            if moved := offload():
                 self._note("kept", where, _bytes(moved), "none")
-            elif where in self.again:
-                raise torch.OutOfMemoryError(told)
-            else:
-                self.again.add(where)
-                self._note("again", where, "", "")
+            elif not self._once_more(where):
+                raise torch.OutOfMemoryError(message)
 
-    def _halve(self, where: str, batches: Sequence[Batch], schedule: Halvable | None, ranks: Ranks) -> bool:
-        told, self.failed = self.failed, None
-        ways = [*self._ways(batches, schedule), None if where in self.again else (0, 0)]
+    def _halve(
+        self, where: str, batches: Sequence[Batch], layers: Halving | None, slices: Halving | None, ranks: Ranks
+    ) -> bool:
+        """Halve the first of `WAYS` that all processes agree on; whether the pipeline has to start over for it."""
+        message, self.failure = self.failure, None
+        ways = [*self._ways(batches, layers, slices), None if where in self.repeated_at else (0, 0)]
         first = next((index for index, values in enumerate(ways) if values is not None), len(ways))
         index = ranks.all_reduce_min(first)
         if index == len(ways):
-            raise torch.OutOfMemoryError(told)
-        way, values = WAYS[index], ways[index]
+            raise torch.OutOfMemoryError(message)
+        values = ways[index]
         if values is not None:
-            self._apply(way, where, *values)
-        return way in ANEW
+            self._apply(WAYS[index], where, *values)
+        return WAYS[index] in RESTARTING
 
-    def _ways(self, batches: Sequence[Batch], schedule: Halvable | None) -> list[tuple[int, int] | None]:
-        """What each of `WAYS` but the last is now and would be, or None where it is as small as it can be."""
+    def _ways(self, batches: Sequence[Batch], layers: Halving | None, slices: Halving | None) -> list[Halving | None]:
+        """The present and the halved size of each of `WAYS` but the last, or None where it cannot be halved."""
         samples = max(map(batch_size, batches), default=1)
-        rounds = None if schedule is None else schedule.halved(parts=False)
         caches = (self.cached, self.cached // 2) if self.cached and self.storage.next_place else None
         return [
-            rounds if rounds is not None and rounds[0] > self.small else None,
+            layers if layers is not None and layers[0] > self.small else None,
             caches if self.cached > self.small else None,
             (samples, (samples + 1) // 2) if samples > 1 and not self.in_solver else None,
-            rounds,
-            None if schedule is None else schedule.halved(parts=True),
+            layers,
+            slices,
             caches,
         ]
 
     def _apply(self, way: str, where: str, before: int, after: int) -> None:
         if way == "again":
-            self.again.add(where)
-            self._note(way, where, "", "")
+            self._once_more(where)
             return
         if way == "batches":
             self.samples = after
@@ -360,7 +396,7 @@ class Backoff:
             return
         way = way.removeprefix("large ")
         if way in ("rounds", "chunks"):
-            self.storage.most = 2 * after  # of which a round takes half
+            self.storage.most = 2 * after  # of which a part uses half
         else:
             self.storage.caches = after
         self._note(way, where, _bytes(before), _bytes(after))

@@ -28,7 +28,7 @@ Extras = list[int | None]  # what every block returns behind its hidden state: h
 _MEND = "load the model without offload to prune it"
 
 
-def survey(
+def probe_blocks(
     model: nn.Module,
     blocks: tuple[Block, ...],
     batch: Batch,

@@ -1,6 +1,7 @@
 """Model and data made ready: the value that a run, a sweep and a sparsity path work on."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,9 +26,8 @@ from ..model.onloading import RESIDENT, onloaded_in_turn
 from ..objective.allocation_rules import NEEDING_DATA
 from ..results.run_folder import RunFolder
 from ..results.store import weight_sums
-from .backoff import Backoff
-from .block_probe import Extras, survey
-from .device_memory import enough_memory
+from .backoff import Backoff, enough_memory
+from .block_probe import Extras, probe_blocks
 from .generated_samples import load_self
 from .selection import Selection, check_attention, check_weight, check_weights
 
@@ -50,7 +50,7 @@ class Subject:
     ranks: Ranks = SINGLE_PROCESS  # the processes of the run
 
 
-class Surveyed(NamedTuple):
+class BlockProbe(NamedTuple):
     """What a first look at a model says whose blocks are elsewhere."""
 
     extras: Extras | None  # of the blocks, by which passes go through them one by one; None without data
@@ -71,7 +71,7 @@ class Prepared:
     storage: Storage
     backoff: Backoff
     kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
-    surveyed: "Surveyed | None" = None  # where blocks are elsewhere
+    block_probe: "BlockProbe | None" = None  # where blocks are elsewhere
 
     @property
     def model(self) -> nn.Module:
@@ -102,6 +102,18 @@ class Prepared:
         """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
         assert self.data is not None
         return to_device(shorten(self.data.batches[0]), model_device(self.model))
+
+
+def sample_folder(subject: Subject, resume_dir: str | os.PathLike[str] | None) -> RunFolder | None:
+    """The folder for samples that the model generates; None in memory, or where another process writes.
+
+    Args:
+        subject: with the processes of the run.
+        resume_dir: of the run.
+    """
+    return (
+        RunFolder(resume_dir, "resume_dir").for_samples() if resume_dir is not None and subject.ranks.is_main else None
+    )
 
 
 @enough_memory()
@@ -136,10 +148,10 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     own = SelfCalibration.of(calibration) is not None
     prepared = Prepared(subject, selection, data, storage, Backoff(storage, subject.ranks), kept if own else None)
-    return _surveyed(prepared) if elsewhere else prepared
+    return _with_block_probe(prepared) if elsewhere else prepared
 
 
-def _surveyed(prepared: Prepared) -> Prepared:
+def _with_block_probe(prepared: Prepared) -> Prepared:
     """Look at every block once: its weights, how the model calls it, and whether its layers show the samples."""
     selection, subject, data = prepared.selection, prepared.subject, prepared.data
     structure, sums, extras = selection.structure, dict[str, str](), None
@@ -157,14 +169,16 @@ def _surveyed(prepared: Prepared) -> Prepared:
             own = lambda block: look(block.layers)  # noqa: E731
             two = _two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
-            extras, unshown = survey(subject.model, structure.blocks, probe, selection.needs_losses, subject.loss, own)
+            extras, unshown = probe_blocks(
+                subject.model, structure.blocks, probe, selection.needs_losses, subject.loss, own
+            )
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
                 data = _one_by_one(data, unshown)
-    surveyed = Surveyed(extras, [sums[layer.name] for layer in structure.layers()])
+    block_probe = BlockProbe(extras, [sums[layer.name] for layer in structure.layers()])
     if subject.ranks.size > 1:
-        subject.ranks.check_equal("the model", "\n".join(surveyed.sums))
-    return dataclasses.replace(prepared, data=data, surveyed=surveyed)
+        subject.ranks.check_equal("the model", "\n".join(block_probe.sums))
+    return dataclasses.replace(prepared, data=data, block_probe=block_probe)
 
 
 def _told(selection: Selection, elsewhere: bool) -> str:

@@ -9,15 +9,14 @@ Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice,
 next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block passes
 backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is alive at
 a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
-blocks before. `FullModelPasses` with the prefix pruned serves what is not a chain of blocks, and layers outside of
-them: each of these comes after all blocks, in the model's order, as a block of its own.
+blocks before. `FullModelPipeline` with the prefix pruned serves blocks that are not sequential, and layers outside of
+blocks: each of these comes after all blocks, in the model's order, as a stage of its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +39,10 @@ from ..model.layers import Block, PrunableLayer, Structure
 from ..model.losses import Loss, token_mask
 from ..model.onloading import all_onloaded, onloaded_in_turn
 from ..progress import progress_bar
-from .block_pipeline import FullModelPasses, Step
 from .block_probe import Extras, passing_on
 from .block_sequences import is_sequential
-from .streamed import StreamedPasses
+from .stages import FullModelPipeline, OpenStage, Stage
+from .streamed import StreamedPipeline
 
 Layers = tuple[PrunableLayer, ...]
 
@@ -177,98 +176,114 @@ def _until(run: Callable[[], Any], register: Callable[[Callable[[Tensor], None]]
     return found[0]
 
 
-@dataclass(frozen=True)
-class RecomputedStep:
-    """A `Step` of which nothing is kept: the passes move on when the next one is asked for."""
+class _RecomputeStage:
+    """A block that is observed dense behind pruned ones, and advances with its pruned weights.
 
-    layers: Layers
-    run: Callable[[Observer], None]
-    moved: ClassVar[bool] = False
+    Args:
+        pipeline: that it is a stage of.
+        entrance: of the model.
+        index: of the block.
+        leads_on: whether another stage of the pipeline follows.
+    """
 
-    def observe(self, observer: Observer, last: bool) -> None:
-        self.run(observer)
+    advanced = False
 
-    def skip(self) -> None:
-        """Nothing waits for it."""
+    def __init__(self, pipeline: "RecomputePipeline", entrance: Entrance, index: int, leads_on: bool):
+        self.pipeline, self.entrance, self.index, self.leads_on = pipeline, entrance, index, leads_on
+        block = pipeline.blocks[index]
+        self.layers, self.onloaded = block.layers, block.onloaded
+
+    def observe(self, observer: Observer, advance: bool = False) -> None:
+        """As `Stage.observe`."""
+        self.pipeline.run(self.entrance, self.index, observer)
+
+    def advance(self) -> None:
+        """As `Stage.advance`."""
+        if self.leads_on:
+            self.pipeline.advance(self.entrance, self.index)
+            self.advanced = True
 
 
-class RecomputedPasses:
-    """Steps in the order of pruning; see the module's text.
+class RecomputePipeline:
+    """Stages in the order of pruning; see the module's docstring.
 
     Args:
         model: frozen.
-        structure: what is pruned.
+        structure: the layers to prune.
         batches: the calibration data.
         loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: where the caches live.
-        weight: a layer's pruned weight [d_out, d_in], asked for once its step is over.
-        extras: of `survey`, where the blocks are elsewhere.
-        progress: show a bar for every step.
+        storage: of the caches.
+        weight: gives a layer's pruned weight [d_out, d_in], once its stage is solved.
+        probe: a small sample on the model's device, to try on it whether the blocks are sequential.
+        gradients: whether any layer needs them.
+        extras: of `probe_blocks`, where the blocks are offloaded.
+        progress: show a bar for every stage.
     """
 
     def __init__(
         self,
         model: nn.Module,
         structure: Structure,
-        batches: list[Batch],
+        batches: Sequence[Batch],
         loss: Loss | None,
         storage: Storage,
         weight: Callable[[PrunableLayer], Tensor],
+        probe: Batch,
+        gradients: bool,
         extras: Extras | None = None,
         progress: bool = False,
     ):
         self.model, self.structure, self.blocks = model, structure, structure.blocks
         self.batches, self.loss, self.storage = batches, loss, storage
-        self.weight, self.extras, self.progress = weight, extras, progress
-        self.behind: StreamedPasses | None = None  # from a block on
-        self.hidden: list[Tensor] = []  # what enters the block that is seen, batch by batch
+        self.weight, self.probe, self.gradients = weight, probe, gradients
+        self.extras, self.progress = extras, progress
+        self.behind: StreamedPipeline | None = None  # from a block on
+        self.hidden: list[Tensor] = []  # inputs of the current block, batch by batch
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
 
     @property
     def cost(self) -> str:
-        """What the steps took, for the report."""
+        """The passes that the stages took, for the report."""
         parts = [f"{self.forward} block passes forwards", f"{self.backward} backwards"] if self.forward else []
         parts += [f"{self.whole} passes of the whole model"] if self.whole or not parts else []
         return f"statistics recomputed on the pruned prefix: {', '.join(parts)}"
 
-    def steps(self, probe: Batch, gradients: bool) -> Iterator[Step]:
-        """One step per block with layers to see (and those between), then one per layer outside of blocks.
-
-        Args:
-            probe: a small sample on the model's device, to try on it whether the blocks are a chain.
-            gradients: whether any layer needs them.
-        """
+    def __iter__(self) -> Iterator[Stage]:
+        """One stage per block with layers to observe (and those between), then one per layer outside of blocks."""
         inside = [block.layers for block in self.blocks if block.layers]
-        shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
-        entrance = None
-        if self.extras is not None:
-            entrance = Entrance(self.blocks, self.extras)
-        else:
-            with all_onloaded(self.blocks):
-                if inside and not shared and is_sequential(self.model, self.blocks, probe, gradients, self.loss):
-                    entrance = find_entrance(self.model, self.blocks, probe)
-        done: Layers = ()
+        entrance, done = self._entrance(inside), Layers()
         if entrance is not None:
-            yield from self._chain(entrance)
+            yield from self._blocks(entrance)
             done = sum(inside, ())
             inside = []
         for layers in (*inside, *((layer,) for layer in self.structure.outside)):
-            yield RecomputedStep(layers, partial(self._run_whole, done))
+            yield OpenStage(layers, partial(self._run_whole, done))
             done += layers
 
-    def _chain(self, entrance: Entrance) -> Iterator[Step]:
-        wanted = [i for i, block in enumerate(self.blocks) if block.layers]
-        first = self.blocks[wanted[0]]
+    def _entrance(self, inside: list[Layers]) -> Entrance | None:
+        """How to start the model at any block; None where the blocks are not sequential."""
+        if self.extras is not None:
+            return Entrance(self.blocks, self.extras)
+        shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
+        with all_onloaded(self.blocks):
+            if (
+                not inside
+                or shared
+                or not is_sequential(self.model, self.blocks, self.probe, self.gradients, self.loss)
+            ):
+                return None
+            return find_entrance(self.model, self.blocks, self.probe)
+
+    def _blocks(self, entrance: Entrance) -> Iterator[Stage]:
+        observed = [i for i, block in enumerate(self.blocks) if block.layers]
+        first = self.blocks[observed[0]]
         for _, batch in self._batches(first.name):
             with onloaded_in_turn(self.blocks):
                 hidden = input_of(first.module, partial(run_model, self.model, batch))
             self.hidden.append(self.storage.put(hidden, f"{first.name}: inputs"))
-        self.forward += wanted[0]
-        for i in range(wanted[0], wanted[-1] + 1):
-            with self.blocks[i].onloaded():
-                yield RecomputedStep(self.blocks[i].layers, partial(self._run, entrance, i))
-            if i < wanted[-1]:
-                self._advance(entrance, i)
+        self.forward += observed[0]
+        for i in range(observed[0], observed[-1] + 1):
+            yield _RecomputeStage(self, entrance, i, i < observed[-1])
         self.hidden = []
 
     def _batches(self, name: str) -> Iterator[tuple[int, Batch]]:
@@ -278,11 +293,17 @@ class RecomputedPasses:
         for index, batch in enumerate(bar):
             yield index, to_device(batch, device)
 
-    def _run(self, entrance: Entrance, i: int, observer: Observer) -> None:
-        """Show block `i` its inputs, and the gradients of the dense blocks behind it where the observer wants any."""
-        block, first, gradients = self.blocks[i].module, 0, bool(observer.gradients)
-        if gradients:
-            self._run_backwards(entrance, i, observer)
+    def run(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """Observe a block on its inputs, with the gradients of the dense blocks behind it where the observer needs any.
+
+        Args:
+            entrance: of the model.
+            i: of the block.
+            observer: entered; every batch is announced to it.
+        """
+        block, first = self.blocks[i].module, 0
+        if observer.gradients:
+            self._run_backward(entrance, i, observer)
             return
         device = next(block.parameters()).device
         for index, batch in self._batches(self.blocks[i].name):
@@ -294,21 +315,26 @@ class RecomputedPasses:
             first += count
         self.forward += 1
 
-    def _run_backwards(self, entrance: Entrance, i: int, observer: Observer) -> None:
-        """As `_run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
+    def _run_backward(self, entrance: Entrance, i: int, observer: Observer) -> None:
+        """As `run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
         if self.behind is None:
             arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
-            behind = StreamedPasses(*arguments, entrance.extras)
-            behind.arguments()
+            behind = StreamedPipeline(*arguments, entrance.extras)
+            behind.capture_arguments()
             self.behind = behind
         self.behind.run_from(i, self.hidden, observer)
-        behind = len(self.blocks) - i - 1
-        self.forward += 2 * (1 + behind)
-        self.backward += 1 + behind
+        behind_count = len(self.blocks) - i - 1
+        self.forward += 2 * (1 + behind_count)
+        self.backward += 1 + behind_count
 
-    def _advance(self, entrance: Entrance, i: int) -> None:
-        """Replace block `i`'s inputs by what it makes of them now that it is pruned."""
-        with self.blocks[i].onloaded(), lent(self.blocks[i].layers, self.weight):
+    def advance(self, entrance: Entrance, i: int) -> None:
+        """Replace the inputs of a block by its outputs with the pruned weights.
+
+        Args:
+            entrance: of the model.
+            i: of the block, which is onloaded.
+        """
+        with lent(self.blocks[i].layers, self.weight):
             for index, batch in self._batches(self.blocks[i].name):
                 with entrance.at(i, self.hidden[index].to(next(self.blocks[i].module.parameters()).device)):
                     output = output_of(self.blocks[i].module, partial(run_model, self.model, batch))
@@ -317,6 +343,6 @@ class RecomputedPasses:
 
     def _run_whole(self, done: Layers, observer: Observer) -> None:
         with lent(done, self.weight):
-            passes = FullModelPasses(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
-            passes.run(observer)
+            full = FullModelPipeline(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
+            full.run(observer)
         self.whole += 1

@@ -1,8 +1,8 @@
-"""One layer, its statistics and its patterns in; pruned weights and their losses out."""
+"""Seam 2: a layer, its statistics and its patterns in; pruned weights and their losses out."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, RelativeLoss
 from ..solvers import Solver
-from .expert_chunks import ExpertChunks
-from .expert_share import ExpertShare
+
+Value = TypeVar("Value")
 
 
-class Solved(NamedTuple):
+class SolvedLayer(NamedTuple):
     """A layer's result, the losses of its mask alone and of the weight in the layer's dtype, and the λ used."""
 
     weight: Tensor  # [d_out, d_in] in the layer's dtype
@@ -28,34 +28,53 @@ class Solved(NamedTuple):
     at_zero: tuple[float, float | None]  # L_R(0), L_F(0)
 
 
-class PartedStatistics(Protocol):
-    """Statistics of a matrix by parts of its rows: `RowChunks`, for the sake of memory, and `RowShare`, of time."""
+class RowStatistics(Protocol):
+    """Statistics of a matrix by slices of its rows; see slices.py."""
 
-    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[Solved]:
-        """As `solve_layer`, for the patterns of one elimination.
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
+        """As `solve_matrix`.
 
         Args:
-            solver: which ranks removals.
-            patterns: all unstructured, or one of another kind.
+            solver: by which algorithm.
+            patterns: all unstructured, where the solver ranks removals; or one.
             lam: λ in [0, 1].
             column_block: inputs of a column block of the solver's quadratic; None is all.
 
         Raises:
-            FactorizationError: the layer's quadratic stays singular at the largest damping.
+            FactorizationError: the quadratic stays singular at the largest damping.
         """
 
 
-Statistics = LayerStatistics | PartedStatistics | ExpertChunks | ExpertShare
+class ExpertStatistics(Protocol):
+    """Statistics of experts, by slices; see slices.py."""
+
+    def groups(self, count: int) -> Iterator[LayerStatistics | None]:
+        """Those of each expert alone; None for an expert of another process.
+
+        Args:
+            count: E, experts in all.
+        """
+
+
+class GatheredExperts(ExpertStatistics, Protocol):
+    """Those of which other processes solve some."""
+
+    def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
+        """The results of all experts, in all processes.
+
+        Args:
+            weight: [E, …] with those of this process's experts; gets those of the others.
+            parts: of this process's experts, in their order; small.
+        """
+
+
+Statistics = LayerStatistics | RowStatistics | ExpertStatistics
 
 
 def solve_layer(
-    solver: Solver,
-    layer: PrunableLayer,
-    patterns: Sequence[Pattern],
-    statistics: Statistics,
-    lam: float,
-) -> list[Solved]:
-    """Prune a layer by several patterns; those that one elimination serves have it together.
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
+) -> list[SolvedLayer]:
+    """Prune a layer by several patterns; one elimination serves those that it can.
 
     Args:
         solver: by which algorithm.
@@ -71,49 +90,40 @@ def solve_layer(
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
     if layer.adapter.separate:
-        assert isinstance(statistics, LayerStatistics | ExpertChunks | ExpertShare)
-        return _solve_groups(solver, layer, patterns, statistics, lam)
-    return _solve_matrix(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
+        return _solve_experts(solver, layer, patterns, statistics, lam)
+    return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 
 
-def _solve_groups(
-    solver: Solver,
-    layer: PrunableLayer,
-    patterns: Sequence[Pattern],
-    statistics: "LayerStatistics | ExpertChunks | ExpertShare",
-    lam: float,
-) -> list[Solved]:
+def _solve_experts(
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
+) -> list[SolvedLayer]:
     """As `solve_layer`, where every group of rows is a matrix of its own: an expert.
 
-    What is of all experts is in the layer's dtype; the solver's own numbers are those of one expert at a time.
+    The weights of all experts are in the layer's dtype; the solver's own numbers are those of one expert at a time.
     """
+    assert hasattr(statistics, "groups")
     (d_out, d_in), like = layer.shape, layer.parameter
     shape = layer.groups, d_out // layer.groups, d_in
     weights = [torch.empty(shape, dtype=like.dtype, device=like.device) for _ in patterns]
-    parts: list[list[Solved]] = [[] for _ in patterns]
-    for index, own in enumerate(statistics.groups(layer.groups)):
-        if own is None:
+    parts: list[list[SolvedLayer]] = [[] for _ in patterns]
+    for index, of_expert in enumerate(statistics.groups(layer.groups)):
+        if of_expert is None:
             continue  # another process solves it
         matrix = layer.expert(index).matrix.contiguous()
-        some = [_share(pattern, index, matrix.numel()) for pattern in patterns]
-        found = _solve_matrix(solver, matrix, like.dtype, some, own, lam)
-        for weight, own_parts, solved in zip(weights, parts, found, strict=True):
-            weight[index] = solved.weight
-            own_parts.append(solved._replace(weight=weight[index]))
-    if isinstance(statistics, ExpertShare):
-        parts = [_of_all(statistics, *each) for each in zip(weights, parts, strict=True)]
-    return [joined(weight.flatten(0, 1), each) for weight, each in zip(weights, parts, strict=True)]
+        budgets = [_of_expert(pattern, index, matrix.numel()) for pattern in patterns]
+        solved = _solve_families(solver, matrix, like.dtype, budgets, of_expert, lam)
+        for weight, results, result in zip(weights, parts, solved, strict=True):
+            weight[index] = result.weight
+            results.append(result._replace(weight=weight[index]))
+    if hasattr(statistics, "gather"):
+        nothing = like.detach().new_empty(0)
+        small = [[result._replace(weight=nothing) for result in results] for results in parts]
+        parts = [statistics.gather(*each) for each in zip(weights, small, strict=True)]
+    return [join_experts(weight.flatten(0, 1), each) for weight, each in zip(weights, parts, strict=True)]
 
 
-def _of_all(share: ExpertShare, weight: Tensor, own: list[Solved]) -> list[Solved]:
-    """What all experts lose by one pattern, from that of this process's; `weight` [E, …] gets those of the others."""
-    share.ranks.gather_rows(weight[share.part.start : share.part.stop], weight, share.count)
-    nothing = weight.new_empty(0)
-    return share.complete([each._replace(weight=nothing) for each in own])
-
-
-def _share(pattern: Pattern, index: int, size: int) -> Pattern:
-    """What one of a layer's equal matrices gets of an exact share."""
+def _of_expert(pattern: Pattern, index: int, size: int) -> Pattern:
+    """The pattern of one of a layer's equal matrices, whose counts add up to the layer's exact one."""
     if isinstance(pattern, PerExpert):
         return pattern.of(index)
     if not isinstance(pattern, Unstructured) or not pattern.exact:
@@ -121,7 +131,7 @@ def _share(pattern: Pattern, index: int, size: int) -> Pattern:
     return Unstructured((pattern.up_to((index + 1) * size) - pattern.up_to(index * size)) / size, exact=True)
 
 
-def joined(weight: Tensor, parts: Sequence[Solved]) -> Solved:
+def join_experts(weight: Tensor, parts: Sequence[SolvedLayer]) -> SolvedLayer:
     """The result of a layer from those of its experts: their losses add up.
 
     Args:
@@ -129,15 +139,15 @@ def joined(weight: Tensor, parts: Sequence[Solved]) -> Solved:
         parts: of each expert.
     """
     lam = Counter(part.lam for part in parts).most_common(1)[0][0]
-    found: dict[str, list[int]] = {}
+    noted: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
         for note in part.notes:
-            found.setdefault(note, []).append(index)
-    notes = tuple(f"{note} ({_named(experts)})" for note, experts in found.items())
+            noted.setdefault(note, []).append(index)
+    notes = tuple(f"{note} ({_named(experts)})" for note, experts in noted.items())
     zeros = [part.at_zero for part in parts]
     masked, pruned = (_sum([getattr(part, name) for part in parts], zeros, lam) for name in ("masked", "pruned"))
     total = sum(zero[0] for zero in zeros), _total([zero[1] for zero in zeros])
-    return Solved(weight, max(part.damping for part in parts), notes, masked, pruned, lam, total)
+    return SolvedLayer(weight, max(part.damping for part in parts), notes, masked, pruned, lam, total)
 
 
 def _named(experts: list[int]) -> str:
@@ -147,15 +157,15 @@ def _named(experts: list[int]) -> str:
 
 
 def _total(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | None]], lam: float) -> RelativeLoss:
     """Of all matrices together, relative to what all lose at W = 0."""
 
     def relative(values: Sequence[float | None], at_zero: Sequence[float | None]) -> float | None:
-        # Where nothing is lost at W = 0, the value is none of a share.
+        # Where nothing is lost at W = 0, the value is no fraction of it.
         lost = _total([None if v is None else v * (z or 1.0) for v, z in zip(values, at_zero, strict=True)])
         return None if lost is None else lost / (_total(at_zero) or 1.0)
 
@@ -167,38 +177,34 @@ def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | No
     return RelativeLoss(reconstruction, fisher, lam * reconstruction + (1 - lam) * fisher)
 
 
-def _solve_matrix(
+def _solve_families(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: Sequence[Pattern], statistics: Statistics, lam: float
-) -> list[Solved]:
-    """One matrix [d_out, d_in], which will be of `dtype`."""
-    together = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
-    families = [together] if together and solver.ranks else [[index] for index in together]
-    families += [[index] for index in range(len(patterns)) if index not in together]
-    found: dict[int, Solved] = {}
+) -> list[SolvedLayer]:
+    """A matrix [d_out, d_in], which will be of `dtype`, by families of patterns that one elimination serves."""
+    unstructured = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
+    families = [unstructured] if unstructured and solver.ranks else [[index] for index in unstructured]
+    families += [[index] for index in range(len(patterns)) if index not in unstructured]
+    results: dict[int, SolvedLayer] = {}
     for family in families:
         some = [patterns[index] for index in family]
-        found |= zip(family, _solve_family(solver, weight, dtype, some, statistics, lam), strict=True)
-    return [found[index] for index in range(len(patterns))]
+        if isinstance(statistics, LayerStatistics):
+            solved = solve_matrix(solver, weight, dtype, some, statistics, lam)
+        else:
+            assert hasattr(statistics, "solve")
+            solved = statistics.solve(solver, some, lam, solver.column_block(weight.shape[1], some[0]))
+        results |= zip(family, solved, strict=True)
+    return [results[index] for index in range(len(patterns))]
 
 
-def _solve_family(
-    solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: Statistics, lam: float
-) -> list[Solved]:
-    assert not isinstance(statistics, ExpertChunks | ExpertShare)
-    if isinstance(statistics, LayerStatistics):
-        return solve_whole(solver, weight, dtype, patterns, statistics, lam)
-    return statistics.solve(solver, patterns, lam, solver.column_block(weight.shape[1], patterns[0]))
-
-
-def solve_whole(
+def solve_matrix(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: LayerStatistics, lam: float
-) -> list[Solved]:
+) -> list[SolvedLayer]:
     """Prune a matrix by patterns that one elimination serves, or by one.
 
     Args:
         solver: by which algorithm.
         weight: [d_out, d_in].
-        dtype: that it will have.
+        dtype: of the results.
         patterns: all unstructured, where the solver ranks removals; or one.
         statistics: of all rows.
         lam: λ in [0, 1].
@@ -206,14 +212,13 @@ def solve_whole(
     Raises:
         FactorizationError: the quadratic stays singular at the largest damping.
     """
-    column_block = solver.column_block(weight.shape[1], patterns[0])
-    objective = statistics.objective(weight, lam, column_block)
+    objective = statistics.objective(weight, lam, solver.column_block(weight.shape[1], patterns[0]))
     if solver.ranks:
         results = solver.solve_path(objective, patterns)
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     return [
-        Solved(
+        SolvedLayer(
             result.weight.to(dtype),
             result.damping,
             result.notes,

@@ -1,12 +1,12 @@
-"""Passes over a model of which one block at a time is in memory; all data go through a block before the next comes.
+"""A pipeline of which one block at a time is onloaded; all data pass a block before the next one is.
 
-What `BlockwisePasses` gathers batch by batch from the whole model is gathered here in three parts: the blocks'
-arguments from a pass in which they give back what they read, their inputs block by block, and the gradient of the last
-one's output from the head alone. So every block is brought once forwards, and once for its step. What the steps see is
-the same, bit for bit.
+`BlockPipeline` captures batch by batch from the whole model. Here the same is captured in three parts: the arguments of
+the blocks from a pass in which they return their input, their inputs block by block, and the gradient of the last
+block's output from the head alone. So every block is onloaded once for the forward pass and once for its stage. The
+stages show the same, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import (
     BlockCall,
+    first_tensor,
+    join_hidden,
     model_device,
     run_model,
     split_hidden,
@@ -26,64 +28,72 @@ from ..model.calls import (
 )
 from ..model.layers import Block
 from ..model.losses import Loss, loss_gradient
-from .block_pipeline import BlockwisePasses
 from .block_probe import Extras, passing_on
+from .stages import BlockPipeline, BlockStage
 
 
-class StreamedPasses(BlockwisePasses):
-    """As `BlockwisePasses`.
+class StreamedPipeline(BlockPipeline):
+    """As `BlockPipeline`.
 
     Args:
-        model, blocks, batches, gradients, loss, storage: as there; the blocks are all of the model's.
-        extras: of `survey`.
+        model: that has the blocks.
+        blocks: all of the model's.
+        batches: the calibration data.
+        gradients: whether any layer needs them.
+        loss: (output, batch) → [B] losses, or None for the model's own.
+        storage: of the caches.
+        extras: of `probe_blocks`.
+        progress: called with the number of batches that are complete.
     """
 
     def __init__(
         self,
         model: nn.Module,
         blocks: tuple[Block, ...],
-        batches: list[Batch],
+        batches: Sequence[Batch],
         gradients: bool,
         loss: Loss | None,
         storage: Storage,
         extras: Extras,
+        progress: Callable[[int], Any] = lambda count: None,
     ):
-        super().__init__(model, blocks, batches, gradients, loss, storage)
+        super().__init__(model, blocks, batches, gradients, loss, storage, progress=progress)
         self.extras = extras
         if gradients:
             self.highest = len(blocks) - 1  # the head's gradient is that of its output
 
-    def capture(self, progress: Callable[[int], None] = lambda count: None) -> None:
-        """What enters every block; progress counts the batches, which the last part makes complete."""
-        self.arguments()
-        self._go_through(0, progress)
+    def capture(self) -> None:
+        """The calls of the blocks; progress counts the batches that the last part completes."""
+        self.capture_arguments()
+        self._capture_from(0)
 
-    def arguments(self) -> None:
-        """Every block's arguments on every batch, and the first one's inputs."""
+    def capture_arguments(self) -> None:
+        """The arguments of every block on every batch, and the input of the first."""
         for index, batch in enumerate(self.batches):
             self._arguments(index, batch)
 
-    def run_from(self, i: int, hidden: list[Tensor], observer: Observer) -> None:
-        """Show a block what the passes see that begin there; `arguments` are known.
+    def run_from(self, i: int, hidden: Sequence[Tensor], observer: Observer) -> None:
+        """Observe a block as the only one whose inputs differ from the captured ones; `capture_arguments` has run.
 
         Args:
-            i: its number in the chain; it is present.
-            hidden: what it reads, [B, T, d] for every batch.
-            observer: entered; it is told every batch.
+            i: of the block, which is onloaded.
+            hidden: its inputs, [B, T, d] for every batch.
+            observer: entered; every batch is announced to it.
         """
         self.lowest = i
-        for call, own in zip(self.calls[i], hidden, strict=True):
-            call.hidden = self.storage.put(own, f"{self.blocks[i].name}: inputs")
-        self._go_through(i, lambda count: None)
+        for index, inputs in enumerate(hidden):
+            self.call(i, index).hidden = self.storage.put(inputs, f"{self.blocks[i].name}: inputs")
+        self._capture_from(i)
         for j in range(self.highest, i, -1):
-            with self.blocks[j].onloaded():
-                self.advance(j)
+            stage = BlockStage(self, j)
+            with stage.onloaded():
+                stage.observe(None, True)
             for call in self.calls[j]:
                 call.hidden = None
-        self.run(i, observer, False)
+        BlockStage(self, i).observe(observer)
 
-    def _go_through(self, first: int, progress: Callable[[int], None]) -> None:
-        """Forwards from a block on, and the head."""
+    def _capture_from(self, first: int) -> None:
+        """Forward from a block on, and the head."""
         for i in range(first, self.highest if self.gradients else self.lowest):
             self._forward(i)
         if self.gradients:
@@ -91,16 +101,16 @@ class StreamedPasses(BlockwisePasses):
         for index, batch in enumerate(self.batches):
             if self.gradients:
                 self.tail(index, batch)
-            progress(1)
+            self.progress(1)
 
     def _arguments(self, index: int, batch: Batch) -> None:
-        """Every block's arguments on a batch, and the first one's input."""
+        """The arguments of every block on a batch, and the input of the first."""
         batch = to_device(batch, model_device(self.model))
 
         def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             cached = self.storage.put(hidden.detach(), f"{self.blocks[0].name}: inputs") if i == 0 else None
-            self.calls[i][index] = BlockCall(*self._share(i, index, (args, kwargs)), cached)
+            self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
 
         handles = [
             block.module.register_forward_pre_hook(partial(keep, i), with_kwargs=True)
@@ -115,11 +125,11 @@ class StreamedPasses(BlockwisePasses):
 
     @torch.no_grad()
     def _forward(self, i: int) -> None:
-        """The next block's inputs; this one's are kept where a step follows that reads them."""
+        """The inputs of the next block; this one's are kept where its stage will read them."""
         with self.blocks[i].onloaded():
             for index in range(len(self.batches)):
-                call, following = self.calls[i][index], self.calls[i + 1][index]
-                output = self._output(i, index, call.hidden)
+                call, following = self.call(i, index), self.call(i + 1, index)
+                output = self._output(i, call)
                 if self.gradients and i >= self.lowest:
                     following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
                 else:
@@ -129,24 +139,29 @@ class StreamedPasses(BlockwisePasses):
 
     @torch.no_grad()
     def _outputs(self) -> None:
-        """What the last block gives, where its gradients will be."""
+        """The outputs of the last block, which their gradients will replace."""
         with self.blocks[self.highest].onloaded():
-            for index, call in enumerate(self.calls[self.highest]):
-                output = self._output(self.highest, index, call.hidden)
+            for index in range(len(self.batches)):
+                output = self._output(self.highest, self.call(self.highest, index))
                 self.deltas[index] = self.storage.put(output, "output gradients")
+
+    def _output(self, i: int, call: BlockCall) -> Tensor:
+        block = self.blocks[i].module
+        args, kwargs = to_device(join_hidden(call.hidden, call), next(block.parameters()).device)
+        return first_tensor(block(*args, **kwargs))
 
     def tail(self, index: int, batch: Batch) -> None:
         """The gradient of the last block's output, by the head alone.
 
         Args:
-            index: of the batch; the output stands where its gradient will be, in `deltas`.
+            index: of the batch; its output is in `deltas`, where the gradient replaces it.
             batch: the inputs.
         """
         device = model_device(self.model)
         batch = to_device(batch, device)
-        last = self.deltas[index].to(device, copy=True).requires_grad_(True)
+        last = self.delta(index).to(device, copy=True).requires_grad_(True)
         with torch.enable_grad(), passing_on(self.blocks, self.extras, lambda: last):
             output = run_model(self.model, batch)
             logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
             (delta,) = torch.autograd.grad(logits, [last], gradient)
-        self.deltas[index].copy_(delta)
+        self.delta(index).copy_(delta)

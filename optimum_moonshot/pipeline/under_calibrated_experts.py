@@ -1,13 +1,14 @@
-"""Experts that too few calibration tokens reach: what stands for the tokens that they do not have.
+"""Experts that too few calibration tokens reach, and the statistics that replace those of their own tokens.
 
-A router sends most tokens to some experts and few or none to others. The Gram matrix of an expert says little once it
-has far fewer tokens than inputs. Such an expert is named in the report, and has, as configured, the Gram matrix of all
-tokens that its layer sees (each computed by the expert, whatever the router says), goes by magnitude, or keeps what it
-has. With ``expert_tokens="all"`` every expert has all tokens. Gradients are those of the model's own routing, always.
+A router sends most tokens to some experts and few or none to others. The Gram matrix of an expert has little meaning
+once the expert reads far fewer tokens than it has inputs. Such an expert is named in the report; as configured, it gets
+the Gram matrix of all tokens that its layer reads (each computed by the expert, whatever the router decides), is pruned
+by magnitude, or keeps its own statistics. With ``expert_tokens="all"`` every expert gets all tokens. Gradients are
+always those of the model's own routing.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -16,16 +17,15 @@ from ..calibration.observer import Observer
 from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
-from .block_pipeline import Step
+from .spec import StatisticsSpec
+from .stages import Stage
 
-# An expert with fewer tokens than one for so many inputs is starved.
+# An expert is under-calibrated with fewer tokens than one for this many inputs.
 INPUTS_PER_TOKEN = 4
-# (layer, number of the expert) of those that have the G of all tokens
-Known = set[tuple[str, int]]
 
 
 def is_under_calibrated(tokens: int, d_in: int) -> bool:
-    """Whether an expert has read too few tokens for its Gram matrix, or for what pruning costs, to be known.
+    """Whether an expert has read too few tokens for its Gram matrix, or for the cost of pruning it, to have a meaning.
 
     Args:
         tokens: that it has read.
@@ -35,115 +35,110 @@ def is_under_calibrated(tokens: int, d_in: int) -> bool:
 
 
 class UnderCalibratedExperts:
-    """What a run does about them.
+    """The under-calibrated experts of a pass.
 
     Args:
-        expert_tokens, under_calibrated_experts: as in `MoonshotConfig`.
-        diagonal: whether Grams are diagonals.
-        samples: N.
-        notes: of the run; those on starved experts are added.
-        backoff: of the run, which knows where statistics live, and the processes that share the samples.
+        spec: of the statistics, which says what replaces theirs.
+        backoff: of the run, with the storage and the processes.
+        notes: of the run; those on under-calibrated experts are added.
     """
 
-    def __init__(
-        self,
-        expert_tokens: str,
-        under_calibrated_experts: str,
-        diagonal: bool,
-        samples: int,
-        notes: list[str],
-        backoff: Backoff,
-    ):
-        self.everyone, self.instead = expert_tokens == "all", under_calibrated_experts
-        self.diagonal, self.samples, self.notes = diagonal, samples, notes
-        self.backoff, self.storage, self.ranks = backoff, backoff.storage, backoff.ranks
+    def __init__(self, spec: StatisticsSpec, backoff: Backoff, notes: list[str]):
+        self.everyone = spec.expert_tokens == "all"
+        self.instead = spec.under_calibrated_experts
+        self.spec, self.backoff, self.notes = spec, backoff, notes
+        self.experts: dict[str, list[int]] = {}  # layer → the experts, counted from its first
+        self.replaced: set[tuple[str, int]] = set()  # those that have the Gram matrix of all tokens
+
+    def observes_again(self, layers: Sequence[PrunableLayer]) -> bool:
+        """Whether another pass may follow that of the layers' own tokens."""
+        return self._replaces and any(layer.adapter.separate for layer in layers)
 
     @property
-    def as_routed(self) -> bool:
-        """Whether every expert keeps what its own tokens give."""
-        return not self.everyone and self.instead == "routed"
+    def _replaces(self) -> bool:
+        return self.everyone or self.instead != "routed"
 
-    def starved(self, layer: PrunableLayer, observer: Observer) -> list[int]:
-        """The experts of a layer, counted from its first, whose tokens are too few."""
+    def observe(self, stage: Stage, layers: Sequence[PrunableLayer], observer: Observer) -> None:
+        """Replace the Gram matrices of under-calibrated experts, by a pass of all tokens where one is needed.
+
+        Args:
+            stage: that shows the layers.
+            layers: of the first pass.
+            observer: of the first pass, merged.
+        """
+        if not self.observes_again(layers):
+            return
+        separate = [layer for layer in layers if layer.adapter.separate and observer.reached(layer)]
+        self.experts = {layer.name: self._experts(layer, observer) for layer in separate}
+        if not self.everyone and self.instead == "magnitude":
+            return
+        parts: dict[tuple[str, int], PrunableLayer] = {}
+        into: dict[str, Tensor] = {}
+        for layer in separate:
+            sums = observer.sums(layer) if layer.groups > 1 else observer.sums(layer)[None]
+            for index in self.experts[layer.name]:
+                part = layer.expert(index)
+                name = f"{layer.name} of expert {part.adapter.experts.start}"
+                parts[layer.name, index] = dataclasses.replace(part, name=name, everywhere=True)
+                into[name] = sums[index]
+        if parts:
+            self.replaced = self._pass(stage, parts, into)
+
+    def _experts(self, layer: PrunableLayer, observer: Observer) -> list[int]:
         if self.everyone:
             return list(range(layer.groups))
         tokens = observer.tokens(layer).tolist()
         return [index for index, count in enumerate(tokens) if is_under_calibrated(count, layer.shape[1])]
 
-    def all_tokens(
-        self, step: Step, layers: Sequence[PrunableLayer], starved: Mapping[str, list[int]], sums: Mapping[str, Tensor]
-    ) -> Known:
-        """Put G of all tokens in the place of that of starved experts, by a pass; none where magnitude stands for it.
-
-        Args:
-            step: which shows the layers.
-            layers: that have starved experts.
-            starved: layer → the numbers of these, counted from its first.
-            sums: layer → G of its experts, or the diagonals, which change here: [E, …], or […] of a single one.
-        """
-        if not self.everyone and self.instead == "magnitude":
-            return set()
-        parts: dict[tuple[str, int], PrunableLayer] = {}
-        into: dict[str, Tensor] = {}
-        for layer in layers:
-            own = sums[layer.name] if layer.groups > 1 else sums[layer.name][None]
-            for index in starved[layer.name]:
-                part = layer.expert(index)
-                name = f"{layer.name} of expert {part.adapter.experts.start}"
-                parts[layer.name, index] = dataclasses.replace(part, name=name, everywhere=True)
-                into[name] = own[index]
-        return self._pass(step, parts, into) if parts else set()
-
-    def _pass(self, step: Step, parts: Mapping[tuple[str, int], PrunableLayer], into: Mapping[str, Tensor]) -> Known:
-        layers = list(parts.values())
-        options = {"share": False, "ranks": self.ranks, "into": into}
-
-        def observed() -> tuple[Observer, bool]:
-            with Observer(layers, self.diagonal, set(), self.samples, self.storage, **options) as observer:
-                try:
-                    step.observe(observer, False)
-                except MoonshotError:
-                    if self.everyone:
-                        raise
-                    return observer, False
-            return observer, True
-
-        observer, shown = self.backoff.together(observed)
-        if not self.ranks.all_reduce_min(shown):
-            return set()  # such a module goes by magnitude
+    def _pass(
+        self, stage: Stage, parts: dict[tuple[str, int], PrunableLayer], into: dict[str, Tensor]
+    ) -> set[tuple[str, int]]:
+        """Sum the Gram matrices of all tokens into `into`; those that all tokens have reached."""
+        layers, spec, ranks, shown = list(parts.values()), self.spec, self.backoff.ranks, True
+        with (
+            self.backoff.together(),
+            Observer(
+                layers, spec.diagonal, set(), spec.samples, self.backoff.storage, share=False, ranks=ranks, into=into
+            ) as observer,
+        ):
+            try:
+                stage.observe(observer)
+            except MoonshotError:
+                if self.everyone:
+                    raise
+                shown = False
+        if not ranks.all_reduce_min(shown):
+            return set()  # such a module is pruned by magnitude
         observer.merge()
-        found = {key: part for key, part in parts.items() if observer.reached(part)}
-        for part in found.values():
+        reached = {key: part for key, part in parts.items() if observer.reached(part)}
+        for part in reached.values():
             observer.take(part)
-        return set(found)
+        return set(reached)
 
-    def complete(
-        self, layer: PrunableLayer, statistics: LayerStatistics, starved: list[int], known: Known
-    ) -> LayerStatistics:
-        """A layer's statistics with what stands for that of its starved experts.
+    def complete(self, layer: PrunableLayer, statistics: LayerStatistics) -> LayerStatistics:
+        """A layer's statistics, in which the experts without any are marked.
 
         Args:
-            layer: the layer.
-            statistics: of which those in `known` are of all tokens, the others by the model's own routing.
-            starved: the numbers of the experts, counted from the layer's first.
-            known: what `all_tokens` found.
+            layer: of the pass.
+            statistics: of which those of replaced experts are of all tokens, the others by the model's own routing.
         """
-        unknown = frozenset(index for index in starved if (layer.name, index) not in known)
-        return dataclasses.replace(statistics, unknown=unknown)
+        unknown = (index for index in self.experts.get(layer.name, ()) if (layer.name, index) not in self.replaced)
+        return dataclasses.replace(statistics, unknown=frozenset(unknown))
 
-    def note(self, layer: PrunableLayer, starved: list[int], known: Known) -> None:
-        """Say what becomes of a layer's starved experts, where their own tokens had to do.
+    def note(self, layer: PrunableLayer) -> None:
+        """Report the under-calibrated experts of a layer, unless all experts get all tokens.
 
         Args:
-            layer, starved, known: as for `complete`, before it.
+            layer: of the pass.
         """
-        if self.everyone:
+        experts = self.experts.get(layer.name)
+        if self.everyone or not experts:
             return
         first = layer.adapter.experts.start
-        numbers = _numbers([first + index for index in starved])
+        numbers = _numbers([first + index for index in experts])
         least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
-        alike = all((layer.name, index) in known for index in starved)
-        instead = "have the Gram matrix of all tokens" if alike else "go by magnitude"
+        replaced = all((layer.name, index) in self.replaced for index in experts)
+        instead = "have the Gram matrix of all tokens" if replaced else "go by magnitude"
         self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
 
 

@@ -147,7 +147,7 @@ class Variant:
             *prepared.backoff.notes,
             *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
         ]
-        if prepared.surveyed is not None:
+        if prepared.block_probe is not None:
             place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
             notes.append(f"blocks stayed {place}: one at a time was brought")
         notes += divided(prepared.ranks, self.selection.config)
@@ -198,8 +198,8 @@ def open_store(
     folder = ranks.broadcast_object(folder)
     if folder is not None and ranks.is_main:
         digest = prepared.data.digest if prepared.data else ""
-        surveyed = prepared.surveyed
-        layers = selection.structure.layers_onloaded() if surveyed is None else surveyed.sums
+        block_probe = prepared.block_probe
+        layers = selection.structure.layers_onloaded() if block_probe is None else block_probe.sums
         known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
     spilling = is_on_disk(selection.structure.blocks)
     return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)

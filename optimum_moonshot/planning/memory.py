@@ -1,19 +1,26 @@
-"""Where a run's bytes are at every moment, by walking through it without data: the caches, the rounds, the solver.
+"""A dry run: the loop of a run, with stages, statistics and storage that count bytes instead of allocating them.
 
-What is gathered together, in which form, and where it goes is not decided here: the run's own `StatisticsSchedule` and
-`Storage` are asked, with the caches' bytes counted and not allocated.
+The loop, the partition and the statistics are those of the run itself (pipeline/); only the two seams differ: to
+collect is to count the bytes of the statistics, to solve is to count those of the solver.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
-from ..calibration.accumulators import STAGED, Plan
+from ..calibration.accumulators import STAGED, GradientPlan
+from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..model.layers import Block, PrunableLayer
 from ..objective.row_slices import slice_bytes
-from ..pipeline.schedule import StatisticsSchedule
+from ..pipeline.backoff import Backoff
+from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
+from ..pipeline.partition import Part
+from ..pipeline.spec import StatisticsSpec
+from ..pipeline.stages import Stage
 from ..reports.plan import DISK, Bytes, Overflow, Snapshot
 from .run_spec import CPU, RunSpec, pattern_of, solver_bytes, weight_bytes
 
@@ -26,17 +33,17 @@ class MemoryTrace:
     """Counts what is held, and notes the moments.
 
     Args:
-        outline: of the run.
+        run: whose bytes they are.
     """
 
-    outline: RunSpec
+    run: RunSpec
     held: dict[str, Bytes] = dataclasses.field(default_factory=dict)
     moments: list[Snapshot] = dataclasses.field(default_factory=list)
     overflows: list[Overflow] = dataclasses.field(default_factory=list)
 
     @property
     def storage(self) -> Storage:
-        return self.outline.storage
+        return self.run.storage
 
     def hold(self, what: str, size: int, where: str) -> str:
         """Keep bytes in the first place that has room, as `Storage.empty`; returns the place.
@@ -47,7 +54,7 @@ class MemoryTrace:
             where: for what does not fit.
         """
         found = self.storage.place(size)
-        if found is None and self.outline.selection.config.offload_dir is None and not self.overflows:
+        if found is None and self.run.selection.config.offload_dir is None and not self.overflows:
             limits = self.storage.limits
             place, has = str(self.storage.device), limits[self.storage.device]
             self.overflows.append(Overflow(place, "calibration", f"{what} of {where}", size, has, SPILLED))
@@ -89,7 +96,7 @@ class MemoryTrace:
             on_device: item → bytes.
         """
         items = {what: {place: size for place, size in found.items() if size} for what, found in self.held.items()}
-        kept = 0 if phase in AFTER else self.outline.kept
+        kept = 0 if phase in AFTER else self.run.kept
         for what, size in {**on_device, "allocator": kept}.items():
             mine = items.setdefault(what, {})
             place = str(self.storage.device)
@@ -100,169 +107,234 @@ class MemoryTrace:
 
     def result(self, layer: PrunableLayer) -> None:
         """A layer's pruned weight is kept; on disk in the bytes that its zeros leave."""
-        size, away = weight_bytes(layer), self.outline.away
-        on_disk = self.outline.resumes or (away is not None and away.place == DISK)
+        size, away = weight_bytes(layer), self.run.away
+        on_disk = self.run.resumes or (away is not None and away.place == DISK)
         if on_disk:
-            kept = 1 - pattern_of(self.outline.selection, layer).sparsity
+            kept = 1 - pattern_of(self.run.selection, layer).sparsity
             size = min(size, round(kept * size) + layer.shape[0] * layer.shape[1] // 8)
         self.add("results", DISK if on_disk else str(CPU), size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One round of a block's layers."""
+    """A part of a block, and how often the data pass for it."""
 
     layers: tuple[PrunableLayer, ...]
-    parts: tuple[slice, ...]  # where it is one layer that is not gathered whole
+    slices: tuple[slice, ...]  # where it is one layer that is not collected whole
     passes: int
     shown: int = 0  # experts that all tokens are shown to
 
     @property
     def by_rows(self) -> bool:
-        """Whether the parts are rows, not experts."""
-        return bool(self.parts) and not self.layers[0].adapter.separate
+        """Whether the slices are rows, not experts."""
+        return bool(self.slices) and not self.layers[0].adapter.separate
 
 
-def visits(outline: RunSpec, schedule: StatisticsSchedule, layers: Sequence[PrunableLayer]) -> list[Visit]:
-    """The rounds of some layers, with the memory that is left now, and how often the data pass for each.
-
-    Args:
-        outline: of the run.
-        schedule: its own, whose decisions these are.
-        layers: of a block.
-    """
-    found, rounds = [], schedule.rounds(list(layers))
-    for number, together in enumerate(rounds):
-        parts = schedule.parts(together)
-        separate = any(layer.adapter.separate for layer in together)
-        passes = 1 if parts is None else len(parts) if separate else 2 * len(parts) - 1
-        shown = max(map(outline.starved, together))
-        passes *= 2 if shown else 1
-        again = parts is not None or (separate and not schedule.experts.as_routed)
-        passes += again and number == len(rounds) - 1  # on to the next block
-        found.append(Visit(tuple(together), tuple(parts or ()), passes, shown))
-    return found
+Visits = list[tuple[Block, list[Visit]]]
 
 
-def walk_blocks(
-    walk: MemoryTrace, phase: str = "calibration", solves: bool = True
-) -> Iterator[tuple[Block, list[Visit]]]:
-    """Calibrate and solve block by block, as `StatisticsSource.layers` does; yields what every block takes.
+def count_blocks(
+    trace: MemoryTrace,
+    phase: str = "calibration",
+    solves: bool = True,
+    whole: bool = False,
+    done: Callable[[Block], None] = lambda block: None,
+) -> Visits:
+    """Calibrate and solve block by block, in a dry run; returns the visits of every block.
 
     Args:
-        walk: notes the moments.
+        trace: notes the snapshots.
         phase: of the passes.
-        solves: whether the layers are solved; else their statistics are let go.
+        solves: whether the layers are solved; else their statistics are freed.
+        whole: collect all layers of a block in one pass, whatever the memory.
+        done: called with every block whose layers have been counted.
     """
-    outline = walk.outline
-    gradients = outline.selection.needs_gradients
-    for chain in outline.sequential:
-        wanted = [i for i, block in enumerate(chain) if block.layers]
-        behind = outline.away is not None and gradients  # then the loss is that of the head alone
-        span = chain[wanted[0] :] if behind else chain[wanted[0] : wanted[-1] + 1]
-        caches = _capture(walk, phase, span, gradients)
-        order = list(reversed(span)) if gradients else list(span)
-        for block in order:
-            if block.layers:
-                yield block, _visit(walk, phase, block, block.layers, solves)
-            for place, size in caches.pop(block.name, ()):
-                walk.free("caches", place, size)
-        for place, size in caches.pop("", ()):
-            walk.free("caches", place, size)
-        walk.add("caches", str(walk.storage.device), -outline.footprint.arguments)
-    rest = [layer for block in outline.non_sequential for layer in block.layers] + list(
-        outline.selection.structure.outside
-    )
-    if rest:
-        whole = (
-            Block("the whole model", outline.selection.structure.blocks[0].module, tuple(rest))
-            if (outline.selection.structure.blocks)
-            else Block("the whole model", rest[0].modules[0], tuple(rest))
-        )
-        yield whole, _visit(walk, phase, whole, rest, solves)
+    task = CountedTask(trace, phase, solves, whole)
+
+    def visit(stage: Stage) -> None:
+        assert isinstance(stage, CountedStage)
+        solve_parts(task, stage)
+        if stage.layers:
+            done(stage.block)
+
+    run_pipeline(CountedPipeline(trace, phase), visit, task.backoff, task.batches)
+    return task.visits
 
 
-def _capture(walk: MemoryTrace, phase: str, span: Sequence[Block], gradients: bool) -> dict[str, list[tuple[str, int]]]:
-    """The caches of block inputs, and of the gradient of the last output; by block, "" for what lasts to the end."""
-    outline, footprint = walk.outline, walk.outline.footprint
-    caches: dict[str, list[tuple[str, int]]] = {}
-    for count in outline.sizes:
-        size = footprint.hidden * count // outline.batch
-        for block in span if gradients else span[:1]:
-            owner = block.name if gradients else ""
-            caches.setdefault(owner, []).append((walk.hold("caches", size, block.name), size))
-        if gradients:
-            caches.setdefault("", []).append((walk.hold("caches", size, "output gradients"), size))
-    walk.add("caches", str(walk.storage.device), footprint.arguments)
-    forward = max((each.forward for each in footprint.blocks.values()), default=0)
-    if gradients:
-        head = outline.logits_bytes() + 3 * footprint.hidden
-        walk.moment(phase, f"{span[-1].name}: head and loss", logits=head)
-    walk.moment(phase, span[-1].name, activations=forward)
-    return caches
-
-
-def _visit(walk: MemoryTrace, phase: str, block: Block, layers: Sequence[PrunableLayer], solves: bool) -> list[Visit]:
-    schedule, outline = walk.outline.schedule, walk.outline
-    found = visits(outline, schedule, layers)
-    own = outline.footprint.blocks.get(block.name)
-    activations = outline.footprint.whole if own is None else own.observed
-    shared = [] if own is None else own.shared
-    for visit in found:
-        if visit.parts:
-            _in_parts(walk, phase, visit, schedule, activations, solves)
-            continue
-        statistics = _Statistics(walk, schedule, visit.layers, shared)
-        walk.moment(phase, block.name, activations=activations + max(map(statistics.temporary, visit.layers)))
-        for layer in visit.layers:
-            if solves:
-                walk.moment("solver", layer.name, solver=solver_bytes(outline, layer))
-                walk.result(layer)
-            statistics.forget(layer)
-    return found
-
-
-def _in_parts(
-    walk: MemoryTrace, phase: str, visit: Visit, schedule: StatisticsSchedule, activations: int, solves: bool
-) -> None:
-    """A layer whose statistics come in parts: the first of them, since all are alike."""
-    (layer,), part = visit.layers, visit.parts[0]
-    plan = schedule.plan(layer)
-    if layer.adapter.separate:
-        some, rows = dataclasses.replace(layer, span=(part.start, part.stop)), None
-    else:
-        some, rows = layer, part.stop - part.start
-        plan = dataclasses.replace(plan, rows=part)
-    statistics = _Statistics(walk, schedule, (some,), [], plan)
-    totals = 0 if rows is None else 4 * (1 + walk.outline.batch) * layer.shape[0] * layer.shape[1]
-    walk.moment(phase, layer.name, activations=activations + statistics.temporary(some) + totals)
-    if solves:
-        whole = 0 if rows is None else 8 * layer.shape[0] * layer.shape[1]
-        walk.moment("solver", layer.name, solver=solver_bytes(walk.outline, layer, rows) + whole)
-        walk.result(layer)
-    statistics.forget(some)
-
-
-class _Statistics:
-    """Of a round's layers: Gram matrices, once for those that read the same tensor, and gradients.
+class CountedStage:
+    """A block whose layers are counted.
 
     Args:
-        walk: which holds them.
-        schedule: how they are gathered.
-        layers: of the round.
+        block: with its layers.
+        free: frees its caches.
+    """
+
+    advanced = False
+
+    def __init__(self, block: Block, free: Callable[[], None]):
+        self.block, self.layers, self.advance = block, block.layers, free
+        self.onloaded = nullcontext
+
+    def observe(self, observer: Observer, advance: bool = False) -> None:
+        """As `Stage.observe`: there is nothing to observe."""
+
+
+class CountedPipeline:
+    """The stages of a run, whose caches are counted.
+
+    Args:
+        trace: notes the snapshots.
+        phase: of the passes.
+    """
+
+    def __init__(self, trace: MemoryTrace, phase: str):
+        self.trace, self.phase, self.run = trace, phase, trace.run
+
+    def __iter__(self) -> Iterator[CountedStage]:
+        run, gradients = self.run, self.run.selection.needs_gradients
+        for sequence in run.sequential:
+            observed = [i for i, block in enumerate(sequence) if block.layers]
+            behind = run.away is not None and gradients  # then the loss is that of the head alone
+            span = sequence[observed[0] :] if behind else sequence[observed[0] : observed[-1] + 1]
+            caches = self._capture(span, gradients)
+            for block in reversed(span) if gradients else span:
+                yield CountedStage(block, partial(self._free, caches.pop(block.name, [])))
+            self._free(caches.pop("", []))
+            self.trace.add("caches", str(run.storage.device), -run.footprint.arguments)
+        rest = [layer for block in run.non_sequential for layer in block.layers] + list(run.selection.structure.outside)
+        if rest:
+            blocks = run.selection.structure.blocks
+            module = blocks[0].module if blocks else rest[0].modules[0]
+            yield CountedStage(Block("the whole model", module, tuple(rest)), lambda: None)
+
+    def _free(self, caches: list[tuple[str, int]]) -> None:
+        for place, size in caches:
+            self.trace.free("caches", place, size)
+
+    def _capture(self, span: Sequence[Block], gradients: bool) -> dict[str, list[tuple[str, int]]]:
+        """The caches of block inputs, and of the last output's gradient; by block, "" for those of the whole pass."""
+        trace, run, footprint = self.trace, self.run, self.run.footprint
+        caches: dict[str, list[tuple[str, int]]] = {}
+        for count in run.sizes:
+            size = footprint.hidden * count // run.batch
+            for block in span if gradients else span[:1]:
+                owner = block.name if gradients else ""
+                caches.setdefault(owner, []).append((trace.hold("caches", size, block.name), size))
+            if gradients:
+                caches.setdefault("", []).append((trace.hold("caches", size, "output gradients"), size))
+        trace.add("caches", str(trace.storage.device), footprint.arguments)
+        forward = max((each.forward for each in footprint.blocks.values()), default=0)
+        if gradients:
+            head = run.logits_bytes() + 3 * footprint.hidden
+            trace.moment(self.phase, f"{span[-1].name}: head and loss", logits=head)
+        trace.moment(self.phase, span[-1].name, activations=forward)
+        return caches
+
+
+class CountedTask(StatisticsTask):
+    """Counts the bytes of the statistics and of the solver.
+
+    Args:
+        trace: notes the snapshots.
+        phase: of the passes.
+        solves: whether the layers are solved; else their statistics are freed.
+        whole: collect all layers of a block in one pass, whatever the memory.
+    """
+
+    def __init__(self, trace: MemoryTrace, phase: str, solves: bool, whole: bool):
+        super().__init__(trace.run.statistics, Backoff(trace.storage), lambda: [])
+        self.trace, self.phase, self.solves, self.whole, self.run = trace, phase, solves, whole, trace.run
+        self.done: set[str] = set()
+        self.visits: Visits = []
+        self.collect = self._collect  # type: ignore[assignment]
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """As `Task.lacks`."""
+        return layer.name not in self.done
+
+    def partition(self, stage: Stage) -> list[Part]:
+        """As `Task.partition`; notes the visits."""
+        assert isinstance(stage, CountedStage)
+        parts = super().partition(stage)
+        if self.whole and parts:
+            parts = [Part(tuple(stage.layers), (0,) * len(stage.layers))]
+        if parts:
+            last = len(parts) - 1
+            self.visits.append((stage.block, [self._visit(part, index == last) for index, part in enumerate(parts)]))
+        return parts
+
+    def _visit(self, part: Part, last: bool) -> Visit:
+        separate, routed = any(layer.adapter.separate for layer in part.layers), self.run.keeps_routing
+        passes = 1 if not part.slices else len(part.slices) if separate else 2 * len(part.slices) - 1
+        shown = max(map(self.run.under_calibrated, part.layers))
+        passes *= 2 if shown else 1
+        again = bool(part.slices) or (separate and not routed)
+        return Visit(part.layers, part.slices, passes + (again and last), shown)  # on to the next block
+
+    def _collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, "CountedStatistics"]]:
+        assert isinstance(stage, CountedStage)
+        footprint = self.run.footprint.blocks.get(stage.block.name)
+        activations = self.run.footprint.whole if footprint is None else footprint.observed
+        if part.slices:
+            yield from self._collect_slice(part, activations)
+            return
+        shared = () if footprint is None else footprint.shared
+        statistics = CountedStatistics(self.trace, self.spec, part.layers, shared)
+        temporary = max(map(statistics.temporary, part.layers))
+        self.trace.moment(self.phase, stage.block.name, activations=activations + temporary)
+        for layer in part.layers:
+            yield layer, statistics
+            statistics.forget(layer)
+
+    def _collect_slice(self, part: Part, activations: int) -> Iterator[tuple[PrunableLayer, "CountedStatistics"]]:
+        """The first slice of a layer, since all are alike."""
+        (layer,), first = part.layers, part.slices[0]
+        plan, some = self.spec.plan(layer), layer
+        if layer.adapter.separate:
+            some = dataclasses.replace(layer, span=(first.start, first.stop))
+        else:
+            plan = dataclasses.replace(plan, rows=first)
+        statistics = CountedStatistics(self.trace, self.spec, (some,), (), plan)
+        totals = 0 if layer.adapter.separate else 4 * (1 + self.run.batch) * layer.shape[0] * layer.shape[1]
+        self.trace.moment(self.phase, layer.name, activations=activations + statistics.temporary(some) + totals)
+        yield layer, statistics
+        statistics.forget(some)
+
+    def solve(self, layer: PrunableLayer, statistics: "CountedStatistics") -> None:  # type: ignore[override]
+        """As `Task.solve`."""
+        self.done.add(layer.name)
+        if not self.solves:
+            return
+        rows = None if statistics.plan is None or statistics.plan.rows is None else statistics.plan.rows
+        size = solver_bytes(self.run, layer, None if rows is None else rows.stop - rows.start)
+        whole = 0 if rows is None else 8 * layer.shape[0] * layer.shape[1]
+        self.trace.moment("solver", layer.name, solver=size + whole)
+        self.trace.result(layer)
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """As `Task.skip`: there are no data."""
+
+
+class CountedStatistics:
+    """Of a part's layers: Gram matrices, once for those that read the same tensor, and gradients.
+
+    Args:
+        trace: which counts them.
+        spec: the statistics.
+        layers: of the part.
         shared: names of layers that read the same tensor.
-        plan: of the only layer, where it differs from the schedule's.
+        plan: of the only layer, where it differs from the spec's.
     """
 
     def __init__(
         self,
-        walk: MemoryTrace,
-        schedule: StatisticsSchedule,
+        trace: MemoryTrace,
+        spec: StatisticsSpec,
         layers: Sequence[PrunableLayer],
         shared: Sequence[tuple[str, ...]],
-        plan: Plan | None = None,
+        plan: GradientPlan | None = None,
     ):
-        self.walk, self.schedule = walk, schedule
+        self.trace, self.spec, self.plan = trace, spec, plan
         self.readers = [{layer.name for layer in layers if layer.name in some} for some in shared]
         known = {name for some in self.readers for name in some}
         self.readers = [some for some in self.readers if some] + [
@@ -270,29 +342,29 @@ class _Statistics:
         ]
         self.gradients: dict[str, tuple[str, int]] = {}
         for layer in layers:
-            size = schedule.gradient_bytes(layer, plan)
+            size = spec.gradient_bytes(layer, plan)
             if size:
-                self.gradients[layer.name] = walk.hold("statistics", size, layer.name), size
+                self.gradients[layer.name] = trace.hold("statistics", size, layer.name), size
         self.grams: dict[frozenset[str], tuple[str, int]] = {}
         for some in self.readers:
             layer = next(layer for layer in layers if layer.name in some)
-            size = schedule.gram_bytes(layer)
+            size = spec.gram_bytes(layer)
             self.grams[frozenset(some)] = self._gram(layer, size), size
 
     def _gram(self, layer: PrunableLayer, size: int) -> str:
         """Where a Gram matrix is: on the model's device, in the budget or beyond it; on a CPU the disk may hold it."""
-        place, device = self.walk.hold("statistics", size, layer.name), str(self.walk.storage.device)
-        if place == device or self.walk.storage.device.type == "cpu":
+        place, device = self.trace.hold("statistics", size, layer.name), str(self.trace.storage.device)
+        if place == device or self.trace.storage.device.type == "cpu":
             return place
-        self.walk.free("statistics", place, size)
-        self.walk.add("statistics", device, size)
-        self.walk.storage.used[self.walk.storage.device] += size
+        self.trace.free("statistics", place, size)
+        self.trace.add("statistics", device, size)
+        self.trace.storage.used[self.trace.storage.device] += size
         return device
 
     def forget(self, layer: PrunableLayer) -> None:
         """Let go of a layer's; a Gram matrix goes with the last that has it."""
         if layer.name in self.gradients:
-            self.walk.free("statistics", *self.gradients.pop(layer.name))
+            self.trace.free("statistics", *self.gradients.pop(layer.name))
         for some in self.readers:
             if layer.name in some:
                 key = frozenset(some)
@@ -301,16 +373,16 @@ class _Statistics:
                 if some:
                     self.grams[frozenset(some)] = held
                 else:
-                    self.walk.free("statistics", *held)
+                    self.trace.free("statistics", *held)
 
     def temporary(self, layer: PrunableLayer) -> int:
         """What adding a batch's gradients of a layer takes for a time."""
         d_out, d_in = layer.shape
-        if self.schedule.lams[layer.name] == 1:
+        if self.spec.lams[layer.name] == 1:
             return 0
-        if self.schedule.diagonal:
+        if self.spec.diagonal:
             return 8 * d_out * d_in // layer.groups
-        if self.schedule.plan(layer).column_block is None:
+        if self.spec.plan(layer).column_block is None:
             return 0
-        limit = slice_bytes(self.walk.storage.device)
-        return min(limit, 8 * min(STAGED, self.schedule.samples) * d_out * d_in)
+        limit = slice_bytes(self.trace.storage.device)
+        return min(limit, 8 * min(STAGED, self.spec.samples) * d_out * d_in)

@@ -19,7 +19,7 @@ from ..model.offload import is_on_disk
 from ..model.onloading import RESIDENT
 from ..pipeline.block_probe import without_weights
 from ..pipeline.selection import Selection, check_weight
-from ..pipeline.streamed import StreamedPasses
+from ..pipeline.streamed import StreamedPipeline
 from ..reports.plan import DISK
 from ..results.store import weight_sums
 
@@ -101,7 +101,7 @@ def bring_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
 
 def streamed_try(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
-) -> StreamedPasses:
+) -> StreamedPipeline:
     """Passes over a batch whose first block alone has real inputs: all others get these too.
 
     Args:
@@ -119,8 +119,8 @@ def streamed_try(
     why = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
     require(found is not None, why)
     assert found is not None
-    passes = StreamedPasses(model, blocks, [batch], gradients, loss, Storage(device), found.extras)
-    passes.arguments()
+    passes = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), found.extras)
+    passes.capture_arguments()
     first = passes.calls[0][0]
     assert first is not None and first.hidden is not None
     for (call,) in passes.calls:

@@ -29,7 +29,7 @@ from ..pipeline.inputs import Subject, prepare, with_room
 from ..pipeline.selection import Selection, select
 from ..reports.plan import DISK, BlockPlan, Overflow, Plan, Snapshot, most_of
 from .block_footprint import ModelFootprint, chain_names, model_footprint
-from .memory import MemoryTrace, Visit, walk_blocks
+from .memory import MemoryTrace, Visit, count_blocks
 from .offloaded import Away, blocks_away, module_bytes
 from .phases import allocation, recovery, rotation, saving, writing
 from .run_spec import CPU, RunSpec
@@ -84,11 +84,11 @@ def make_plan(
     with called_by(model, forward) if weights else nullcontext():
         data, storage, chains = _ready(subject, selection, batches, weights, room, away)
         outline, notes = _outline(subject, selection, data, storage, chains, forward, resumes, away)
-        walk, blocks = _walk(outline, model, text)
+        trace, blocks = _walk(outline, model, text)
         ready = clock(own) - started
         seconds = measure(subject, outline, data, ready) if weights and room is None else None
-    walk.overflows = [*_too_large(model, outline, room), *walk.overflows]
-    return _plan(subject, outline, data, walk, blocks, seconds, weights, tuple(notes))
+    trace.overflows = [*_too_large(model, outline, room), *trace.overflows]
+    return _plan(subject, outline, data, trace, blocks, seconds, weights, tuple(notes))
 
 
 def example_batches(subject: Subject, selection: Selection, calibration: Any) -> list[Batch]:
@@ -249,28 +249,28 @@ def _hidden_bytes(model: nn.Module, data: CalibrationData) -> int:
 
 def _walk(outline: RunSpec, model: nn.Module, text: bool) -> tuple[MemoryTrace, dict[str, tuple[Block, list[Visit]]]]:
     """Through all phases, in the run's order."""
-    walk, config = MemoryTrace(outline), outline.selection.config
-    walk.add("reading text", str(CPU), TEXT_BYTES if text else 0)
+    trace, config = MemoryTrace(outline), outline.selection.config
+    trace.add("reading text", str(CPU), TEXT_BYTES if text else 0)
     away = outline.away or Away(0, 0, DISK)
     device = str(outline.storage.device)
-    walk.add("weights of a block", device, away.largest)
+    trace.add("weights of a block", device, away.largest)
     if config.rotation is not None:
-        rotation(walk, model)
+        rotation(trace, model)
     if config.allocation == "fisher":
-        allocation(walk)
-    blocks = {block.name: (block, found) for block, found in walk_blocks(walk)}
+        allocation(trace)
+    blocks = {block.name: (block, visits) for block, visits in count_blocks(trace)}
     if config.recover is not None:
-        recovery(walk)
-    writing(walk)
-    saving(walk, module_bytes(model))
-    return walk, blocks
+        recovery(trace)
+    writing(trace)
+    saving(trace, module_bytes(model))
+    return trace, blocks
 
 
 def _plan(
     subject: Subject,
     outline: RunSpec,
     data: CalibrationData,
-    walk: MemoryTrace,
+    trace: MemoryTrace,
     blocks: dict[str, tuple[Block, list[Visit]]],
     seconds: "Seconds | None",
     weights: bool,
@@ -284,9 +284,9 @@ def _plan(
     for block in (*selection.structure.blocks, None):
         name = "the whole model" if block is None else block.name
         if name in blocks:
-            rows.append(_row(walk, *blocks[name], places, seconds, outline))
-    moments = most_of(walk.moments, places)
-    overflows = (*walk.overflows, *_misfits(moments, room, outline))
+            rows.append(_row(trace, *blocks[name], places, seconds, outline))
+    moments = most_of(trace.moments, places)
+    overflows = (*trace.overflows, *_misfits(moments, room, outline))
     found = {} if seconds is None else seconds.phases(outline, list(blocks.values()))
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
@@ -331,7 +331,7 @@ def _too_large(model: nn.Module, outline: RunSpec, room: Room | None) -> list[Ov
 
 
 def _row(
-    walk: MemoryTrace,
+    trace: MemoryTrace,
     block: Block,
     found: list[Visit],
     places: Sequence[str],
@@ -339,7 +339,7 @@ def _row(
     outline: RunSpec,
 ) -> BlockPlan:
     names = {block.name, *(layer.name for layer in block.layers)}
-    here = [each for each in walk.moments if each.where in names and each.phase in ("calibration", "solver")]
+    here = [each for each in trace.moments if each.where in names and each.phase in ("calibration", "solver")]
     most = {place: max(each.total(place) for each in here) for place in places}
     return BlockPlan(
         name=block.name,

@@ -8,8 +8,8 @@ from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..model.layers import Block, PrunableLayer
 from ..objective.problem_size import ProblemSize, ruler_bytes
-from ..pipeline.schedule import StatisticsSchedule
 from ..pipeline.selection import Selection
+from ..pipeline.spec import StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
 from .block_footprint import ModelFootprint
 from .offloaded import Away
@@ -34,7 +34,7 @@ class RunSpec:
     itemsize: int  # of the model's numbers
     storage: Storage
     resumes: bool  # results lie in a folder
-    kind: type[StatisticsSchedule] = StatisticsSchedule  # which decides what is gathered together
+    kind: type[StatisticsSpec] = StatisticsSpec
     away: Away | None = None  # blocks that are elsewhere
 
     @property
@@ -50,21 +50,26 @@ class RunSpec:
         return max(self.sizes)
 
     @property
-    def schedule(self) -> StatisticsSchedule:
-        """The run's own."""
-        selection, config = self.selection, self.selection.config
-        lams = {layer.name: selection.lam_of(layer) for layer in selection.layers}
-        patterns = {layer.name: [pattern_of(selection, layer)] for layer in selection.layers}
-        experts = config.expert_tokens, config.under_calibrated_experts
-        return self.kind(selection.solver, patterns, lams, self.samples, self.storage, *experts)
+    def statistics(self) -> StatisticsSpec:
+        """Of the run."""
+        patterns = {layer.name: [pattern_of(self.selection, layer)] for layer in self.selection.layers}
+        return self.kind.of(self.selection, patterns, self.samples)
 
-    def starved(self, layer: PrunableLayer) -> int:
+    @property
+    def keeps_routing(self) -> bool:
+        """Whether every expert keeps the statistics of its own tokens."""
+        config = self.selection.config
+        return config.expert_tokens != "all" and config.under_calibrated_experts == "routed"
+
+    def under_calibrated(self, layer: PrunableLayer) -> int:
         """How many experts of a layer are shown all tokens, if its router sends each as many as any other."""
-        experts, choices = self.schedule.experts, self.footprint.choices.get(layer.name)
-        if choices is None or experts.as_routed or (experts.instead == "magnitude" and not experts.everyone):
+        config, choices = self.selection.config, self.footprint.choices.get(layer.name)
+        everyone = config.expert_tokens == "all"
+        replaced = everyone or config.under_calibrated_experts == "all"
+        if choices is None or not replaced:
             return 0
         tokens = self.samples * (self.tokens or 0) * choices // len(layer.parameter)
-        return layer.groups if experts.everyone or is_under_calibrated(tokens, layer.shape[1]) else 0
+        return layer.groups if everyone or is_under_calibrated(tokens, layer.shape[1]) else 0
 
     def logits_bytes(self) -> int:
         """A batch's logits with their gradient, and one sample's in float32, three times."""
@@ -91,7 +96,7 @@ def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None
     selection, lam = outline.selection, outline.selection.lam_of(layer)
     d_out, d_in = layer.shape
     pattern, separate = pattern_of(selection, layer), layer.adapter.separate
-    plan = outline.schedule.plan(layer)
+    plan = outline.statistics.plan(layer)
     device = outline.storage.device
     return ProblemSize(
         rows=rows or (d_out // layer.groups if separate else d_out),

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from ..allocation.fisher import ROWS, SHARE, SPARSITIES, sampled_count
-from ..calibration.accumulators import STAGED, Plan, numbers_per_row
+from ..calibration.accumulators import STAGED, GradientPlan, numbers_per_row
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
 from ..data.text import CalibrationData
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
-from ..pipeline.block_pipeline import BlockwisePasses, FullModelPasses
 from ..pipeline.inputs import Subject
 from ..pipeline.selection import Selection
+from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotation.exchange import search_products
 from .memory import Visit
@@ -287,7 +287,7 @@ def _try_present(subject: Subject, outline: RunSpec, batch: Batch) -> _Tried:
     for chain in outline.sequential:
         around = [block for block in structure.blocks if block not in chain]
         storage = Storage(device)
-        passes = BlockwisePasses(subject.model, chain, [batch], gradients, subject.loss, storage, around)
+        passes = BlockPipeline(subject.model, chain, [batch], gradients, subject.loss, storage, around)
         started = clock(device)
         passes.capture()
         first += clock(device) - started
@@ -302,7 +302,7 @@ def _try_present(subject: Subject, outline: RunSpec, batch: Batch) -> _Tried:
         found |= {block.name: known[_kind(block)] for block in chain if block.layers}
     rest = tuple(layer for block in outline.non_sequential for layer in block.layers) + structure.outside
     if rest:
-        everything = FullModelPasses(subject.model, structure.blocks, [batch], gradients, subject.loss)
+        everything = FullModelPipeline(subject.model, structure.blocks, [batch], gradients, subject.loss)
         whole, _ = _observed(outline, rest, batch, everything.run)
     return _Tried.of(first, whole, found)
 
@@ -310,7 +310,7 @@ def _try_present(subject: Subject, outline: RunSpec, batch: Batch) -> _Tried:
 def _block(outline: RunSpec, block: Block, batch: Batch, run: Callable[[bool, Observer], None]) -> _Timed:
     alone, _ = _observed(outline, (), batch, partial(run, False))
     shown = 0.0
-    fused = [layer for layer in block.layers if outline.starved(layer)]
+    fused = [layer for layer in block.layers if outline.under_calibrated(layer)]
     if fused:
         count = min(SHOWN, *(layer.groups for layer in fused))
         parts = [dataclasses.replace(layer, span=(0, count), everywhere=True) for layer in fused]
@@ -342,8 +342,8 @@ def _try_away(subject: Subject, outline: RunSpec, batch: Batch) -> _Tried:
     return _Tried.of(first, 0.0, {block.name: known[_kind(block)][0] for block in blocks if block.layers})
 
 
-def _pass(passes: BlockwisePasses, index: int, last: bool, observer: Observer) -> None:
-    passes.run(index, observer, last)
+def _pass(passes: BlockPipeline, index: int, advance: bool, observer: Observer) -> None:
+    BlockStage(passes, index).observe(observer, advance)
 
 
 def _weights(layers: Sequence[PrunableLayer]) -> int:
@@ -363,13 +363,13 @@ def _observed(
     gradients: bool = True,
 ) -> tuple[float, float]:
     """Seconds of a batch under the hooks of all layers, and those of making memory for their sums."""
-    schedule, count, device = outline.schedule, batch_size(batch), outline.storage.device
-    wanted = {layer.name for layer in layers if gradients and schedule.lams[layer.name] < 1}
+    statistics, count, device = outline.statistics, batch_size(batch), outline.storage.device
+    wanted = {layer.name for layer in layers if gradients and statistics.lams[layer.name] < 1}
     plans = {layer.name: _affordable(outline, layer, count) for layer in layers}
     compressed = any(plans[name].column_block is not None for name in wanted)
     samples, storage = STAGED if compressed else count, _Clocked(device)
     started = clock(device)
-    with Observer(layers, schedule.diagonal, wanted, samples, storage, plans) as observer:
+    with Observer(layers, statistics.diagonal, wanted, samples, storage, plans) as observer:
         run(observer)
     passed = clock(device)
     for layer in layers:
@@ -380,12 +380,12 @@ def _observed(
     return passed - started - storage.seconds + taken, storage.seconds
 
 
-def _affordable(outline: RunSpec, layer: PrunableLayer, samples: int) -> Plan:
+def _affordable(outline: RunSpec, layer: PrunableLayer, samples: int) -> GradientPlan:
     """How a try gathers a layer: as the run, or the rows of it that fit in the memory."""
-    plan, d_out = outline.schedule.plan(layer), layer.shape[0]
+    plan, d_out = outline.statistics.plan(layer), layer.shape[0]
     size = 4 * d_out * numbers_per_row(layer.shape[1], samples, plan.column_block)
     most = int(d_out * min(1.0, TRY_BYTES / size))
-    if outline.schedule.diagonal or most == d_out or layer.groups > 1:
+    if outline.statistics.diagonal or most == d_out or layer.groups > 1:
         return plan
     return dataclasses.replace(plan, rows=slice(0, max(1, most)))
 

@@ -6,12 +6,13 @@ targets; those of the recovered prefix, h, are its inputs, exactly as it will se
     min over the surviving weights of block f:   mean over tokens of |f(h) - g(d)|² / |g(d)|²
 
 "blockwise" begins with the weights that the run pruned, "gradual" prunes each block once more, in stages (gradual.py);
-neither changes what the run gives it, so a recovery that is killed goes on at the block where it was. One block's
+neither changes the results of the run, so that a killed recovery resumes at its block. One block's
 optimizer state is alive at a time. Norms and biases stay as they are.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -21,36 +22,77 @@ from ..model.calls import frozen
 from ..model.layers import Block
 from ..model.losses import token_mask
 from ..model.onloading import all_onloaded
-from ..pipeline.block_pipeline import BlockwisePasses
 from ..pipeline.block_sequences import BlockSequences, find_block_sequences
 from ..pipeline.inputs import Prepared
-from ..pipeline.schedule import StatisticsSchedule
-from ..pipeline.statistics_source import streamed
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import block_pipeline, streamed
 from ..pipeline.variant import Variant
+from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
 from .gradual import Gradual
 from .student import Student, Task, Tensors, positions
 from .tuning import Tuner, part_size
 
 
+class RecoveryStage:
+    """A block, with the inputs and the targets of its recovery.
+
+    Args:
+        block: of the dense model.
+        number: of the block.
+        task: its inputs and targets.
+        student: gives the block with its pruned weights, as the store has them.
+        leads_on: whether another stage follows.
+    """
+
+    advanced = False
+
+    def __init__(self, block: Block, number: int, task: Task, student: Callable[[Block], Student], leads_on: bool):
+        self.block, self.number, self.task, self.leads_on = block, number, task, leads_on
+        self.layers, self._make, self._student = block.layers, student, list[Student]()
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """As `Stage.onloaded`."""
+        return self.block.onloaded()
+
+    @property
+    def student(self) -> Student:
+        """The block that is trained."""
+        if not self._student:
+            self._student.append(self._make(self.block))
+        return self._student[0]
+
+    def advance_targets(self) -> None:
+        """Replace the dense model's inputs of the block by its outputs, the targets."""
+        self.task.advance(self.task.targets, Student(self.block, [], set()).rounded())
+
+    def advance(self) -> None:
+        """As `Stage.advance`: the outputs of the recovered block are the next one's inputs."""
+        if self.leads_on:
+            self.task.advance(self.task.inputs, self.student.rounded())
+
+
 class Recovery:
-    """The recovery of one run's results.
+    """The recovery of one run's results; as a pipeline, the stages of its blocks.
 
     Args:
         prepared: the model, dense and frozen, and the data.
-        chain: of the blocks that it is inside of.
+        sequence: the sequential blocks.
         variant: of the run: how many steps, at which rate, and the seed of their order; the pruned weights in its
             store, which gets the recovered ones.
     """
 
-    def __init__(self, prepared: Prepared, chain: tuple[Block, ...], variant: Variant):
+    def __init__(self, prepared: Prepared, sequence: tuple[Block, ...], variant: Variant):
         assert prepared.data is not None  # `plan` refuses to recover without
-        self.prepared, self.blocks, self.variant = prepared, chain, variant
+        self.prepared, self.blocks, self.variant = prepared, sequence, variant
         self.config, self.structure, self.store = variant.selection.config, variant.selection.structure, variant.store
-        self.backoff, self.storage = prepared.backoff.by_one(), prepared.storage
-        self.batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
+        self.backoff, self.storage = prepared.backoff.single_process(), prepared.storage
+        self.whole_batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
         self.gradual: Gradual | None = None
-        self.where = chain[0].name  # the latest block
+        if self.config.recover == "gradual":
+            arguments = variant.pattern_of, self.config.recover_steps, self.batches, self.backoff
+            self.gradual = Gradual(variant.selection.solver, *arguments)
+        self.where = sequence[0].name  # the current block
 
     @classmethod
     def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
@@ -68,73 +110,66 @@ class Recovery:
             return None
         require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
         part_size(prepared.data.num_samples)
-        if prepared.surveyed is not None:  # which found one chain
-            found = BlockSequences([structure.blocks], (), ())
+        if prepared.block_probe is not None:  # all blocks are sequential
+            sequences = BlockSequences([structure.blocks], (), ())
         else:
             probe = prepared.probe
             with frozen(model), all_onloaded(structure.blocks):
-                found = find_block_sequences(model, structure.blocks, probe, False, prepared.subject.loss)
+                sequences = find_block_sequences(model, structure.blocks, probe, False, prepared.subject.loss)
         require(
-            len(found.sequential) == 1 and not found.non_sequential,
+            len(sequences.sequential) == 1 and not sequences.non_sequential,
             f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
-            f"one before gives: this model has {len(found.sequential)}, and {len(found.non_sequential)} blocks in none; "
+            f"one before gives: this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in none; "
             "use recover=None, or choose the layers of one chain by targets=",
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
-        return cls(prepared, found.sequential[0], variant)
+        return cls(prepared, sequences.sequential[0], variant)
 
-    @property
-    def parts(self) -> list[Batch]:
-        """The batches, as small as the device's memory has turned out to ask for."""
+    def batches(self) -> list[Batch]:
+        """The batches, as small as backoff has made them."""
         samples = self.backoff.samples
-        return self.batches if samples is None else split_batches(self.batches, samples)
+        return self.whole_batches if samples is None else split_batches(self.whole_batches, samples)
 
-    @property
-    def schedule(self) -> StatisticsSchedule | None:
-        """Of the latest stage of a block, if there are stages."""
-        return None if self.gradual is None else self.gradual.schedule
+    def run(self) -> float:
+        """Recover every block that is not recovered yet, under a bar; returns the seconds it took."""
+        started = time.perf_counter()
+        total, shown = sum(bool(block.layers) for block in self.blocks), self.prepared.subject.progress
+        with progress_bar(total=total, desc="recovering", unit="block", shown=shown) as bar:
 
-    def run(self) -> Iterator[Block]:
-        """Recover every block that is not yet; yields each one when it is done.
+            def visit(stage: RecoveryStage) -> None:
+                self.where = stage.block.name
+                bar.set_postfix_str(self.where)
+                with self.backoff.together():
+                    self.recover(stage)
+                bar.update(bool(stage.layers))
 
-        Raises:
-            torch.OutOfMemoryError: the device; then this may be called again.
-        """
-        blocks, batches = self.blocks, self.parts
-        passes = self._passes(batches)
-        if self.config.recover == "gradual":
-            sizes, patterns = [batch_size(batch) for batch in batches], self.variant.pattern_of
-            steps, solver = self.config.recover_steps, self.variant.selection.solver
-            self.gradual = Gradual(solver, patterns, steps, sizes, self.backoff)
-        passes.capture()
-        dense = [call.hidden for call in passes.calls[passes.lowest]]
+            run_pipeline(self, visit, self.backoff, self.batches, lambda: self.where)
+        return time.perf_counter() - started
+
+    def __iter__(self) -> Iterator[RecoveryStage]:
+        prepared, batches = self.prepared, self.batches()
+        if prepared.block_probe is not None:
+            pipeline = streamed(prepared, batches, False)
+        else:
+            pipeline = block_pipeline(prepared, self.blocks, batches, False)
+        pipeline.capture()
+        dense = [call.hidden for call in pipeline.calls[pipeline.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
         masks = [self._mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
-        for i in range(passes.lowest, passes.highest + 1):
-            self.where = blocks[i].name
-            task = Task(blocks[i].module, passes.calls[i], inputs, dense, masks)
-            with blocks[i].onloaded():
-                self._step(i, task, i < passes.highest)
-            if blocks[i].layers:
-                yield blocks[i]
+        for i in range(pipeline.lowest, pipeline.highest + 1):
+            task = Task(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
+            yield RecoveryStage(self.blocks[i], i, task, self._student, i < pipeline.highest)
 
-    def _passes(self, batches: list[Batch]) -> BlockwisePasses:
-        """Over the chain, of the model as it is dense."""
-        if self.prepared.surveyed is not None:
-            return streamed(self.prepared, batches, False)
-        around = [block for block in self.structure.blocks if block not in self.blocks]
-        return BlockwisePasses(self.prepared.model, self.blocks, batches, False, None, self.storage, around)
+    def recover(self, stage: RecoveryStage) -> None:
+        """Recover a block, if it is not recovered yet.
 
-    def _step(self, i: int, task: Task, leads_on: bool) -> None:
-        """Recover block `i`, if it is not yet; its inputs become its outputs where a block follows."""
-        block = self.blocks[i]
-        task.advance(task.targets, Student(block, [], set()).rounded())  # they are the targets from here on
-        student = self._student(block)
-        if student.trained and block.name not in self.store.blocks:
-            self.store.put_block(*self._recover(i, student, task))
-        if leads_on:
-            task.advance(task.inputs, student.rounded())
+        Args:
+            stage: onloaded.
+        """
+        stage.advance_targets()
+        if stage.student.trained and stage.block.name not in self.store.blocks:
+            self.store.put_block(*self._recover(stage))
 
     def _mask(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """Which of a hidden state's positions are no padding; None for all."""
@@ -151,20 +186,20 @@ class Recovery:
     def _student(self, block: Block) -> Student:
         """The block with its pruned weights. A layer that other blocks share is not tuned."""
         inside, here = set(map(id, block.module.parameters())), set(block.module.modules())
-        known = [layer for layer in self.structure.layers() if layer in self.store]
-        layers = [layer for layer in known if id(layer.parameter) in inside]
+        solved = [layer for layer in self.structure.layers() if layer in self.store]
+        layers = [layer for layer in solved if id(layer.parameter) in inside]
         tuned = {layer.name for layer in layers if here.issuperset(layer.modules)}
         return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned)
 
-    def _recover(self, i: int, student: Student, task: Task) -> tuple[BlockReport, Tensors]:
-        started = time.perf_counter()
-        sizes = [batch_size(batch) for batch in self.batches]
-        tuner = Tuner(student, task, self.config, i, sizes, self.backoff.samples)
+    def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors]:
+        started, student, task = time.perf_counter(), stage.student, stage.task
+        sizes = [batch_size(batch) for batch in self.whole_batches]
+        tuner = Tuner(student, task, self.config, stage.number, sizes, self.backoff.samples)
         before, pruned = tuner.loss(), student.snapshot()
         notes = tuner.finish() if self.gradual is None else self.gradual.tune(student, task, tuner)
         after = tuner.loss()
         if not after < before:
             student.restore(pruned)
             after, notes = before, [*notes, "no gain: the pruned weights were kept"]
-        name, seconds = self.blocks[i].name, time.perf_counter() - started
+        name, seconds = stage.block.name, time.perf_counter() - started
         return BlockReport(name, before, after, tuner.taken, seconds, tuple(notes)), student.matrices()

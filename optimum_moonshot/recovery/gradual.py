@@ -10,22 +10,23 @@ The reconstruction error is the only objective: tuning is towards the outputs, a
 loss were those of the dense model (what λ < 1 gains in one shot is gone after a recovery, docs/measured.md).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
 
 import torch
 
 from ..calibration.observer import Observer
+from ..data.batches import Batch, batch_size
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Pattern
 from ..pipeline.backoff import Backoff
-from ..pipeline.schedule import StatisticsSchedule
+from ..pipeline.loop import StatisticsTask, solve_parts
 from ..pipeline.solve import Statistics, solve_layer
+from ..pipeline.spec import StatisticsSpec
+from ..pipeline.stages import OpenStage
 from ..solvers import Solver
-from .student import Student, Task, Tensors, TunedLayer
+from .student import Student, Task, Tensors
 from .tuning import Tuner
 
 STAGES = 6  # fewer lose, and each costs a pass of the data through the block and a solution of its layers
@@ -45,37 +46,51 @@ def stage_patterns(pattern: Pattern) -> list[Pattern]:
     return [*before, pattern]
 
 
-@dataclass(frozen=True)
-class StudentStep:
-    """A `Step` at one block with a student's weights, on the inputs that it learns from."""
+class StagePruning(StatisticsTask):
+    """Solves the layers of a student by their statistics in the block as it is.
 
-    student: Student
-    task: Task
-    sizes: list[int]  # samples of each batch
-    moved: ClassVar[bool] = False
+    No result is written to the student before all are solved: a pass over the data for some layers, where the memory
+    takes no more, observes the block that the first pass did.
 
-    @property
-    def layers(self) -> tuple[TunedLayer, ...]:
-        return tuple(self.student.layers)
+    Args:
+        solver: of the run.
+        patterns: layer → its pattern in this stage of the pruning.
+        samples: N.
+        backoff: of the recovery, with the storage of the statistics.
+        batches: of the recovery.
+    """
 
-    @torch.no_grad()
-    def observe(self, observer: Observer, last: bool) -> None:
-        """Pass all data through the student.
+    def __init__(
+        self,
+        solver: Solver,
+        patterns: Mapping[str, Pattern],
+        samples: int,
+        backoff: Backoff,
+        batches: Callable[[], Sequence[Batch]],
+    ):
+        lams = dict.fromkeys(patterns, 1.0)
+        spec = StatisticsSpec(solver, {name: [pattern] for name, pattern in patterns.items()}, lams, samples)
+        super().__init__(spec, backoff, batches)
+        self.weights: Tensors = {}
+        self.solver_notes: list[str] = []
+        self.unreached: set[str] = set()
 
-        Args:
-            observer: entered; it is told every batch.
-            last: makes no difference: another step begins anew.
-        """
-        tensors, first = self.student.tensors, 0
-        device = self.student.parameters[0].device
-        for index, (inputs, mask) in enumerate(zip(self.task.inputs, self.task.masks, strict=True)):
-            observer.begin(first, self.sizes[index], None if mask is None else mask.to(device))
-            self.task.output(index, tensors, inputs, widen=True)
-            observer.end()
-            first += self.sizes[index]
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """As `Task.lacks`."""
+        return layer.name not in self.weights and layer.name not in self.unreached
 
-    def skip(self) -> None:
-        """Nothing waits for it."""
+    def skip(self, layer: PrunableLayer) -> None:
+        """As `Task.skip`: the layer keeps its weight."""
+        self.unreached.add(layer.name)
+
+    def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
+        """As `Task.solve`."""
+        try:
+            (solved,) = solve_layer(self.spec.solver, layer, self.spec.patterns[layer.name], statistics, 1.0)
+        except FactorizationError as error:
+            raise error.within(layer.name) from None
+        self.weights[layer.name] = solved.weight
+        self.solver_notes += [f"{layer.name}: {note}" for note in solved.notes]
 
 
 class Gradual:
@@ -83,10 +98,10 @@ class Gradual:
 
     Args:
         solver: of the run.
-        patterns: layer → what it ends with.
+        patterns: gives the pattern that a layer ends with.
         steps: of a block in all; half of them follow the last stage, the others are between stages.
-        sizes: samples of each batch.
-        backoff: of the recovery, with the storage where statistics live.
+        batches: of the recovery, as small as backoff has made them.
+        backoff: of the recovery, with the storage of the statistics.
     """
 
     def __init__(
@@ -94,11 +109,10 @@ class Gradual:
         solver: Solver,
         patterns: Callable[[PrunableLayer], Pattern],
         steps: int,
-        sizes: list[int],
+        batches: Callable[[], Sequence[Batch]],
         backoff: Backoff,
     ):
-        self.solver, self.patterns, self.sizes, self.backoff = solver, patterns, sizes, backoff
-        self.schedule: StatisticsSchedule | None = None  # of the latest stage
+        self.solver, self.patterns, self.batches, self.backoff = solver, patterns, batches, backoff
         self.between = steps // (2 * (STAGES - 1))
 
     def tune(self, student: Student, task: Task, tuner: Tuner) -> list[str]:
@@ -106,13 +120,13 @@ class Gradual:
 
         Args:
             student: with the weights that the run pruned; a layer that the data no longer reach keeps those.
-            task: what the block has to learn.
+            task: the block's inputs and targets.
             tuner: of both.
 
         Raises:
             MoonshotError: activations that are not finite, or too little memory for the statistics.
             FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
-            torch.OutOfMemoryError: the block is to be done again, with smaller chunks.
+            Restart: the recovery has to start over with smaller batches.
         """
         pruned = {layer.name: layer.matrix.clone() for layer in student.layers}
         student.to_dense()
@@ -127,28 +141,19 @@ class Gradual:
         return [*dict.fromkeys(notes), *tuner.finish()]
 
     def _solve(self, student: Student, task: Task, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:
-        """Every layer's weight [d_out, d_in] by its statistics in the block as it is, and notes of the solver.
+        """Every layer's weight [d_out, d_in] by its statistics in the block as it is, and notes of the solver."""
+        sizes = [batch_size(batch) for batch in self.batches()]
+        pruning = StagePruning(self.solver, patterns, sum(sizes), self.backoff, self.batches)
+        solve_parts(pruning, OpenStage(student.layers, partial(self._observe, student, task, sizes)))
+        return pruning.weights, pruning.solver_notes
 
-        None is given to the student before all are solved: a pass over the data for some of them, where the memory
-        takes no more, sees what the first one saw.
-        """
-        wanted = {name: [pattern] for name, pattern in patterns.items()}
-        lams = dict.fromkeys(patterns, 1.0)
-        backoff, samples = self.backoff, sum(self.sizes)
-        schedule = StatisticsSchedule(self.solver, wanted, lams, samples, backoff.storage, backoff=backoff)
-        self.schedule = schedule
-        weights: Tensors = {}
-        notes: list[str] = []
-
-        def solve(layer: PrunableLayer, statistics: Statistics) -> None:
-            try:
-                (solved,) = solve_layer(self.solver, layer, wanted[layer.name], statistics, 1.0)
-            except FactorizationError as error:
-                raise FactorizationError(f"{layer.name}: {error}") from None
-            weights[layer.name] = solved.weight
-            notes.extend(f"{layer.name}: {note}" for note in solved.notes)
-
-        for layer, statistics in schedule.statistics(StudentStep(student, task, self.sizes), student.layers):
-            if statistics is not None and not backoff.solved(layer.name, partial(solve, layer, statistics)):
-                raise torch.OutOfMemoryError(backoff.failed)
-        return weights, notes
+    @torch.no_grad()
+    def _observe(self, student: Student, task: Task, sizes: Sequence[int], observer: Observer) -> None:
+        """Pass all data through the student."""
+        tensors, first = student.tensors, 0
+        device = student.parameters[0].device
+        for index, (inputs, mask) in enumerate(zip(task.inputs, task.masks, strict=True)):
+            observer.begin(first, sizes[index], None if mask is None else mask.to(device))
+            task.output(index, tensors, inputs, widen=True)
+            observer.end()
+            first += sizes[index]

@@ -7,7 +7,7 @@ zeros, and zeros are no way to tell it not to. So the model becomes smaller at t
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +23,19 @@ from ..model.compaction import Compaction
 from ..model.expert_removal import ExpertRemoval
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.mixtures import Mixture, find_mixtures
-from ..objective.patterns import Experts, Pattern
+from ..objective.patterns import Experts
 from ..objective.removal import Removal
-from ..pipeline.block_pipeline import Step
-from ..pipeline.device_memory import enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.backoff import enough_memory
+from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.selection import Selection, resolved_lam
-from ..pipeline.statistics_source import StatisticsSource
+from ..pipeline.stages import Stage
 from ..pipeline.variant import divided, open_store
 from ..progress import progress_bar
 from ..reports.environment import versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
 from ..reports.record import PruningRecord
-from ..results.run_folder import RunFolder
 from ..results.store import ResultStore
 from ..solvers import Solver, make_solver, solver_names
 
@@ -61,19 +61,15 @@ def run_removal(
     """
     started = time.perf_counter()
     selection = _select(subject.model, config)
-    kept = None
-    if resume_dir is not None and subject.ranks.is_main:
-        kept = RunFolder(resume_dir, "resume_dir").for_samples()
-    prepared = prepare(subject, selection, calibration, kept)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
     before = sum(parameter.numel() for parameter in subject.model.parameters())
     with frozen(subject.model):
         removal = _plan(prepared)
     choices = _Choices.open(prepared, removal, resume_dir)
     try:
         with frozen(subject.model):
-            backoff = prepared.backoff
-            backoff.repeated(lambda: choices.where, choices.gather, lambda: prepared.batches)
-        backoff.share()
+            choices.gather()
+        prepared.backoff.share()
         removal.apply({mixture.name: choices.kept(mixture) for mixture in removal.mixtures})
     finally:
         choices.store.release()
@@ -131,63 +127,51 @@ class _Choices:
         """With results that are kept in `folder`, or in memory without one."""
         return cls(prepared, removal, open_store(prepared, prepared.selection, folder, "resume_dir"))
 
-    # What `StatisticsSource` asks of those who want layers: here the parameters of mixtures.
-
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether the mixture of a parameter has no result yet."""
         mixture = self.of_module.get(layer.modules[0])
         return mixture is not None and mixture.name not in self.store.reports
 
-    def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """That of all mixtures."""
-        return self.removal.pattern
-
-    def weight(self, layer: PrunableLayer) -> Tensor:
-        """The dense one: experts go whole."""
-        return layer.matrix
-
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """No data reach a parameter, and as many experts go of all mixtures or of none.
+        """No data reach a parameter, although all mixtures lose as many experts, or none does.
 
         Raises:
             MoonshotError: always.
         """
-        raise MoonshotError(f"{layer.name}: {reason}")
+        raise MoonshotError(reason).within(layer.name)
 
     def gather(self) -> None:
-        """Pass the data, and choose for each mixture as its block comes by.
+        """Pass the data, and choose for each mixture at the stage of its block.
 
         Raises:
             MoonshotError: bad statistics, or a mixture that no data reach.
         """
-        source = StatisticsSource(self.prepared, [self])
-        shown = self.prepared.subject.progress
+        prepared, shown = self.prepared, self.prepared.subject.progress
+        pipeline = ModelPipeline(prepared, self)
         with progress_bar(total=len(self.of_module), desc="pruning", unit="mixture", shown=shown) as bar:
             bar.update(sum(mixture.name in self.store.reports for mixture in self.removal.mixtures))
-            for step in source.steps():
-                self._step(step, bar)
-        self.notes += source.notes
+            visit = partial(self._visit, bar=bar)
+            run_pipeline(pipeline, visit, prepared.backoff, lambda: prepared.batches, lambda: self.where)
+        self.notes += pipeline.notes
 
-    def _step(self, step: Step, bar: tqdm) -> None:
-        mixtures = [self.of_module[module] for module in dict.fromkeys(self._modules(step))]
+    def _visit(self, stage: Stage, bar: tqdm) -> None:
+        modules = dict.fromkeys(layer.modules[0] for layer in stage.layers if self.lacks(layer))
+        mixtures = [self.of_module[module] for module in modules]
         if not mixtures:
-            step.skip()
             return
         self.where = mixtures[0].name
-        samples, gradients = self.prepared.data.num_samples, self.selection.needs_gradients
-        storage, ranks = self.prepared.storage, self.prepared.ranks
-        with MixtureObserver(mixtures, gradients, samples, storage, ranks) as observer:
-            step.observe(observer, True)
+        prepared, gradients = self.prepared, self.selection.needs_gradients
+        samples, ranks = prepared.data.num_samples, prepared.ranks
+        with (
+            prepared.backoff.together(),
+            MixtureObserver(mixtures, gradients, samples, prepared.storage, ranks) as observer,
+        ):
+            stage.observe(observer, advance=True)
         observer.merge()
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
             self._choose(mixture, observer.sums[mixture.name].result())
             bar.update(1)
-
-    def _modules(self, step: Step) -> Iterator[nn.Module]:
-        for layer in step.layers:
-            if self.lacks(layer):
-                yield layer.modules[0]
 
     def _choose(self, mixture: Mixture, statistics: MixtureStatistics) -> None:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One run of the pruner: select → prepare → solve every layer → recover → write; until then the model stays dense."""
+"""A pruning: select → prepare → solve every layer → recover → commit; until then the model stays dense."""
 
 import os
 import time
@@ -7,22 +7,21 @@ from typing import Any
 from ..config import MoonshotConfig
 from ..model.calls import frozen
 from ..objective.patterns import Experts
-from ..pipeline.device_memory import enough_memory
+from ..pipeline.backoff import enough_memory
 from ..pipeline.exchange import share_recovered
-from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.inputs import Subject, prepare, sample_folder
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..recovery.blockwise import Recovery
 from ..reports.prune_report import PruneReport
-from ..results.run_folder import RunFolder
 from ..results.store import ResultStore
 from .expert_pruning import run_removal
-from .loop import prune_layers
+from .layers import prune_layers
 from .rotate import rotated
 
 
-def run(
+def prune_model(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
 ) -> tuple[PruneReport, ResultStore]:
     """Prune a model.
@@ -41,16 +40,21 @@ def run(
     """
     if config.pattern == Experts.kind:
         return run_removal(subject, config, calibration, resume_dir)
-    started = time.perf_counter()
+    started, recovering = time.perf_counter(), 0.0
     selection = select(subject.model, config)
-    kept = None
-    if resume_dir is not None and subject.ranks.is_main:
-        kept = RunFolder(resume_dir, "resume_dir").for_samples()
-    prepared = prepare(subject, selection, calibration, kept)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
-        with rotated(prepared, [variant], stays=True) as rotating:
-            recovering = solve_and_write(prepared, variant)
+        with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
+            recovery = Recovery.plan(prepared, variant)
+            with frozen(subject.model), bar:
+                prune_layers(prepared, [variant], bar)
+                if recovery is not None:
+                    recovering = recovery.run() if subject.ranks.is_main else 0.0
+                    share_recovered(prepared, variant)
+            prepared.backoff.share()
+            variant.commit()
     finally:
         variant.store.release()
     total = time.perf_counter() - started
@@ -60,42 +64,3 @@ def run(
     seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
     return variant.report(prepared, {**seconds, "total": total}), variant.store
-
-
-def solve_and_write(prepared: Prepared, variant: Variant) -> float:
-    """Every layer's result, then all of them into the model; returns the seconds that a recovery took.
-
-    Args:
-        prepared: the model, dense, and the data.
-        variant: which gets the results.
-
-    Raises:
-        MoonshotError: bad statistics, or too little memory on the device; the model is as it was.
-    """
-    subject, recovering = prepared.subject, 0.0
-    recovery = Recovery.plan(prepared, variant)
-    bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
-    with enough_memory():
-        with frozen(subject.model), bar:
-            prune_layers(prepared, [variant], bar)
-            if recovery is not None:
-                recovering = recover(prepared, recovery) if subject.ranks.is_main else 0.0
-                share_recovered(prepared, variant)
-        prepared.backoff.share()
-        variant.commit()
-    return recovering
-
-
-def recover(prepared: Prepared, recovery: Recovery) -> float:
-    """Recover block after block under a bar; returns the seconds it took."""
-    started = time.perf_counter()
-    total = sum(bool(block.layers) for block in recovery.blocks)
-
-    def run() -> None:
-        shown = prepared.subject.progress
-        with progress_bar(recovery.run(), desc="recovering", total=total, unit="block", shown=shown) as blocks:
-            for block in blocks:
-                blocks.set_postfix_str(block.name)
-
-    recovery.backoff.repeated(lambda: recovery.where, run, lambda: recovery.parts, lambda: recovery.schedule)
-    return time.perf_counter() - started

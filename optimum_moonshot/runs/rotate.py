@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.accumulators import Plan
+from ..calibration.accumulators import GradientPlan
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..config import MoonshotConfig
@@ -25,16 +25,16 @@ from ..malloc_trim import trim_host_memory
 from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
-from ..pipeline.block_pipeline import Step
-from ..pipeline.device_memory import MEND, enough_memory
+from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.exchange import of_the_first
-from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.loop import run_pipeline
+from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.selection import select
-from ..pipeline.statistics_source import StatisticsSource
+from ..pipeline.stages import Stage
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
-from ..results.run_folder import RunFolder
 from ..results.store import ResultStore
 from ..rotation.basis import Basis
 from ..rotation.channel_permutation import order_neurons
@@ -109,10 +109,7 @@ def run_rotation(
         MoonshotError: as `rotate`, and bad data.
     """
     selection = select(subject.model, config)
-    kept = None
-    if resume_dir is not None and subject.ranks.is_main:
-        kept = RunFolder(resume_dir, "resume_dir").for_samples()
-    prepared = prepare(subject, selection, calibration, kept)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
     variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True):
@@ -123,7 +120,7 @@ def run_rotation(
     return variant.rotated.report, variant.store
 
 
-@enough_memory(f"{MEND}, or set rotation_rows")
+@enough_memory(f"{SMALLER}, or set rotation_rows")
 def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Rotated:
     """Rotate a model for the patterns that it is going to be pruned by.
 
@@ -201,7 +198,7 @@ def _finished(
     """Learn from a state on, to the end."""
     config, device = prepared.selection.config, model_device(prepared.model)
     steps, shown = config.rotation_steps, prepared.subject.progress
-    relieved = partial(prepared.backoff.relieved, WHERE, kept=partial(_move, objective, prepared.storage))
+    relieved = partial(prepared.backoff.relieved, WHERE, offload=partial(_move, objective, prepared.storage))
     with progress_bar(total=steps + 1, desc="rotating", unit="step", shown=shown) as bar:
         bar.update(len(state.history) if state else 0)
 
@@ -264,15 +261,10 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     # The passes go backwards where λ < 1, whatever it is.
     prepared = dataclasses.replace(prepared, selection=selection.of_the_dense_model(0.5 if fisher else 1.0))
 
-    def gathered() -> _Gathering:
-        gathering = _Gathering(prepared, spaces, patterns)
-        for step in StatisticsSource(prepared, [_Everything()]).steps():
-            gathering.step(step)
-        return gathering
-
+    gathering = _Gathering(prepared, spaces, patterns)
     try:
         with frozen(prepared.model):
-            gathering = prepared.backoff.repeated(lambda: WHERE, gathered, lambda: prepared.batches)
+            run_pipeline(gathering, gathering.visit, prepared.backoff, lambda: prepared.batches, lambda: WHERE)
     except MoonshotError as error:
         if not fisher or selection.needs_gradients:
             raise
@@ -286,18 +278,8 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     return objective
 
 
-class _Everything:
-    """Wants the statistics of every layer; see `statistics_source.Wanting`."""
-
-    def lacks(self, layer: PrunableLayer) -> bool:
-        return True
-
-    def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """The run itself reports layers without data."""
-
-
 class _Gathering:
-    """Groups of matrices that read the same inputs, block by block in whatever order the passes have."""
+    """Groups of matrices that read the same inputs, stage by stage; as a pipeline, the stages of all layers."""
 
     def __init__(self, prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf):
         self.prepared, self.patterns = prepared, patterns
@@ -308,22 +290,35 @@ class _Gathering:
         self.found: dict[str | None, list[Group]] = {}
         self.block_of = {layer.name: block for block in prepared.selection.structure.blocks for layer in block.layers}
 
-    def step(self, step: Step) -> None:
-        """Pass the data once for the layers of a step, and keep of their statistics what learning needs."""
-        layers = [layer for layer in step.layers if layer.groups == 1 and not layer.adapter.images]
+    def __iter__(self) -> Iterator[Stage]:
+        self.fisher, self.moments, self.found = {}, {}, {}
+        return iter(ModelPipeline(self.prepared, self))
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """As `model_pipeline.Results.lacks`: all layers are observed."""
+        return True
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """As `model_pipeline.Results.skip`: the run itself reports layers without data."""
+
+    def visit(self, stage: Stage) -> None:
+        """Pass the data once for the layers of a stage, and keep the statistics that learning needs."""
+        layers = [layer for layer in stage.layers if layer.groups == 1 and not layer.adapter.images]
         if not layers:
-            step.skip()
             return
         samples, storage = self.prepared.data.num_samples, self.prepared.storage
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
-        plans = {name: Plan(nothing=True) for name in wanted}
+        plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
         ranks = self.prepared.ranks
-        with Observer(layers, False, wanted, samples, storage, plans, extra=extra, ranks=ranks) as observer:
-            step.observe(observer, True)
+        with (
+            self.prepared.backoff.together(),
+            Observer(layers, False, wanted, samples, storage, plans, extra=extra, ranks=ranks) as observer,
+        ):
+            stage.observe(observer, advance=True)
         observer.merge()
         self._take(observer, layers)
-        trim_host_memory()  # what is kept is small, and lies above all that it was made of
+        trim_host_memory()  # the statistics kept are small, and lie above all that they were made of
 
     def _take(self, observer: Observer, layers: Sequence[PrunableLayer]) -> None:
         together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}

@@ -25,10 +25,10 @@ from ..files import writing
 from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
 from ..objective.patterns import Experts, own_sparsity
-from ..pipeline.device_memory import enough_memory
+from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.selection import Selection, select
-from ..pipeline.statistics_source import StatisticsSource
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.environment import versions
@@ -37,7 +37,7 @@ from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport
 from ..results.run_folder import SAMPLES, RunFolder
 from ..results.store import ResultStore
-from .loop import prune_layers
+from .layers import prune_layers
 from .rotate import rotated
 
 # Both ends, the single objectives, and what the paper's ablation tries between them.
@@ -90,7 +90,7 @@ class Solved:
 
     prepared: Prepared
     variants: list[Variant]
-    source: StatisticsSource
+    source: ModelPipeline
     seconds: float  # of all of it, from reading the data on
 
     @property
@@ -174,7 +174,7 @@ def released_on_failure(variants: list[Variant]) -> Iterator[None]:
         raise
 
 
-def solve_variants(prepared: Prepared, variants: list[Variant]) -> StatisticsSource:
+def solve_variants(prepared: Prepared, variants: list[Variant]) -> ModelPipeline:
     """Every layer by every variant.
 
     Args:
@@ -365,7 +365,7 @@ def mean_loss(prepared: Prepared) -> float:
         MoonshotError: too little memory for one sample.
     """
     backoff = prepared.backoff
-    own = backoff.repeated(lambda: "the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
+    own = backoff.repeated("the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
     sums = prepared.ranks.all_gather_object(own)
     backoff.share()
     return sum(total for total, _ in sums) / sum(count for _, count in sums)

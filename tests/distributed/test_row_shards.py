@@ -18,9 +18,9 @@ from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
 from optimum_moonshot.objective.row_slices import row_slices
 from optimum_moonshot.pipeline.backoff import Backoff
-from optimum_moonshot.pipeline.row_share import is_divisible, row_parts
-from optimum_moonshot.pipeline.schedule import StatisticsSchedule, solving_cost
+from optimum_moonshot.pipeline.partition import _rows, _shards_rows, partition
 from optimum_moonshot.pipeline.solve import total_losses
+from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
 
 SEVERAL = [(2, name) for name in CASES] + [(size, name) for size in SIZES[2:] for name in FEW]
@@ -167,12 +167,16 @@ def test_rows_apart_are_the_rows_together(samples, lam):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_row_has_a_process(size):
     layer = linear(10, 4)
-    rows = [row for part in row_parts(layer, Ranks(0, size)) for row in range(10)[part]]
+    rows = [row for part in _rows(layer, Ranks(0, size)) for row in range(10)[part]]
     assert rows == list(range(10))
 
 
 def test_what_is_divided():
     ranks, layer, half = Ranks(1, 4), linear(256, 256), [Unstructured(0.5)]
+
+    def is_divisible(layer, solver, patterns, ranks):
+        return _shards_rows(layer, StatisticsSpec(solver, {layer.name: patterns}, {layer.name: 1.0}, 0), ranks)
+
     able = {name: is_divisible(layer, make_solver(name, {}), half, ranks) for name in ("obc", "cap", "sparsegpt")}
     assert able == dict.fromkeys(able, True)
     sparsegpt = make_solver("sparsegpt", {})
@@ -192,16 +196,16 @@ def test_what_is_divided():
 )
 def test_what_is_too_large_for_one_process_is_divided(size, room, rounds, divided):
     """With 16 samples each of four equal matrices has 17 times its bytes; divided by four processes 9 times."""
-    storage, layer = Storage(torch.device("cpu"), max_memory=2 * room * 4 * 256**2), linear(256, 256)
+    memory, layer = 2 * room * 4 * 256**2, linear(256, 256)
     layers = [dataclasses.replace(layer, name=name) for name in "abcd"]
     patterns, lams = dict.fromkeys("abcd", [Unstructured(0.5)]), dict.fromkeys("abcd", 0.5)
     ranks = Ranks(0, size)
-    gathering = StatisticsSchedule(make_solver("sparsegpt", {}), patterns, lams, 16, storage, ranks=ranks)
-    assert len(gathering.rounds(layers)) == rounds
-    owners = gathering._owners(layers)
-    together = dict.fromkeys("abcd", row_parts(layer, ranks))
-    assert (owners == together) == divided
-    assert divided or sorted(owners.values()) == sorted([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
+    parts = partition(layers, StatisticsSpec(make_solver("sparsegpt", {}), patterns, lams, 16), memory, ranks)
+    assert len(parts) == rounds and [layer for part in parts for layer in part.layers] == layers
+    owners = [owner for part in parts for owner in part.owners]
+    assert (owners == [_rows(layer, ranks)] * 4) == divided
+    assert divided or all(isinstance(owner, int) for owner in owners)
+    assert rounds > 1 or sorted(owners) == [0, 1, 2, 3]
 
 
 def test_a_factor_of_all_rows_is_no_share():

@@ -1,5 +1,7 @@
 """What a layer of experts takes: the solver's numbers are those of one expert; nothing is gathered or shown twice."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
@@ -15,12 +17,13 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.spec import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
 from optimum_moonshot.planning.footprint import LiveBytes
 from optimum_moonshot.planning.seconds import _line, _Tried
 from optimum_moonshot.recovery.student import Student
 from optimum_moonshot.results.store import weight_sums
-from optimum_moonshot.runs.loop import solve
+from optimum_moonshot.runs.layers import solve
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64
@@ -110,7 +113,7 @@ class Passes:
         self.model, self.batches = model, split_batches(token_batches(), 1)
         self.tokens = sum(batch["input_ids"].numel() for batch in self.batches)
 
-    def observe(self, observer, last):
+    def observe(self, observer, advance=False):
         with torch.no_grad():
             for index, batch in enumerate(self.batches):
                 observer.begin(index, 1, None)
@@ -122,12 +125,12 @@ def shown(model, diagonal=False):
     """All tokens to all experts: what was found, into which sums, and the passes."""
     passes, layers = Passes(model), experts(model)
     sums = {layer.name: statistics(layer, diagonal).inputs for layer in layers}
-    everyone = UnderCalibratedExperts(
-        "all", "all", diagonal, len(passes.batches), [], Backoff(Storage(torch.device("cpu")))
-    )
-    starved = {layer.name: list(range(layer.groups)) for layer in layers}
-    found = everyone.all_tokens(passes, layers, starved, sums)
-    assert len(found) == sum(map(len, starved.values()))
+    solver, names = make_solver("wanda" if diagonal else "sparsegpt", {}), [layer.name for layer in layers]
+    spec = StatisticsSpec(solver, {}, dict.fromkeys(names, 1.0), len(passes.batches), expert_tokens="all")
+    everyone = UnderCalibratedExperts(spec, Backoff(Storage(torch.device("cpu"))), [])
+    observer = SimpleNamespace(reached=lambda layer: True, sums=lambda layer: sums[layer.name])
+    everyone.observe(passes, layers, observer)
+    assert len(everyone.replaced) == sum(layer.groups for layer in layers)
     return sums, passes
 
 

@@ -122,8 +122,8 @@ def test_the_pruned_model_runs_and_so_does_a_failed_one(llama, monkeypatch, tmp_
 
 def test_a_run_goes_on_and_its_files_may_go(llama, tmp_path, monkeypatch):
     expected, _ = both(llama, tmp_path)
-    solved, prune_layer = [], "optimum_moonshot.runs.loop.prune_layer"
-    from optimum_moonshot.runs.loop import prune_layer as original
+    solved, prune_layer = [], "optimum_moonshot.runs.layers.prune_layer"
+    from optimum_moonshot.runs.layers import prune_layer as original
 
     def stop(layer, *arguments):
         if len(solved) == 9:

@@ -9,8 +9,8 @@ from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.model.layers import PrunableLayer, find_structure
+from optimum_moonshot.pipeline import model_pipeline
 from optimum_moonshot.pipeline import selection as selection_module
-from optimum_moonshot.pipeline import statistics_source
 from optimum_moonshot.pipeline.block_sequences import BlockSequences
 
 
@@ -120,7 +120,7 @@ def test_a_failure_while_writing_puts_the_dense_weights_back(elsewhere, monkeypa
 @pytest.mark.parametrize("lam", [0.9, 1.0])
 def test_calibrating_and_solving_hold_one_block_at_a_time(lam, elsewhere, monkeypatch):
     found = lambda model, blocks, *arguments: BlockSequences([blocks], (), ())  # noqa: E731  (whose probe needs them all)
-    monkeypatch.setattr(statistics_source, "find_block_sequences", found)
-    monkeypatch.setattr(statistics_source, "all_onloaded", lambda blocks: torch.no_grad())
+    monkeypatch.setattr(model_pipeline, "find_block_sequences", found)
+    monkeypatch.setattr(model_pipeline, "all_onloaded", lambda blocks: torch.no_grad())
     run(lam=lam)
     assert Elsewhere.most == 1

@@ -13,15 +13,14 @@ from optimum_moonshot.calibration.sums import GradientSums, Gram, InputSquares
 from optimum_moonshot.devices import is_out_of_memory
 from optimum_moonshot.objective import row_slices
 from optimum_moonshot.pipeline import backoff
-from optimum_moonshot.pipeline import block_pipeline as passes
 from optimum_moonshot.pipeline import solve as layer_solving
+from optimum_moonshot.pipeline import stages as passes
 from optimum_moonshot.pipeline.backoff import Backoff
-from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses
 from optimum_moonshot.recovery import tuning
 from optimum_moonshot.recovery.student import Task
 from optimum_moonshot.rotation import channel_permutation as ordering
 from optimum_moonshot.rotation import learning, objective
-from optimum_moonshot.runs import loop as solving
+from optimum_moonshot.runs import layers as solving
 from optimum_moonshot.runs import rotate as rotating
 from optimum_moonshot.runs import sweep
 from optimum_moonshot.solvers.ranked import Ranked
@@ -101,7 +100,7 @@ def told(report):
 
 
 PLACES = {
-    "forward": (BlockwisePasses, "_output"),
+    "forward": (passes, "join_hidden"),
     "backward": (torch.autograd, "backward"),
     "head": (passes, "loss_gradient"),
     "Gram": (Gram, "add"),
@@ -452,7 +451,7 @@ def test_caches_leave_the_device(tmp_path):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return storage.put(torch.ones(60), "another")
 
-    assert torch.equal(trying.repeated(lambda: "here", work, list), kept[:60]) and attempts == [None, 200]
+    assert torch.equal(trying.repeated("here", work, list), kept[:60]) and attempts == [None, 200]
     change = "caches on the device halved, from 400 bytes to 200 bytes"
     assert trying.notes == [f"out of memory on cpu once at here: {change}"]
     assert (storage.cached, storage.spilled) == (400, 240)

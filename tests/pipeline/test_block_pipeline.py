@@ -10,8 +10,8 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.model import convolution
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses, FullModelPasses
 from optimum_moonshot.pipeline.block_sequences import is_sequential
+from optimum_moonshot.pipeline.stages import BlockPipeline, FullModelPipeline
 
 
 def gather(model, batches, gradients=True, diagonal=False, whole=False):
@@ -21,14 +21,14 @@ def gather(model, batches, gradients=True, diagonal=False, whole=False):
     found = {}
     with frozen(model):
         if whole:
-            steps = FullModelPasses(model, structure.blocks, batches, gradients, None).steps(tuple(structure.layers()))
+            stages = FullModelPipeline(model, structure.blocks, batches, gradients, None, tuple(structure.layers()))
         else:
-            steps = BlockwisePasses(model, structure.blocks, batches, gradients, None, storage).steps()
-        for step in steps:
-            wanted = {layer.name for layer in step.layers} if gradients else set()
-            with Observer(list(step.layers), diagonal, wanted, samples, storage) as observer:
-                step.observe(observer, True)
-            for layer in step.layers:
+            stages = BlockPipeline(model, structure.blocks, batches, gradients, None, storage)
+        for stage in stages:
+            wanted = {layer.name for layer in stage.layers} if gradients else set()
+            with Observer(list(stage.layers), diagonal, wanted, samples, storage) as observer:
+                stage.observe(observer, True)
+            for layer in stage.layers:
                 found[layer.name] = observer.take(layer)
     return structure, found
 

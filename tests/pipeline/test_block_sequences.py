@@ -9,7 +9,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load
 from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
-from optimum_moonshot.pipeline import statistics_source
+from optimum_moonshot.pipeline import model_pipeline
 from optimum_moonshot.pipeline.block_sequences import BlockSequences, find_block_sequences
 
 SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -80,7 +80,7 @@ def test_chains_give_what_the_whole_model_gives(name, lam, monkeypatch):
             [], tuple(b for b in blocks if "vision" not in b.name), tuple(b for b in blocks if "vision" in b.name)
         )
 
-    monkeypatch.setattr(statistics_source, "find_block_sequences", loose)
+    monkeypatch.setattr(model_pipeline, "find_block_sequences", loose)
     expected = prune(name, **solver)
     assert any("are no chain" in note and "took 1 passes of the whole model" in note for note in expected.report.notes)
     for layer, other in zip(found.report.layers, expected.report.layers, strict=True):

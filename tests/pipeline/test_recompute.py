@@ -17,7 +17,7 @@ from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import is_sequential
-from optimum_moonshot.pipeline.recompute import RecomputedPasses, find_entrance, lent
+from optimum_moonshot.pipeline.recompute import RecomputePipeline, find_entrance, lent
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
 SHARED = dict(vocab_size=96, d_model=16, d_ff=24, d_kv=4, num_layers=3, num_heads=4, **EDGE)
@@ -39,13 +39,16 @@ def gather(model, batches, gradients=True, targets=None):
     pruned = {layer.name: masked(layer) for layer in structure.layers()}
     samples = sum(len(next(iter(batch.values()))) for batch in batches)
     found = {}
-    passes = RecomputedPasses(model, structure, batches, None, storage, lambda layer: pruned[layer.name])
+    passes = RecomputePipeline(
+        model, structure, batches, None, storage, lambda layer: pruned[layer.name], shorten(batches[0]), gradients
+    )
     with frozen(model):
-        for step in passes.steps(shorten(batches[0]), gradients):
+        for step in passes:
             wanted = {layer.name for layer in step.layers} if gradients else set()
             with Observer(list(step.layers), False, wanted, samples, storage) as observer:
                 step.observe(observer, True)
             found |= {layer.name: observer.take(layer) for layer in step.layers}
+            step.advance()
     return found, passes, pruned
 
 

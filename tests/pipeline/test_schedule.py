@@ -9,7 +9,7 @@ from objectives import full, matrices
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.accumulators import STAGED, LayerTotals, Part, Plan, RowMatrices, Samples
+from optimum_moonshot.calibration.accumulators import STAGED, GradientPlan, LayerTotals, Part, RowMatrices, Samples
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import PrunableLayer
@@ -17,8 +17,8 @@ from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
 from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pipeline import schedule as gathering
-from optimum_moonshot.runs import loop as solving
+from optimum_moonshot.pipeline import spec as gathering
+from optimum_moonshot.runs import layers as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 
 SOLVERS = [name for name in solver_names() if solver_class(name).calibrated and name != "wanda"]
@@ -59,7 +59,7 @@ def feed(accumulators, layer, batches, seed=0):
 def test_every_form_gathers_the_same_gradients(block, rows, batches):
     layer = linear(7, 12)
     samples = sum(batches)
-    plan = Plan(block, rows)
+    plan = GradientPlan(block, rows)
     kept, compressed = Samples(layer, samples, storage(), plan), RowMatrices(layer, samples, storage(), plan)
     totals = LayerTotals(layer, samples, block)
     gradients = feed([kept, compressed, totals], layer, batches)
@@ -139,7 +139,7 @@ def test_chunks_are_whole_groups_or_inside_of_one(groups, room):
     layer = PrunableLayer("layer", (nn.Conv2d(8, 12, 1, groups=groups),), False)
     size = 12 // groups
     d_in = layer.shape[1]
-    rows = gathering.chunk_rows(layer, Plan(), 10, 4 * 10 * d_in * room)
+    rows = gathering.row_slices_within(layer, GradientPlan(), 10, 4 * 10 * d_in * room)
     assert [k for part in rows for k in range(12)[part]] == list(range(12))
     for part in rows:
         count = part.stop - part.start
@@ -173,8 +173,8 @@ def test_chunks_of_rows_do_not_change_the_result(name, solver, lam, pattern, row
     # A pass for every row of every layer takes its time: where they come one by one, one layer will do.
     some = {"targets": (r"\.1\..*(up_proj|intermediate|fc1)",)} if rows == 1 else {}
     expected = prune(name, solver, lam, pattern, **some)
-    monkeypatch.setattr(gathering.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
-    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], rows))
+    monkeypatch.setattr(gathering.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], rows))
     found = prune(name, solver, lam, pattern, **some)
     assert_same(found, expected)
     assert any("chunks of rows" in note for note in found[1].notes)
@@ -198,8 +198,8 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
                 raise FactorizationError("a row's Hessian is not positive definite")
         return original(self, objective, pattern, damping)
 
-    monkeypatch.setattr(gathering.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
-    monkeypatch.setattr(gathering, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 7))
+    monkeypatch.setattr(gathering.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
+    monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 7))
     monkeypatch.setattr(made, "rank", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
     monkeypatch.undo()

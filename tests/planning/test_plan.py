@@ -14,7 +14,7 @@ from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
-from optimum_moonshot.pipeline.schedule import StatisticsSchedule
+from optimum_moonshot.pipeline import loop
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.planning.footprint import LiveBytes, shape_of, without_memory
@@ -132,14 +132,14 @@ def test_plan_and_run_decide_by_the_same_function(solver, monkeypatch, tmp_path)
     model, batches = llama(), token_batches(samples=8, length=16, size=4)
     config = MoonshotConfig(**FAST, lam=0.5, solver=solver, max_memory=60_000, offload_dir=str(tmp_path))
     decided = []
-    original = StatisticsSchedule.rounds
+    original = loop.partition
 
-    def noted(self, layers):
-        found = original(self, layers)
-        decided.append([[layer.name for layer in some] for some in found])
-        return found
+    def noted(*arguments):
+        parts = original(*arguments)
+        decided.append([[layer.name for layer in part.layers] for part in parts])
+        return parts
 
-    monkeypatch.setattr(StatisticsSchedule, "rounds", noted)
+    monkeypatch.setattr(loop, "partition", noted)
     plan = MoonshotPruner(model, config).plan(batches)
     in_plan = list(decided)
     decided.clear()

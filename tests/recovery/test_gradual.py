@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from reference_recovery import recover_gradually
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
-from optimum_moonshot.pipeline.schedule import StatisticsSchedule
+from optimum_moonshot.pipeline.partition import Part
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.recovery.gradual import STAGES, Gradual, stage_patterns
+from optimum_moonshot.recovery.gradual import STAGES, Gradual, StagePruning, stage_patterns
 from optimum_moonshot.recovery.student import Student
 from optimum_moonshot.recovery.tuning import Tuner, divide
 
@@ -286,13 +287,12 @@ def test_a_layer_that_the_recovered_blocks_data_do_not_reach_keeps_its_pruned_we
     plain, model = make("llama"), make("llama")
     changes = dict(pattern="unstructured", sparsity=0.7, num_samples=64)
     prune(plain, token_batches(64), **changes, recover=None)
-    original, name = StatisticsSchedule.statistics, "model.layers.1.mlp.up_proj"
+    original, name = StagePruning.solve, "model.layers.1.mlp.up_proj"
 
-    def hide(self, step, layers):
-        for layer, statistics in original(self, step, layers):
-            yield layer, None if layer.name == name and not hasattr(step, "passes") else statistics
+    def hide(self, layer, statistics):
+        (self.skip if layer.name == name else partial(original, self, statistics=statistics))(layer)
 
-    monkeypatch.setattr(StatisticsSchedule, "statistics", hide)
+    monkeypatch.setattr(StagePruning, "solve", hide)
     report = prune(model, token_batches(64), **changes)
     assert report.recovery[1].loss_after < report.recovery[1].loss_before
     for other in (name, "model.layers.1.mlp.gate_proj"):
@@ -303,9 +303,8 @@ def test_a_layer_that_the_recovered_blocks_data_do_not_reach_keeps_its_pruned_we
 def test_memory_does_not_change_the_result(monkeypatch):
     roomy, tight = make("llama"), make("llama")
     prune(roomy)
-    monkeypatch.setattr(
-        StatisticsSchedule, "rounds", lambda self, layers: [[layer] for layer in layers]
-    )  # as with little memory
+    one = lambda self, stage: [Part((layer,), (0,)) for layer in stage.layers if self.lacks(layer)]  # noqa: E731
+    monkeypatch.setattr(StagePruning, "partition", one)  # as with little memory
     prune(tight)
     assert same(tight, state(roomy))
 

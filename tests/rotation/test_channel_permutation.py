@@ -256,7 +256,7 @@ def test_a_failure_puts_the_neurons_back(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("optimum_moonshot.runs.prune.solve_and_write", fail)
+    monkeypatch.setattr("optimum_moonshot.runs.prune.prune_layers", fail)
     with pytest.raises(KeyboardInterrupt):
         done.prune(token_batches(), progress=False)
     assert same(weights(done.model), dense)

@@ -100,7 +100,7 @@ def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     done = pruner("llama-tied-biased")
     dense = weights(done.model)
     if moment == "solve":
-        monkeypatch.setattr("optimum_moonshot.runs.prune.solve_and_write", fail)
+        monkeypatch.setattr("optimum_moonshot.runs.prune.prune_layers", fail)
     else:
         monkeypatch.setattr(rotating, moment, fail)
     with pytest.raises(KeyboardInterrupt):

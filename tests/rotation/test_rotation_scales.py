@@ -124,7 +124,7 @@ def test_a_finished_state_is_taken_over_bit_by_bit(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("optimum_moonshot.runs.prune.solve_and_write", kill)
+        patch.setattr("optimum_moonshot.runs.prune.prune_layers", kill)
         with pytest.raises(KeyboardInterrupt):
             pruner().prune(token_batches(), progress=False, resume_dir=tmp_path)
     monkeypatch.setattr(rotating, "gather", lambda *_: pytest.fail("learned again"))

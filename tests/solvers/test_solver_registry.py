@@ -16,7 +16,7 @@ from optimum_moonshot.objective.linalg import check_factored
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import DiagonalQuadratic, Quadratic
 from optimum_moonshot.objective.row_slices import split_range
-from optimum_moonshot.pipeline import schedule
+from optimum_moonshot.pipeline import spec
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
 from optimum_moonshot.solvers.cap import CAP
@@ -137,8 +137,8 @@ def test_a_sweep_gives_it_all_sparsities_together(solver, monkeypatch):
 @RANKING
 def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks_where_it_ranks(solver, monkeypatch):
     expected = prune(solver)
-    monkeypatch.setattr(schedule.StatisticsSchedule, "bytes_of", lambda self, layer: 2**60)
-    monkeypatch.setattr(schedule, "chunk_rows", lambda layer, *args: split_range(0, layer.shape[0], 5))
+    monkeypatch.setattr(spec.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
+    monkeypatch.setattr(spec, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 5))
     found = prune(f"like-{solver}")
     assert any("chunks of rows" in note for note in found[1].notes)
     for name, tensor in found[0].items():

@@ -27,9 +27,9 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.sums import GradientSums, Gram
 from optimum_moonshot.model.layers import visited
 from optimum_moonshot.model.onloading import all_onloaded
-from optimum_moonshot.pipeline.block_pipeline import BlockwisePasses
+from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.runs import loop as solving
+from optimum_moonshot.runs import layers as solving
 
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")
@@ -223,7 +223,7 @@ def crowded():
     for name, place, at in (
         ("pass", (Gram, "add"), {3, 11}),
         ("solver", (solving, "solve_layer"), {0, 1, 4}),
-        ("moving on", (BlockwisePasses, "_run_batch"), {1}),
+        ("moving on", (BlockPipeline, "hand_on"), {1}),
     ):
         with full(place, at):
             done[name] = prune()

@@ -17,8 +17,8 @@ from ranks import fails, full, path, prune, rank, resumable, start, stored, swee
 
 from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.errors import FactorizationError
-from optimum_moonshot.pipeline import row_share
-from optimum_moonshot.pipeline.row_share import RowShare
+from optimum_moonshot.pipeline import spec
+from optimum_moonshot.pipeline.slices import ShardedRows
 from optimum_moonshot.solvers.ranked import Ranked
 from optimum_moonshot.solvers.sparsegpt import LowRankFactors, SparseGPT
 
@@ -96,7 +96,7 @@ SOLVED = set()  # the layers that were divided
 
 def dividing():
     """Whatever can be divided is, and `SOLVED` has its name."""
-    solve = RowShare.solve
+    solve = ShardedRows.solve
 
     def noted(share, *rest):
         SOLVED.add(share.layer.name)
@@ -106,7 +106,7 @@ def dividing():
         owners = Ranks.owners(ranks, costs)
         return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
 
-    row_share.LEAST, RowShare.solve, Ranks.divide = 0, noted, division
+    spec.LEAST_SHARDED, ShardedRows.solve, Ranks.divide = 0, noted, division
 
 
 def case(name):

@@ -1,0 +1,166 @@
+"""The only loop over the layers of a model.
+
+    for stage in pipeline:                      # a block, or the model as a whole (stages.py)
+        with stage.onloaded():
+            for part in task.partition(stage):  # layers that fit in memory, or slices of one (partition.py)
+                for layer, statistics in task.collect(stage, part):     # seam 1: a pass over the data (collect.py)
+                    task.solve(layer, statistics)                       # seam 2 (solve.py), and its result is stored
+            stage.advance()
+
+Below the same, with backoff around the two seams (backoff.py), and the results of all processes after every part.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+from ..calibration.layer_statistics import LayerStatistics
+from ..data.batches import Batch
+from ..model.layers import PrunableLayer
+from .backoff import Backoff, PassTooLarge, Restart
+from .collect import collect
+from .partition import Part, halvings, partition
+from .solve import Statistics
+from .spec import StatisticsSpec
+from .stages import Stage
+
+
+class Task(Protocol):
+    """The work of a run on the layers of a model."""
+
+    spec: StatisticsSpec
+    backoff: Backoff
+    notes: list[str]  # for the report
+
+    def batches(self) -> Sequence[Batch]:
+        """The calibration batches, as small as backoff has made them."""
+
+    def partition(self, stage: Stage) -> list[Part]:
+        """The parts of a stage: its layers that have no result yet."""
+
+    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
+        """Seam 1: the statistics of the layers that this process solves; None where no data reached a layer.
+
+        Args:
+            stage: onloaded.
+            part: of its layers.
+            advance: no other pass follows at this stage, so that this one may also advance it.
+        """
+
+    def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
+        """Seam 2: solve a layer and store the result.
+
+        Args:
+            layer: onloaded, at its dense weight.
+            statistics: which do not change.
+        """
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """Skip a layer that no data reached."""
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether a layer has no result yet, and is to have one."""
+
+    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
+        """After a part: give all processes the results of the others.
+
+        Args:
+            solved: by this process.
+        """
+
+
+def run_pipeline(
+    pipeline: Iterable[Stage],
+    visit: Callable[[Stage], None],
+    backoff: Backoff,
+    batches: Callable[[], Sequence[Batch]],
+    where: Callable[[], str] = lambda: "the passes over the data",
+) -> None:
+    """Visit the stages of a pipeline, each with its weights onloaded; again from the first where memory runs out.
+
+    Args:
+        pipeline: which passes the data anew whenever it is iterated.
+        visit: the work at a stage, such as `solve_parts`; it skips work that has been done.
+        backoff: of the run.
+        batches: of the passes, which backoff halves.
+        where: a pass is, for the report.
+
+    Raises:
+        MoonshotError: bad data or statistics.
+        torch.OutOfMemoryError: too little memory for the smallest piece.
+    """
+    while True:
+        try:
+            for stage in backoff.stages(pipeline):
+                with stage.onloaded():
+                    visit(stage)
+                    with backoff.together():
+                        stage.advance()
+            return
+        except PassTooLarge as error:
+            backoff.pass_failed(error, where(), batches())
+        except Restart:
+            pass
+        backoff.release()
+
+
+def solve_parts(task: Task, stage: Stage) -> None:
+    """Solve the layers of a stage, part by part.
+
+    Args:
+        task: the work on every layer.
+        stage: onloaded.
+
+    Raises:
+        Restart: too little memory for a part, and the stage cannot repeat it.
+    """
+    parts, backoff = task.partition(stage), task.backoff
+    while parts:
+        part, noted = parts.pop(0), len(task.notes)
+        solved: list[PrunableLayer] = []
+        with backoff.attempt():
+            for layer, statistics in task.collect(stage, part, not parts):
+                if statistics is None:
+                    task.skip(layer)
+                elif backoff.solved(layer.name, partial(task.solve, layer, statistics), _is_whole(statistics)):
+                    solved.append(layer)
+                del statistics  # before the next one is taken
+        task.exchange(solved)
+        if backoff.lost():
+            repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
+            task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
+            backoff.shrink(part.name, task.batches(), *halvings(part, task.spec), advanced=stage.advanced)
+            parts = task.partition(stage)
+
+
+def _is_whole(statistics: Statistics) -> bool:
+    """Whether solving a layer takes no other process and no pass."""
+    return isinstance(statistics, LayerStatistics)
+
+
+class StatisticsTask:
+    """A task that collects the statistics of a spec, divided by the memory that is available.
+
+    Args:
+        spec: of the statistics.
+        backoff: of the run.
+        batches: as `Task.batches`.
+    """
+
+    def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
+        self.spec, self.backoff, self.batches, self.notes = spec, backoff, batches, list[str]()
+        self.collect = partial(collect, spec=spec, backoff=backoff, notes=self.notes)
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """As `Task.lacks`."""
+        raise NotImplementedError
+
+    def partition(self, stage: Stage) -> list[Part]:
+        """As `Task.partition`."""
+        layers, ranks = [layer for layer in stage.layers if self.lacks(layer)], self.backoff.ranks
+        if not layers:
+            return []
+        return partition(layers, self.spec, ranks.all_reduce_min(self.backoff.storage.available()), ranks)
+
+    def exchange(self, solved: Sequence[PrunableLayer]) -> None:
+        """As `Task.exchange`: nothing to do for a single process."""

@@ -1,0 +1,167 @@
+"""The stages of a whole model: those of its sequential blocks, then the layers outside of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from ..data.batches import Batch
+from ..model.calls import frozen
+from ..model.layers import Block, PrunableLayer
+from ..model.onloading import all_onloaded
+from ..progress import progress_bar
+from .block_sequences import find_block_sequences, parameters_read
+from .inputs import Prepared
+from .recompute import RecomputePipeline
+from .stages import BlockPipeline, BlockStage, FullModelPipeline, OpenStage, Stage
+from .streamed import StreamedPipeline
+
+UNREACHED = "no calibration data reached it: give data of the kind that it reads, or name it in ignore="
+READ = (
+    "its weight is read where its forward is not called, so that no inputs are seen: prune it alone by "
+    "solver='magnitude' without data and targets=, or name it in ignore="
+)
+
+
+class Results(Protocol):
+    """The results of a run that a pipeline depends on."""
+
+    def lacks(self, layer: PrunableLayer) -> bool:
+        """Whether a layer has no result yet, and is to have one."""
+
+    def skip(self, layer: PrunableLayer, reason: str) -> None:
+        """Leave a layer dense.
+
+        Args:
+            layer: which lacks a result.
+            reason: for the report, as the end of "left dense: LAYER (…)".
+        """
+
+
+class ModelPipeline:
+    """The stages of a model, whenever it is iterated; without data one per block, which observe nothing.
+
+    Args:
+        prepared: the model and the data; its selection says whether gradients are needed.
+        results: those layers that lack one are observed.
+        weight: gives the pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the
+            pruned prefix; None for those of the dense model.
+
+    `notes` and `losses` (ℓ_n of the dense model batch by batch, of this process's samples, where a backward pass
+    started from them) are complete after the last stage.
+    """
+
+    def __init__(self, prepared: Prepared, results: Results, weight: Callable[[PrunableLayer], Tensor] | None = None):
+        self.prepared, self.results, self.weight = prepared, results, weight
+        self.notes: list[str] = []
+        self.losses: list[Tensor | None] = []
+
+    def __iter__(self) -> Iterator[Stage]:
+        prepared, selection, self.losses = self.prepared, self.prepared.selection, []
+        structure, gradients, loss = selection.structure, selection.needs_gradients, prepared.subject.loss
+        if not any(map(self.results.lacks, selection.layers)):
+            return
+        if prepared.data is None:
+            yield from self._without_data()
+        elif self.weight is not None:
+            yield from self._recomputed(self.weight)
+        elif prepared.block_probe is not None:
+            yield from self._bar(streamed(prepared, prepared.batches, gradients))
+            yield from self._full_model(structure.outside)
+        else:
+            with all_onloaded(structure.blocks):
+                found = find_block_sequences(prepared.model, structure.blocks, prepared.probe, gradients, loss)
+            for block in found.unreached:
+                for layer in block.layers:
+                    self.skip(layer)
+            for sequence in found.sequential:
+                yield from self._bar(block_pipeline(prepared, sequence, prepared.batches, gradients))
+            others = tuple(layer for block in found.non_sequential for layer in block.layers)
+            full = self._full_model(others + structure.outside)
+            yield from full
+            self.losses = self.losses or full.losses
+            if others:
+                cost = f"{full.passes} passes of the whole model, with all its activations in memory"
+                self.notes.append(f"blocks that are no chain: {len(found.non_sequential)}; their layers took {cost}")
+
+    def _without_data(self) -> Iterator[Stage]:
+        structure = self.prepared.selection.structure
+        for block in structure.blocks:
+            yield OpenStage(block.layers, lambda observer: None, block.onloaded)
+        yield OpenStage(structure.outside, lambda observer: None)
+
+    def _recomputed(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
+        prepared, selection, probe = self.prepared, self.prepared.selection, self.prepared.block_probe
+        pipeline = RecomputePipeline(
+            prepared.model,
+            selection.structure,
+            prepared.batches,
+            prepared.subject.loss,
+            prepared.storage,
+            weight,
+            prepared.probe,
+            selection.needs_gradients,
+            None if probe is None else probe.extras,
+            prepared.subject.progress,
+        )
+        yield from pipeline
+        self.notes.append(pipeline.cost)
+
+    def _full_model(self, layers: Sequence[PrunableLayer]) -> FullModelPipeline:
+        prepared, selection = self.prepared, self.prepared.selection
+        blocks, loss = selection.structure.blocks, prepared.subject.loss
+        return FullModelPipeline(prepared.model, blocks, prepared.batches, selection.needs_gradients, loss, layers)
+
+    def _bar(self, pipeline: BlockPipeline) -> Iterator[BlockStage]:
+        """Its stages, the first of which follows a pass under a bar."""
+        self.losses = self.losses or pipeline.losses
+        total, shown = len(self.prepared.batches), self.prepared.subject.progress
+        stages = iter(pipeline)
+        with progress_bar(total=total, desc="calibrating", unit="batch", shown=shown) as bar:
+            pipeline.progress = bar.update
+            first = next(stages)
+        yield first
+        yield from stages
+
+    def skip(self, layer: PrunableLayer) -> None:
+        """Leave a layer dense that the data do not reach."""
+        named = self.prepared.model.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if parameter is layer.parameter}
+        if self.results.lacks(layer):
+            self.results.skip(layer, READ if names & self._parameters_read else UNREACHED)
+
+    @cached_property
+    def _parameters_read(self) -> set[str]:
+        """By a pass of its own, which only a layer that no data reach needs."""
+        with frozen(self.prepared.model):
+            return parameters_read(self.prepared.model, self.prepared.probe)
+
+
+def block_pipeline(
+    prepared: Prepared, sequence: tuple[Block, ...], batches: Sequence[Batch], gradients: bool
+) -> BlockPipeline:
+    """The stages of sequential blocks.
+
+    Args:
+        prepared: the model and the data.
+        sequence: of its blocks.
+        batches: of its data.
+        gradients: whether any layer needs them.
+    """
+    around = [block for block in prepared.selection.structure.blocks if block not in sequence]
+    loss, storage = prepared.subject.loss, prepared.storage
+    return BlockPipeline(prepared.model, sequence, batches, gradients, loss, storage, around)
+
+
+def streamed(prepared: Prepared, batches: Sequence[Batch], gradients: bool) -> StreamedPipeline:
+    """The stages of offloaded blocks.
+
+    Args:
+        prepared: a model whose blocks were probed.
+        batches: of its data.
+        gradients: whether any layer needs them.
+    """
+    assert prepared.block_probe is not None and prepared.block_probe.extras is not None
+    blocks, loss, extras = prepared.selection.structure.blocks, prepared.subject.loss, prepared.block_probe.extras
+    return StreamedPipeline(prepared.model, blocks, batches, gradients, loss, prepared.storage, extras)

@@ -1,0 +1,376 @@
+"""Layers that are solved slice by slice: their rows or experts exceed the memory, or several processes share them.
+
+Experts are solved one by one in any case. The rows of a matrix compete with each other: its slices have in common
+L_R(0) and L_F(0), the damping at which the factors of all rows exist, and the scores of the weights that compete. So
+each slice is solved as a single process with enough memory would solve it.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..calibration.layer_statistics import LayerStatistics
+from ..distributed.ranks import Ranks
+from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
+from ..objective.fisher import Fisher
+from ..objective.linalg import escalate
+from ..objective.patterns import Pattern, Unstructured
+from ..objective.quadratic import Quadratic, RelativeLoss, Totals
+from ..solvers.base import Solver, notes_of
+from ..solvers.ranked import Ranking
+from .backoff import Backoff
+from .solve import SolvedLayer, solve_matrix, total_losses, weight_losses
+
+Value = TypeVar("Value")
+
+
+class SlicedRows(ABC):
+    """The slices of a matrix's rows that this process solves.
+
+    Args:
+        layer: of one matrix, or of groups with rows of their own.
+    """
+
+    def __init__(self, layer: PrunableLayer):
+        self.layer = layer
+
+    @abstractmethod
+    def begin(self, lam: float, column_block: int | None) -> Quadratic:
+        """Prepare a solution; returns an objective that has the scales of the whole matrix."""
+
+    @abstractmethod
+    def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
+        """The quadratic of every slice, with its rows, counted from the first row of this process."""
+
+    @abstractmethod
+    def all_rows(self, pattern: Pattern) -> Pattern:
+        """The pattern, whose scores compete with those of the rows that other processes solve."""
+
+    @abstractmethod
+    def agreed(self, work: Callable[[], Value]) -> Value:
+        """Work of this process on its slices.
+
+        Raises:
+            FactorizationError: in all processes, where a factorisation has failed in one.
+        """
+
+    @abstractmethod
+    def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
+        """The weight [d_out, d_in] of all rows in the layer's dtype, and the losses of all slices."""
+
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
+        """As `solve_layer`, by patterns of one elimination.
+
+        Args:
+            solver: which ranks removals, or attempts one damping after the other.
+            patterns: all unstructured, or one of another kind.
+            lam: λ in [0, 1].
+            column_block: inputs of a column block of the solver's quadratic; None is all.
+
+        Raises:
+            FactorizationError: the quadratic of a row stays singular at the largest damping.
+        """
+        scales = self.begin(lam, column_block)
+        competing = [self.all_rows(pattern) for pattern in patterns]
+        if not solver.ranks:
+            return [self._attempt(solver, scales, pattern) for pattern in competing]
+
+        def rank(damping: float) -> Ranking:
+            return self.agreed(
+                lambda: Ranking.join([solver.rank(each, patterns[0], damping) for _, each in self.objectives()])
+            )
+
+        ranking, damping = escalate(solver.damping, rank)
+        keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
+        return self._minimise(solver, scales, keeps, damping)
+
+    def _attempt(self, solver: Solver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
+        ((_, objective),) = self.objectives()
+        attempt = lambda damping: self.agreed(partial(solver.attempt, objective, pattern, damping))  # noqa: E731
+        (weight, keep), damping = escalate(solver.damping, attempt)
+        weight = weight.masked_fill(~keep, 0)
+        losses = self.agreed(partial(weight_losses, objective, weight, keep, self.layer.parameter.dtype))
+        return self._solved(solver, scales, weight, [losses], damping)
+
+    def _minimise(self, solver: Solver, scales: Quadratic, keeps: list[Tensor], damping: float) -> list[SolvedLayer]:
+        def minimise() -> list[tuple[Tensor, list[list[RelativeLoss]]]]:
+            results = [(torch.zeros(keep.shape, device=keep.device), list[list[RelativeLoss]]()) for keep in keeps]
+            for rows, objective in self.objectives(backward=True):  # the last slice is in memory already
+                survivors = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
+                for (weight, losses), keep, values in zip(results, keeps, survivors, strict=True):
+                    weight[rows] = values.masked_fill_(~keep[rows], 0)
+                    losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
+            return results
+
+        return [self._solved(solver, scales, *each, damping) for each in self.agreed(minimise)]
+
+    def _solved(
+        self, solver: Solver, scales: Quadratic, weight: Tensor, losses: list[list[RelativeLoss]], damping: float
+    ) -> SolvedLayer:
+        whole, of_slices = self.combine(weight, losses)
+        masked, pruned = (total_losses(each) for each in zip(*of_slices, strict=True))
+        notes = notes_of(scales, damping, solver.damping)
+        return SolvedLayer(whole, damping, notes, masked, pruned, scales.scales.lam, scales.losses_at_zero)
+
+
+class CollectedRows(SlicedRows):
+    """Rows whose statistics exceed the memory: one pass over the data for each slice, to rank and to minimise.
+
+    Args:
+        layer: the layer.
+        slices: of its rows.
+        collect: passes the data for the gradients of some rows, with L_F(0) of all rows where a column block is given;
+            the slice that was collected before is freed first.
+    """
+
+    def __init__(
+        self,
+        layer: PrunableLayer,
+        slices: Sequence[slice],
+        collect: Callable[[slice, int | None], LayerStatistics],
+    ):
+        super().__init__(layer)
+        self.slices, self.collect = slices, collect
+        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs of a column block
+        self.cached: tuple[int, Fisher] | None = None  # the gradients of a slice
+        self.scales: Quadratic | None = None
+
+    def statistics(self, column_block: int | None) -> LayerStatistics:
+        """Those of the whole layer, without gradients; the totals come with the first slice."""
+        size = column_block or self.layer.shape[1]
+        if size not in self.whole:
+            self.cached = None
+            first = self.collect(self.slices[0], size)
+            assert isinstance(first.gradients, Fisher)
+            self.cached = (0, first.gradients)
+            self.whole[size] = dataclasses.replace(first, gradients=None)
+        return self.whole[size]
+
+    def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
+        """As `SlicedRows.solve`; at λ = 1 there are no gradients, and all rows are solved at once."""
+        if lam < 1:
+            return super().solve(solver, patterns, lam, column_block)
+        dtype = self.layer.parameter.dtype
+        return solve_matrix(solver, self.layer.matrix, dtype, patterns, self.statistics(column_block), lam)
+
+    def begin(self, lam: float, column_block: int | None) -> Quadratic:
+        """As `SlicedRows.begin`."""
+        self.scales = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
+        return self.scales
+
+    def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
+        """As `SlicedRows.objectives`."""
+        assert self.scales is not None
+        indices: Iterable[int] = range(len(self.slices))
+        for index in reversed(range(len(self.slices))) if backward else indices:
+            if self.cached is None or self.cached[0] != index:
+                self.cached = None
+                gradients = self.collect(self.slices[index], None).gradients
+                assert isinstance(gradients, Fisher)
+                self.cached = (index, gradients)
+            yield self.slices[index], self.scales.part(self.slices[index], self.cached[1])
+
+    def all_rows(self, pattern: Pattern) -> Pattern:
+        """As `SlicedRows.all_rows`: this process has all."""
+        return pattern
+
+    def agreed(self, work: Callable[[], Value]) -> Value:
+        """As `SlicedRows.agreed`."""
+        return work()
+
+    def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
+        """As `SlicedRows.combine`."""
+        return weight.to(self.layer.parameter.dtype), losses
+
+
+class FailedElsewhere(FactorizationError):
+    """A factorisation has failed in another process, for the same matrix."""
+
+
+@dataclass(frozen=True)
+class _OfAllRows(Unstructured):
+    """The scores of a process's rows compete with those of all others."""
+
+    shard: "ShardedRows" = field(kw_only=True, repr=False, compare=False)
+
+    def keep(self, scores: Tensor, before: int = 0) -> Tensor:
+        whole, rows = self.shard.all_scores(scores), self.shard.rows
+        before = before // (rows.stop - rows.start) * len(whole)
+        return super().keep(whole, before)[rows].view_as(scores)
+
+
+class ShardedRows(SlicedRows):
+    """The rows of a matrix that this process solves; all processes make the same calls.
+
+    Args:
+        layer: of one matrix.
+        statistics: of the layer; with the gradients of this process's rows alone.
+        rows: of this process.
+        ranks: the processes.
+        backoff: of the run, for the work between two collectives.
+    """
+
+    def __init__(self, layer: PrunableLayer, statistics: LayerStatistics, rows: slice, ranks: Ranks, backoff: Backoff):
+        super().__init__(layer)
+        self.statistics, self.rows, self.ranks, self.backoff = statistics, rows, ranks, backoff
+        self.objective: Quadratic | None = None
+
+    def begin(self, lam: float, column_block: int | None) -> Quadratic:
+        """As `SlicedRows.begin`: the losses at W = 0 of all rows are summed over the processes."""
+        gradients, weight = self.statistics.gradients if lam < 1 else None, self.layer.matrix[self.rows]
+        assert not isinstance(gradients, Tensor)
+        build = partial(Quadratic.build, weight, self.statistics.inputs, gradients, lam, column_block=column_block)
+
+        def sums() -> tuple[float, float, float]:
+            reconstruction, fisher = build().losses_at_zero
+            squares = gradients.mean_square() if isinstance(gradients, Fisher) else 0.0
+            return reconstruction, fisher or 0.0, squares * len(weight) / self.layer.shape[0]
+
+        shards = self.ranks.all_gather_object(self._piece(sums))
+        reconstruction, fisher, squares = (sum(values) for values in zip(*shards, strict=True))
+        totals = Totals(reconstruction, None if gradients is None else fisher, squares, self.statistics.samples)
+        self.objective = build(totals=totals)
+        return self.objective
+
+    def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
+        """As `SlicedRows.objectives`."""
+        assert self.objective is not None
+        yield slice(0, len(self.objective.weight)), self.objective
+
+    def all_rows(self, pattern: Pattern) -> Pattern:
+        """As `SlicedRows.all_rows`; an n:m pattern compares inside of a row."""
+        if not isinstance(pattern, Unstructured):
+            return pattern
+        return _OfAllRows(pattern.sparsity, pattern.exact, shard=self)
+
+    def all_scores(self, scores: Tensor) -> Tensor:
+        """The scores of all rows, [d_out, …], in all processes.
+
+        Args:
+            scores: of this process's rows, or of their column blocks.
+
+        Raises:
+            FailedElsewhere: another process has none.
+        """
+        self._raise_failures()
+        shard = scores.reshape(self.rows.stop - self.rows.start, -1)
+        whole = shard.new_empty(self.layer.shape[0], shard.shape[1])
+        self.ranks.gather_rows(shard, whole, len(whole))
+        return whole
+
+    def agreed(self, work: Callable[[], Value]) -> Value:
+        """As `SlicedRows.agreed`."""
+        try:
+            value = self._piece(work)
+        except FailedElsewhere:
+            raise
+        except FactorizationError as error:
+            self._failures(str(error))
+            raise
+        self._raise_failures()
+        return value
+
+    def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
+        """As `SlicedRows.combine`."""
+        of_slices = [each for shard in self.ranks.all_gather_object(losses) for each in shard]
+        shard = weight.to(self.layer.parameter.dtype)
+        whole = shard.new_empty(self.layer.shape)
+        self.ranks.gather_rows(shard, whole, len(whole))
+        return whole, of_slices
+
+    def _piece(self, work: Callable[[], Value]) -> Value:
+        """Work between two collectives, repeated with smaller slices of rows where the memory does not suffice."""
+        return self.backoff.piece(self.layer.name, work)
+
+    def _raise_failures(self) -> None:
+        failures = self._failures(None)
+        if failures:
+            raise FailedElsewhere(failures[0])
+
+    def _failures(self, failure: str | None) -> list[str]:
+        """The failures of all processes."""
+        return [each for each in self.ranks.all_gather_object(failure) if each is not None]
+
+
+class CollectedExperts:
+    """Experts whose statistics exceed the memory together: one pass over the data for each slice of them.
+
+    Args:
+        layer: the layer.
+        slices: of its experts.
+        collect: passes the data for a layer that is some of the experts; None where no token reaches them.
+        samples: N, calibration samples in all.
+        diagonal: whether Gram matrices and gradients are diagonals.
+    """
+
+    def __init__(
+        self,
+        layer: PrunableLayer,
+        slices: Sequence[slice],
+        collect: Callable[[PrunableLayer], LayerStatistics | None],
+        samples: int,
+        diagonal: bool,
+    ):
+        self.layer, self.slices, self.collect = layer, slices, collect
+        self.samples, self.diagonal = samples, diagonal
+
+    def groups(self, count: int) -> Iterator[LayerStatistics]:
+        """Those of each expert alone, as `LayerStatistics.groups`."""
+        for part in self.slices:
+            some = dataclasses.replace(self.layer, span=(part.start, part.stop))
+            statistics = self.collect(some)
+            yield from (statistics or self._empty(some)).groups(some.groups)
+
+    def _empty(self, some: PrunableLayer) -> LayerStatistics:
+        """Of experts that no token reaches."""
+        d_in = some.shape[1]
+        shape = (some.groups, d_in) if self.diagonal else (some.groups, d_in, d_in)
+        inputs = torch.zeros(shape if some.groups > 1 else shape[1:], device=some.parameter.device)
+        return LayerStatistics(inputs, None, self.samples, self.diagonal)
+
+
+class ShardedExperts:
+    """The experts of a layer that this process solves.
+
+    Args:
+        statistics: of the layer; with the gradients of this process's experts alone.
+        ranks: the processes.
+        count: E, experts in all.
+    """
+
+    def __init__(self, statistics: LayerStatistics, ranks: Ranks, count: int):
+        self.ranks, self.count, self.shard = ranks, count, ranks.shard(count)
+        experts = slice(self.shard.start, self.shard.stop)
+        self.statistics = dataclasses.replace(
+            statistics,
+            inputs=statistics.inputs[experts],
+            tokens=None if statistics.tokens is None else statistics.tokens[experts],
+            unknown=frozenset(index - experts.start for index in statistics.unknown if index in self.shard),
+        )
+
+    def groups(self, count: int) -> Iterator[LayerStatistics | None]:
+        """As `LayerStatistics.groups`; None for the experts of other processes."""
+        yield from [None] * self.shard.start
+        yield from self.statistics.groups(len(self.shard)) if self.shard else ()
+        yield from [None] * (count - self.shard.stop)
+
+    def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
+        """The results of all experts, in all processes.
+
+        Args:
+            weight: [E, …] with those of this process's experts; gets those of the others.
+            parts: of this process's experts, in their order; small.
+        """
+        self.ranks.gather_rows(weight[self.shard.start : self.shard.stop], weight, self.count)
+        return self.all_gather(parts)
+
+    def all_gather(self, parts: Sequence[Value]) -> list[Value]:
+        """The values of all experts, of which `parts` has those of this process's."""
+        return [part for shard in self.ranks.all_gather_object(list(parts)) for part in shard]

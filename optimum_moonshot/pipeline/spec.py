@@ -1,0 +1,187 @@
+"""The statistics that a run collects of each layer: their form and their bytes, by the solver, λ and the patterns."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..calibration.accumulators import GradientPlan, numbers_per_row
+from ..model.layers import PrunableLayer
+from ..objective.patterns import NM, Pattern, Unstructured
+from ..objective.problem_size import ProblemSize
+from ..objective.row_slices import split_range
+from ..solvers import Solver
+from .selection import Selection
+
+# Weights of a matrix below which exchanging scores between processes takes about as long as solving it.
+LEAST_SHARDED = 2**16
+
+
+class Slicing(NamedTuple):
+    """How the statistics of a layer can be collected some rows, or some experts, at a time."""
+
+    count: int  # rows or experts; 1 where the layer cannot be sliced
+    fixed: int  # bytes that every slice needs
+    each: int  # bytes of a row or an expert
+
+
+class StatisticsSpec:
+    """The statistics of a run.
+
+    Args:
+        solver: whose objective they form.
+        patterns: those that a layer will be pruned by, by its name.
+        lams: λ by layer.
+        samples: N, calibration samples in all.
+        expert_tokens, under_calibrated_experts: as in `MoonshotConfig`.
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        patterns: Mapping[str, Sequence[Pattern]],
+        lams: Mapping[str, float],
+        samples: int,
+        expert_tokens: str = "routed",
+        under_calibrated_experts: str = "all",
+    ):
+        self.solver, self.patterns, self.lams, self.samples = solver, patterns, lams, samples
+        self.expert_tokens, self.under_calibrated_experts = expert_tokens, under_calibrated_experts
+
+    @classmethod
+    def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
+        """Those of a selection's layers.
+
+        Args:
+            selection: of layers, with λ and the solver.
+            patterns: those that a layer will be pruned by, by its name.
+            samples: N, calibration samples in all.
+        """
+        lams, config = {layer.name: selection.lam_of(layer) for layer in selection.layers}, selection.config
+        experts = config.expert_tokens, config.under_calibrated_experts
+        return cls(selection.solver, patterns, lams, samples, *experts)
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the diagonals of G and the gradients' squares are enough."""
+        return self.solver.objective.diagonal_only
+
+    def needs_gradients(self, layer: PrunableLayer) -> bool:
+        """Whether λ < 1."""
+        return self.lams[layer.name] < 1
+
+    def plan(self, layer: PrunableLayer) -> GradientPlan:
+        """The smaller form of a layer's gradients: matrices of its rows, with as many samples as a row has inputs.
+
+        That of the samples serves patterns whose column blocks differ.
+        """
+        d_in = layer.shape[1]
+        sizes = {self.solver.column_block(d_in, pattern) or d_in for pattern in self.patterns[layer.name]}
+        compressed = not self.diagonal and len(sizes) == 1 and self.samples >= max(sizes)
+        return GradientPlan(column_block=max(sizes) if compressed else None)
+
+    def bytes_of(self, layer: PrunableLayer) -> int:
+        """Bytes of a layer's statistics."""
+        return self.gram_bytes(layer) + self.gradient_bytes(layer)
+
+    def gram_bytes(self, layer: PrunableLayer) -> int:
+        """Bytes of its Gram matrices, or of their diagonals."""
+        d_in = layer.shape[1]
+        return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
+
+    def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
+        """Bytes of its gradients.
+
+        Args:
+            layer: the layer.
+            plan: the form of the gradients, with the rows of a slice; None is that of the whole layer.
+        """
+        if not self.needs_gradients(layer):
+            return 0
+        plan = self.plan(layer) if plan is None else plan
+        d_out, d_in = layer.shape
+        rows = d_out if plan.rows is None else len(range(*plan.rows.indices(d_out)))
+        return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
+
+    def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
+        """How a layer can be collected in slices.
+
+        Args:
+            layer: the layer.
+            size: bytes of its statistics in this process.
+        """
+        if layer.adapter.separate:
+            return Slicing(layer.groups, 0, -(-size // layer.groups))
+        if not self.needs_gradients(layer) or not self.solver.ranks:
+            return Slicing(1, self.bytes_of(layer), 0)
+        return Slicing(layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0])
+
+    def slices(self, layer: PrunableLayer, size: int, memory: int) -> tuple[slice, ...]:
+        """The rows or experts of each pass, for a layer that exceeds the memory; empty where one pass serves.
+
+        Args:
+            layer: the layer.
+            size: bytes of its statistics in this process.
+            memory: bytes that may be used.
+        """
+        if layer.adapter.separate:
+            some = split_range(0, layer.groups, max(1, memory * layer.groups // size)) if layer.groups > 1 else []
+            return tuple(some)
+        if self.slicing(layer, size).count == 1:
+            return ()
+        rows = row_slices_within(layer, self.plan(layer), self.samples, memory - 4 * layer.groups * layer.shape[1] ** 2)
+        return () if len(rows) == 1 else tuple(rows)
+
+    def shards_rows(self, layer: PrunableLayer) -> bool:
+        """Whether processes can solve a matrix together, some of the rows each."""
+        d_out, d_in = layer.shape
+        able = self.solver.ranks or self.solver.by_rows
+        able = able and all(isinstance(pattern, Unstructured | NM) for pattern in self.patterns[layer.name])
+        return able and layer.groups == 1 and d_out * d_in >= LEAST_SHARDED
+
+    def cost(self, layer: PrunableLayer, processes: int = 1) -> float:
+        """An estimate of the time to solve a layer, in operations of one kind; see `solving_cost`.
+
+        Args:
+            layer: the layer.
+            processes: that have some of its rows each.
+        """
+        samples = self.samples if self.needs_gradients(layer) else 0
+        return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
+
+
+def row_slices_within(layer: PrunableLayer, plan: GradientPlan, samples: int, memory: int) -> list[slice]:
+    """Rows whose statistics fit in the memory: whole groups of a grouped convolution, or a part of one.
+
+    Args:
+        layer: the layer.
+        plan: the form of its gradients.
+        samples: N, calibration samples in all.
+        memory: bytes that the gradients of a slice may take.
+    """
+    d_out, d_in = layer.shape
+    size, count = d_out // layer.groups, max(1, memory // (4 * numbers_per_row(d_in, samples, plan.column_block)))
+    if count >= size:
+        return split_range(0, d_out, count // size * size)
+    return [rows for first in range(0, d_out, size) for rows in split_range(first, first + size, count)]
+
+
+def solving_cost(
+    solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], samples: int = 0, processes: int = 1
+) -> float:
+    """An estimate of the time that a layer takes, in operations of one kind, as the solver states them.
+
+    Args:
+        solver: by which algorithm.
+        layer: the layer.
+        patterns: that it is pruned by; where removals are ranked, one elimination serves the unstructured ones.
+        samples: N, of the gradients; 0 without any (λ = 1).
+        processes: that have some of its rows each.
+    """
+    d_out, d_in = layer.shape
+    matrices, groups = (layer.groups, 1) if layer.adapter.separate else (1, layer.groups)
+    rows = -(-d_out // (matrices * processes))
+    kinds = {Unstructured if solver.ranks and isinstance(each, Unstructured) else each: each for each in patterns}
+    sizes = {
+        each: ProblemSize(rows, d_in, samples, groups, solver.column_block(d_in, each), sparsity=each.sparsity)
+        for each in kinds.values()
+    }
+    return matrices * sum(solver.work(size, each).operations for each, size in sizes.items())
