@@ -29,6 +29,7 @@ test-vllm: .venv-vllm/.installed
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/flake8 optimum_moonshot
 	$(BIN)/mypy
 
 # Build the site in site/; open site/index.html.

@@ -189,7 +189,9 @@ class MoonshotPruner:
         Args:
             calibration: batches of model inputs are looked at; anything else counts as `num_samples` samples of
                 `sequence_length` tokens, or as images of the model's size.
-            loss, forward, resume_dir: as for `prune`; the folder is not touched.
+            loss: as for `prune`; the folder is not touched.
+            forward: as for `prune`; the folder is not touched.
+            resume_dir: as for `prune`; the folder is not touched.
             device_memory: bytes ("80GB" works) of the device in all, the model included; of a model on the meta device
                 that of a GPU. None asks this machine.
             host_memory: bytes of host memory that are free; None asks this machine.
@@ -231,7 +233,9 @@ class MoonshotPruner:
         Args:
             name_or_config: a Hub repository or a local folder, or a configuration of transformers.
             config: what would be done.
-            resume_dir, device_memory, host_memory: as for `plan`.
+            resume_dir: as for `plan`.
+            device_memory: as for `plan`.
+            host_memory: as for `plan`.
             offload: where its decoder layers would be, as for `from_pretrained`.
             options: for `AutoConfig.from_pretrained`, such as `revision`, `token`, `trust_remote_code`; and `dtype`.
 
@@ -259,7 +263,10 @@ class MoonshotPruner:
         `prune` or `sweep` that follows takes the model as it is.
 
         Args:
-            calibration, loss, forward, progress: as for `prune`.
+            calibration: as for `prune`.
+            loss: as for `prune`.
+            forward: as for `prune`.
+            progress: as for `prune`.
             resume_dir: a folder that keeps the state of learning until `save_pretrained` has the model safe. The same
                 call after a kill goes on from there.
 
@@ -319,7 +326,9 @@ class MoonshotPruner:
             metric: "calibration" is the perplexity (language models) or mean loss (others) on the calibration data, by
                 which the paper selects λ. Or a function of the model, in evaluation mode.
             maximize: whether more of `metric` is better.
-            loss, forward, progress: as for `prune`.
+            loss: as for `prune`.
+            forward: as for `prune`.
+            progress: as for `prune`.
             work_dir: a folder for the variants' weights, which take the place of one model each in memory otherwise.
                 The same call after a kill goes on from there; it is emptied when the chosen model is saved.
 
@@ -363,7 +372,9 @@ class MoonshotPruner:
         Args:
             calibration: as for `prune`.
             sparsities: shares of the weights to remove.
-            loss, forward, progress: as for `prune`.
+            loss: as for `prune`.
+            forward: as for `prune`.
+            progress: as for `prune`.
             work_dir: a folder for the results, each of which takes the place of one model in memory otherwise. The same
                 call after a kill goes on from there.
 
@@ -553,7 +564,8 @@ def _load(
         name_or_path: a Hub repository or a local folder.
         shared: for its configuration.
         options: for its weights.
-        offload, folder: where the weights of its blocks are, as for `offload_options`.
+        offload: where the weights of its blocks are, as for `offload_options`.
+        folder: where the weights of its blocks are, as for `offload_options`.
     """
     quantized = None
     try:

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from bad_inputs_page import PAGE, page
+from command_line import DEMO, UNSTRUCTURED, failure
 from datasets import Dataset
 from models import make, token_batches
 from PIL import Image
-from test_cli import DEMO, UNSTRUCTURED, failure
 from torch import nn
 from transformers import ViTImageProcessorPil
 

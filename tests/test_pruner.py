@@ -3,11 +3,12 @@
 import pytest
 import torch
 import transformers as hf
+from llama_runs import SAMPLES, assert_same, config, prune, weights
 from marks import slow
 from models import CAUSAL, ENCODERS, image_batches, make, token_batches
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
+from optimum_moonshot import MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.calibration import observer as statistics_module
 from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.model.layers import find_structure
@@ -17,31 +18,9 @@ from optimum_moonshot.runs import layers as solving
 from optimum_moonshot.solvers import solver_class, solver_names
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 
-SAMPLES = 6
-
-
-def config(**changes):
-    defaults = dict(pattern="2:4", lam=0.9, num_samples=SAMPLES, sequence_length=12, batch_size=2)
-    return MoonshotConfig(**{**defaults, **changes})
-
-
-def prune(model, batches=None, tokenizer=None, **changes):
-    pruner = MoonshotPruner(model, config(**changes), tokenizer)
-    pruner.prune(batches if batches is not None else token_batches(), progress=False)
-    return pruner
-
-
-def weights(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
 
 def pruned_names(model):
     return {layer.name for layer in find_structure(model).layers()}
-
-
-def assert_same(model, before):
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
 
 
 @pytest.mark.parametrize("options", [dict(), slow(dict(solver="wanda", pattern="unstructured", sparsity=0.5))], ids=str)

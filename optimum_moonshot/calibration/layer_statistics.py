@@ -70,7 +70,9 @@ class LayerStatistics:
         """As `objective`, without gradients: by the totals that were gathered with some rows.
 
         Args:
-            weight, lam, column_block: as for `objective`.
+            weight: as for `objective`.
+            lam: as for `objective`.
+            column_block: as for `objective`.
         """
         totals = self.totals.result(reconstruction(weight, self.inputs, column_block))
         return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)

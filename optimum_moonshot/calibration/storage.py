@@ -128,7 +128,9 @@ class Storage:
         """As `empty`, filled with zeros.
 
         Args:
-            shape, dtype, what: as for `empty`.
+            shape: as for `empty`.
+            dtype: as for `empty`.
+            what: as for `empty`.
 
         Raises:
             MoonshotError: no room anywhere, or the disk is full.

@@ -48,7 +48,7 @@ def join(device: str | None, shared: bool) -> None:
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     except (RuntimeError, ValueError, OSError) as error:
-        raise MoonshotError(f"{count} processes: they cannot reach each other ({reason(error)})") from error
+        raise MoonshotError(f"{count} processes: they cannot connect ({reason(error)})") from error
 
 
 def _disable_progress_bars() -> None:

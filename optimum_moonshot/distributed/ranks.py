@@ -1,7 +1,7 @@
-"""Several processes that prune one model together, over `torch.distributed`: what they share, and what they exchange.
+"""Several processes that prune one model together, over `torch.distributed`.
 
-`processes()` gives what a run asks everywhere: `Ranks`, who this process is among how many. One process alone is
-`SINGLE_PROCESS`, for which every method returns what it was given.
+`processes()` returns `Ranks`: the rank of this process, the number of processes, and their collective operations. One
+process alone is `SINGLE_PROCESS`, whose operations return their argument.
 """
 
 import contextlib
@@ -9,21 +9,20 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MoonshotError
-from .line import Line, one_line, who_failed
+from .group import RunGroup, one_line
 
 Value = TypeVar("Value")
-_ROOT = "optimum_moonshot"
-# Costs are estimates: pieces are divided between processes where the one with the most then has so much less.
+# Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
 UNEVEN = 1.1
-# Of runs, and of works for the first process: the same in all processes, which all come to each of them.
-_numbers, _numbers_of_the_first = itertools.count(), itertools.count()
+# Number the runs, and the calls of `on_main_process`; equal in all processes, which make the same calls.
+_runs, _calls = itertools.count(), itertools.count()
 
 
 @dataclass(frozen=True)
@@ -32,154 +31,163 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    line: Line | None = field(default=None, repr=False)  # to the others; None alone
+    group: RunGroup | None = field(default=None, repr=False)  # None in a single process
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the one that writes files, prints, and shows bars."""
+        """Whether this process writes files, prints, and shows progress bars."""
         return self.rank == 0
 
     @property
     def barriers_passed(self) -> int:
-        """How often this process has come to where all meet: work between two of them can be repeated by one alone."""
-        return 0 if self.line is None else self.line.barriers
+        """How many collectives this process has joined: one process alone may repeat its work between two of them."""
+        return 0 if self.group is None else self.group.collectives
 
     def shard(self, count: int, rank: int | None = None) -> range:
-        """The samples of a process: those of all in order are the samples in order.
+        """The samples of a process: contiguous, in order of the ranks.
 
         Args:
             count: N, samples in all.
-            rank: of the process; None is this one.
+            rank: of the process; None for this one.
         """
         rank = self.rank if rank is None else rank
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def owners(self, costs: Sequence[float]) -> list[int]:
-        """Who does each piece of work: the dearest first, to whoever has the least so far.
+        """Assign each task to a process: the most expensive first, to the process with the least load.
 
         Args:
-            costs: of the pieces.
+            costs: of the tasks.
         """
-        load, found = [0.0] * self.size, [0] * len(costs)
+        load, owners = [0.0] * self.size, [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-            found[index] = min(range(self.size), key=lambda rank: load[rank])
-            load[found[index]] += costs[index]
-        return found
+            owners[index] = min(range(self.size), key=lambda rank: load[rank])
+            load[owners[index]] += costs[index]
+        return owners
 
     def divide(self, costs: Sequence[float], parts: Sequence[float | None]) -> list[int | None]:
-        """As `owners`, where all processes may do some pieces together: the dearest of these, no more than it takes.
+        """As `owners`, where all processes may share the most expensive tasks, no more of them than balance requires.
 
         Args:
-            costs: of the pieces, each done by one process.
-            parts: what a piece costs each process where all do it together; None of one that they cannot.
+            costs: of the tasks, each done by one process.
+            parts: the cost for each process where all share the task; None where they cannot.
 
         Returns:
-            Who does each piece; None is all.
+            The owner of each task; None for all processes.
         """
-        able = [index for index, part in enumerate(parts) if part is not None]
-        able.sort(key=lambda index: -costs[index])
-        tried: list[tuple[float, list[int | None]]] = []
-        for count in range(len(able) + 1):
-            together = able[:count]
-            alone = [index for index in range(len(costs)) if index not in together]
-            found: list[int | None] = [None] * len(costs)
+        shareable = [index for index, part in enumerate(parts) if part is not None]
+        shareable.sort(key=lambda index: -costs[index])
+        candidates: list[tuple[float, list[int | None]]] = []
+        for count in range(len(shareable) + 1):
+            shared = shareable[:count]
+            whole = [index for index in range(len(costs)) if index not in shared]
+            owners: list[int | None] = [None] * len(costs)
             load = [0.0] * self.size
-            for index, owner in zip(alone, self.owners([costs[index] for index in alone]), strict=True):
-                found[index] = owner
+            for index, owner in zip(whole, self.owners([costs[index] for index in whole]), strict=True):
+                owners[index] = owner
                 load[owner] += costs[index]
-            tried.append((max(load) + sum(parts[index] or 0.0 for index in together), found))
-        least = min(most for most, _ in tried)
-        return next(found for most, found in tried if most <= UNEVEN * least)
+            candidates.append((max(load) + sum(parts[index] or 0.0 for index in shared), owners))
+        least = min(load for load, _ in candidates)
+        return next(owners for load, owners in candidates if load <= UNEVEN * least)
 
     def barrier(self) -> None:
-        """Wait for all.
+        """Wait for all processes.
 
         Raises:
-            MoonshotError: one has failed or died.
+            MoonshotError: another process failed or died; so do all collectives below.
         """
-        if self.line is not None:
-            self.line.barrier()
+        if self.group is not None:
+            self.group.run(dist.barrier)
 
     def all_reduce_min(self, value: int) -> int:
-        """The least of all processes' values."""
-        return value if self.line is None else min(self.all_gather_object(value))
+        """The minimum over all processes."""
+        return min(self.all_gather_object(value))
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """The values of all processes, by rank: what `pickle` takes, and small."""
-        return [value] if self.line is None else self.line.all_gather_object(value)
+        """The values of all processes, by rank; small, and picklable."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.group.run(dist.all_gather_object, values, value)
+        return values
 
     def broadcast_object(self, value: Value, rank: int = 0) -> Value:
         """The value of one process, in all of them.
 
         Args:
-            value: what `pickle` takes; of the others it does not matter.
+            value: picklable; ignored in the other processes.
             rank: of the one.
         """
-        return value if self.line is None else self.line.broadcast_object(value, rank)
+        if self.group is None:
+            return value
+        values: list[Any] = [value if self.rank == rank else None]
+        self.group.run(dist.broadcast_object_list, values, src=rank)
+        return values[0]
 
     def broadcast(self, tensor: Tensor | None, like: Tensor, rank: int) -> Tensor:
         """The tensor of one process, in the host memory of all.
 
         Args:
-            tensor: of any shape and dtype; of the others it does not matter.
-            like: of its `shape` and dtype, in all processes.
+            tensor: of any shape and dtype; ignored in the other processes.
+            like: has its `shape` and dtype, in all processes.
             rank: of the one.
         """
-        if self.line is None:
+        if self.group is None:
             assert tensor is not None
             return tensor
-        mine = tensor if self.rank == rank else None
-        found = torch.empty_like(like, device="cpu") if mine is None else mine.cpu().contiguous()
-        self.line.broadcast(found, rank)
-        return found
+        sent = tensor if self.rank == rank else None
+        result = torch.empty(like.shape, dtype=like.dtype) if sent is None else sent.cpu().contiguous()
+        self.group.run(dist.broadcast, result.view(torch.uint8), src=rank)
+        return result
 
     def all_reduce(self, tensor: Tensor, owner: int | None = None) -> None:
         """Sum a tensor over all processes, in place.
 
         Args:
             tensor: of any shape and dtype, the same everywhere.
-            owner: the only one who needs the sum: what the others have then is of no use. None is all.
+            owner: the only process that needs the sum, the tensors of the others are undefined then; None for all.
         """
-        if self.line is not None:
-            self.line.all_reduce(tensor, owner)
+        if self.group is not None:
+            self.group.all_reduce(tensor, owner)
 
     def gather_rows(self, part: Tensor, whole: Tensor | None, count: int, owner: int | None = None) -> None:
-        """The samples of all processes, in order.
+        """Gather the samples of all processes, in order.
 
         Args:
-            part: this process's, [n, …].
-            whole: gets them, [N, …]; None where another is the owner.
+            part: of this process, [n, …].
+            whole: receives them, [N, …]; None where another process is the owner.
             count: N.
-            owner: the only one who needs them; None is all.
+            owner: the only process that needs them; None for all.
         """
-        if self.line is None:
+        if self.group is None:
             assert whole is not None
             whole.copy_(part)
             return
-        for rank in range(self.size):
-            samples = self.shard(count, rank)
-            if len(samples):
-                self.line.send_to(part, None if whole is None else whole[samples.start : samples.stop], rank, owner)
+        parts = [part if owner in (None, rank) else None for rank in range(self.size)]
+        self.group.exchange(parts, self._split(whole, count))
 
     def all_to_all(self, parts: Sequence[Tensor], whole: Tensor, count: int) -> None:
-        """The samples of all processes, in order: to each process a part of its own, all at once.
+        """Gather the samples of all processes, in order, of which each process needs another part.
 
         Args:
-            parts: of this process's samples what each process needs, [n, …] each.
-            whole: gets what this process needs of all samples, [N, …].
+            parts: what each process needs of this process's samples, [n, …] each.
+            whole: receives what this process needs of all samples, [N, …].
             count: N.
         """
-        if self.line is None:
+        if self.group is None:
             whole.copy_(parts[0])
             return
-        samples = [self.shard(count, rank) for rank in range(self.size)]
-        self.line.all_to_all(parts, [whole[own.start : own.stop] for own in samples])
+        self.group.exchange(parts, self._split(whole, count))
+
+    def _split(self, whole: Tensor | None, count: int) -> list[Tensor | None]:
+        shards = [self.shard(count, rank) for rank in range(self.size)]
+        return [None if whole is None else whole[shard.start : shard.stop] for shard in shards]
 
     def check_equal(self, what: str, value: str) -> None:
-        """Check that all processes have the same.
+        """Check that all processes have the same value.
 
         Args:
-            what: for the message.
+            what: the value is, for the message.
             value: of this process.
 
         Raises:
@@ -189,7 +197,8 @@ class Ranks:
         if others:
             raise MoonshotError(
                 f"{what} of rank {self.rank} differs from that of rank {others[0]}: processes that prune together have "
-                "one model, one configuration and one call; load the same model in all of them"
+                "one model, one configuration and one call",
+                hint="load the same model in all of them",
             )
 
 
@@ -198,26 +207,27 @@ SINGLE_PROCESS = Ranks()
 
 @contextlib.contextmanager
 def processes() -> Iterator[Ranks]:
-    """The processes of the default group, which all come here; this one `SINGLE_PROCESS` where there is no group.
+    """The processes of the default group, all of which enter; `SINGLE_PROCESS` without a group.
 
-    Who fails inside tells the others, who then stop; nobody leaves before all are done.
+    A process that fails inside stops the others with its reason; none leaves before all are done.
 
     Raises:
-        MoonshotError: another process has failed or died.
+        MoonshotError: another process failed or died.
     """
     if not several():
         yield SINGLE_PROCESS
         return
-    line = _line(str(next(_numbers)))
+    group = RunGroup(f"run {next(_runs)}")
     try:
-        line.open()
-        yield Ranks(line.rank, line.size, line)
-        line.leave()
+        group.open()
+        ranks = Ranks(group.rank, group.size, group)
+        yield ranks
+        ranks.barrier()
     except BaseException as error:
-        line.fail(error)
+        group.fail(error)
         raise
     finally:
-        line.close()
+        group.close()
 
 
 def several() -> bool:
@@ -226,43 +236,42 @@ def several() -> bool:
 
 
 def on_main_process(work: Callable[[], Value]) -> Value:
-    """Work for the first of several processes alone: the others wait for its end, and it waits for nobody.
+    """Do work in the first process; the others wait for it, but it does not wait for them.
 
     Args:
-        work: returns what JSON takes.
+        work: returns a value that JSON can hold.
 
     Returns:
-        What it returned, in all processes.
+        Its value, in all processes.
 
     Raises:
-        MoonshotError: the first process has failed or died.
+        MoonshotError: the first process failed or died.
     """
     if not several():
         return work()
-    line = _line(f"first/{next(_numbers_of_the_first)}")
-    line.announce()
-    if line.rank:
-        return json.loads(line.read("done", 0))
+    group = RunGroup(f"call {next(_calls)}")
+    if group.rank:
+        return json.loads(group.read())
     try:
-        found = work()
+        value = work()
     except BaseException as error:
-        line.fail(error)
+        group.fail(error)
         raise
-    line.write("done", json.dumps(found))
-    return found
+    group.publish(json.dumps(value))
+    return value
 
 
 def leave(error: BaseException) -> tuple[str, str] | None:
-    """Before a process ends that has failed: tell the others why.
+    """Select the process that prints the error before a command ends.
+
+    Args:
+        error: that ends the command.
 
     Returns:
-        Such as ("rank 1 failed: ", "…"), to be printed; None where another process prints it.
+        The prefix and the message to print, such as ("rank 1 failed: ", "…"); None where another process prints them.
     """
     if not several():
         return "", one_line(error)
-    line = Line(_ROOT)
-    return who_failed(line.rank, error) if line.tell(error) else None
-
-
-def _line(name: str) -> Line:
-    return Line(f"{_ROOT}/{name}", _ROOT)
+    group = RunGroup()
+    failure = group.failure(error)
+    return (f"rank {failure.rank} failed: ", failure.reason) if group.record(failure) else None

@@ -34,7 +34,7 @@ from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
-from ..distributed.line import one_line
+from ..distributed.group import one_line
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError
 from ..malloc_trim import trim_host_memory

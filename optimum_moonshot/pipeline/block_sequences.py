@@ -93,7 +93,11 @@ def is_sequential(
     gradient when run again alone on its cached arguments.
 
     Args:
-        model, blocks, batch, gradients, loss: as for `find_block_sequences`.
+        model: as for `find_block_sequences`.
+        blocks: as for `find_block_sequences`.
+        batch: as for `find_block_sequences`.
+        gradients: as for `find_block_sequences`.
+        loss: as for `find_block_sequences`.
     """
     calls: dict[int, BlockCall] = {}
     outputs: dict[int, Tensor] = {}

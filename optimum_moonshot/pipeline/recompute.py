@@ -155,7 +155,8 @@ def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
     """The hidden state that a module returns. No graph is built.
 
     Args:
-        module, run: as for `input_of`.
+        module: as for `input_of`.
+        run: as for `input_of`.
     """
     return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
 

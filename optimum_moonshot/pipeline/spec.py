@@ -31,7 +31,8 @@ class StatisticsSpec:
         patterns: those that a layer will be pruned by, by its name.
         lams: λ by layer.
         samples: N, calibration samples in all.
-        expert_tokens, under_calibrated_experts: as in `MoonshotConfig`.
+        expert_tokens: as in `MoonshotConfig`.
+        under_calibrated_experts: as in `MoonshotConfig`.
     """
 
     def __init__(

@@ -189,7 +189,10 @@ def open_store(
     """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
 
     Args:
-        prepared, selection, folder, field: as for `Variant.open`.
+        prepared: as for `Variant.open`.
+        selection: as for `Variant.open`.
+        folder: as for `Variant.open`.
+        field: as for `Variant.open`.
 
     Raises:
         MoonshotError: the folder holds other files, or cannot be written.

@@ -116,7 +116,9 @@ def solver_bytes(outline: RunSpec, layer: PrunableLayer, rows: int | None = None
     """What solving takes beside the statistics, with what measuring its losses takes, and the weights of all experts.
 
     Args:
-        outline, layer, rows: as for `problem_size`.
+        outline: as for `problem_size`.
+        layer: as for `problem_size`.
+        rows: as for `problem_size`.
     """
     size = problem_size(outline, layer, rows)
     solver = outline.selection.solver

@@ -147,7 +147,9 @@ class Task:
         """Σ |output - target|² / |target|² over a batch's tokens, padding left out: a number, with its graph.
 
         Args:
-            index, tensors, widen: as for `output`.
+            index: as for `output`.
+            tensors: as for `output`.
+            widen: as for `output`.
         """
         output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
         target = positions(self.targets[index]).to(output.device).float()

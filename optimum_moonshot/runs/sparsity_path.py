@@ -80,7 +80,8 @@ def prune_path(
     Args:
         subject: the model, which stays dense, and what belongs to it.
         configs: they differ in sparsity alone.
-        calibration, work_dir: as for `MoonshotPruner.prune_path`.
+        calibration: as for `MoonshotPruner.prune_path`.
+        work_dir: as for `MoonshotPruner.prune_path`.
         report: gets the report of every sparsity that is applied.
     """
     selections = choose_layers(subject.model, configs)

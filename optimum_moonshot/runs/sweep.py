@@ -250,7 +250,10 @@ def sweep(
     Args:
         subject: the model, which stays dense, and what belongs to it.
         configs: of `variants`.
-        calibration, metric, maximize, work_dir: as for `MoonshotPruner.sweep`.
+        calibration: as for `MoonshotPruner.sweep`.
+        metric: as for `MoonshotPruner.sweep`.
+        maximize: as for `MoonshotPruner.sweep`.
+        work_dir: as for `MoonshotPruner.sweep`.
 
     Raises:
         MoonshotError: bad values, data, layers or statistics.

@@ -8,12 +8,12 @@ import weakref
 import pytest
 import reference_allocation as reference
 import torch
+from command_line import ROOT
 from golden.make import layer as random_layer
+from llama_runs import assert_same, config, prune, weights
 from marks import slow_but
 from models import image_batches, make, token_batches
 from safetensors import safe_open
-from test_golden import ROOT
-from test_pruner import assert_same, config, prune, weights
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.allocation.block_scores import (

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from llama_runs import prune
 from models import make
-from test_pruner import prune
 
 from optimum_moonshot import MoonshotConfig, MoonshotError
 from optimum_moonshot.functional import prune_weight

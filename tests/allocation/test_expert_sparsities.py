@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from fisher_curves import SOLVERS, curves_of
 from models import token_batches
 from reference_allocation import expert_losses, least_division
-from test_experts import experts, mixtral, observe, prune, same, starving
-from test_fisher_allocation import SOLVERS, curves_of
+from tiny_mixtures import experts, mixtral, observe, prune, same, starving
 
 from optimum_moonshot import MoonshotConfig, load_pruned
 from optimum_moonshot.allocation.fisher import ONE_N, SPARSITIES, fisher_patterns

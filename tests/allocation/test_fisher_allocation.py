@@ -4,28 +4,23 @@ import dataclasses
 
 import pytest
 import torch
+from fisher_curves import FISHER, SOLVERS, curves_of
+from llama_runs import assert_same, config, prune, weights
 from models import image_batches, make, token_batches
-from test_pruner import assert_same, config, prune, weights
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
 from optimum_moonshot.allocation import fisher as fisher_allocation
-from optimum_moonshot.allocation.fisher import SPARSITIES, gather_curves
+from optimum_moonshot.allocation.fisher import SPARSITIES
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import spread_samples
-from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.loss_allocation import divide_sparsity
 from optimum_moonshot.objective.patterns import NM, Unstructured, stacked
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.pipeline.inputs import Subject, prepare
-from optimum_moonshot.pipeline.selection import ONE_WIDTH, select
-from optimum_moonshot.pipeline.variant import Variant
+from optimum_moonshot.pipeline.selection import ONE_WIDTH
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.results.store import ResultStore
-from optimum_moonshot.solvers import solver_class, solver_names
 
-SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name).patterns]
-FISHER = dict(pattern="unstructured", sparsity=0.6, allocation="fisher")
 MIXED = dict(pattern="n:4", sparsity=0.5, allocation="fisher")
 
 
@@ -47,16 +42,6 @@ def size(report):
 
 def asked(report):
     return {layer.name: layer.target_sparsity for layer in report.layers}
-
-
-def curves_of(model, batches=None, **options):
-    settings = config(**{**FISHER, **options})
-    selection = select(model, settings)
-    prepared = prepare(Subject(model, progress=False), selection, batches or token_batches())
-    variant = Variant(selection, ResultStore(None, ""))
-    with frozen(model):
-        gather_curves(prepared, [variant])
-    return variant.store.curves
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -1,15 +1,14 @@
 """Checkpoints on disk: what comes back is bit for bit what was saved, and what is damaged is refused by name."""
 
 import json
-import resource
 import shutil
-from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
 import torch
 import transformers as hf
 from checkpoints import INPUTS, assert_same, files, pruned, tensors
+from full_disk import full_disk
 from marks import slow
 from models import make
 from safetensors import safe_open
@@ -18,18 +17,6 @@ from transformers.core_model_loading import WeightRenaming
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 from optimum_moonshot.runtime.packed_linear import PackedLinear
-
-
-@contextmanager
-def full_disk(size):
-    """No file can grow beyond `size` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
 
 SETTINGS = [
     dict(pattern="2:4"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from checkpoints import assert_same, pruned
+from damage import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -37,16 +38,6 @@ def change_description(path, change):
     described = json.loads(metadata["moonshot"])
     change(described)
     save_file(found, path, {**metadata, "moonshot": json.dumps(described)})
-
-
-def flip(path, seed=0):
-    """One bit of one tensor."""
-    content = bytearray(path.read_bytes())
-    start = 8 + int.from_bytes(content[:8], "little")
-    generator = torch.Generator().manual_seed(seed)
-    position = start + int(torch.randint(len(content) - start, (1,), generator=generator))
-    content[position] ^= 1 << int(torch.randint(8, (1,), generator=generator))
-    path.write_bytes(content)
 
 
 def readers(folder, output):

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import DEMO, ROOT, UNSTRUCTURED, failure
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
@@ -23,10 +24,6 @@ from optimum_moonshot.errors import NO_BACKWARD, MoonshotError, Option, Text
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.solvers import solver_class, solver_names
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo_model"
-# The raise site does not name its fields by `field=` or `Text` yet.
-UNSTRUCTURED = pytest.mark.xfail(reason="the raise site formats the field itself")
 WITHOUT_OPTION = {"calibration"}  # fields of MoonshotConfig that only Python code can set
 
 
@@ -34,17 +31,6 @@ def parse(*argv):
     parser = argparse.ArgumentParser()
     cli.add_prune_options(parser)
     return parser.parse_args(["some/model", "--output", "out", *argv])
-
-
-def failure(capsys, *argv):
-    """Exit status and message of a command that fails."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(part) for part in argv])
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert lines[-1].startswith("error: "), captured.err
-    assert "Traceback" not in captured.err
-    return caught.value.code, lines
 
 
 def test_every_field_has_an_option():

@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
+from command_line import DEMO, UNSTRUCTURED, failure
 from models import image_batches, make
-from test_cli import DEMO, UNSTRUCTURED, failure
-from test_zeroshot import TASK
+from zeroshot_tasks import TASK
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy, convert, perplexity
 from optimum_moonshot.__main__ import main

@@ -5,8 +5,8 @@ import time
 import types
 
 import pytest
+from full_disk import full_disk
 from kills import COMMANDS, SAVES, Stage, files, weights
-from test_checkpoint import full_disk
 
 from optimum_moonshot import MoonshotError
 

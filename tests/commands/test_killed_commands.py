@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import DEMO, ROOT, failure
 from safetensors.torch import load_file
-from test_cli import DEMO, ROOT, failure
 
 from optimum_moonshot import SweepReport
 from optimum_moonshot.__main__ import main

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers as hf
 from datasets import ClassLabel, Dataset, Features, Image
+from image_folders import CLASSES, fill, picture
 from models import image_batches, make
-from PIL import Image as Picture
 from torch import nn
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -18,25 +18,6 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.data import images
 from optimum_moonshot.data.images import class_numbers, load_images, open_images
 from optimum_moonshot.model.model_info import takes_images
-
-CLASSES = ["ant", "bee", "cat", "dog", "eel"]
-
-
-def picture(number: int, size=(20, 24), mode="RGB"):
-    """An image that tells its number."""
-    generator = np.random.default_rng(number)
-    pixels = generator.integers(0, 255, (*size, 3), dtype=np.uint8)
-    pixels[..., 0] = number
-    return Picture.fromarray(pixels).convert(mode)
-
-
-def fill(folder, classes=CLASSES, each=3):
-    """A folder with a sub-folder per class; image k·each + i is the i-th of class k."""
-    for k, name in enumerate(classes):
-        (folder / name).mkdir(parents=True)
-        for i in range(each):
-            picture(k * each + i).save(folder / name / f"{i}.png")
-    return folder
 
 
 def to_tensor(image):

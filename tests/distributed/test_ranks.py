@@ -1,15 +1,14 @@
 """Several processes prune what one prunes, whatever their number; one that fails ends all, and nothing is lost."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from models import make, token_batches
+from process_runs import DIED, ROOT, assert_alike, assert_same, close, environment, found_by
 from ranks import CASES, COMMANDS, DEMO, FEW
 
 from optimum_moonshot import MoonshotError
@@ -23,12 +22,9 @@ from optimum_moonshot.model.layers import find_structure
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parents[1] / "support"
-ROOT = TESTS.parent
 SEVERAL = [(2, name) for name in CASES] + [(4, name) for name in FEW]
 FAILED = "rank 1 failed: no more of model.layers.0."
 STARVED = "experts, some starved"
-DIED = "rank 1 failed: its process has died (killed, or out of memory)"
 # Several processes have smaller caches each, and so more memory for statistics.
 OF_MEMORY = {
     "rounds": None,
@@ -36,23 +32,6 @@ OF_MEMORY = {
     "chunks of rows": "chunks of rows, for the sake of memory",
     "experts in parts": "its experts solved in",
 }
-
-
-def environment():
-    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def found_by(program, folder):
-    """(size, rank) → what a process of a program's runs found; (name, rank) → what else it did; and what it printed."""
-    command = [sys.executable, str(TESTS / program), str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=500)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found = {}
-    for path in folder.glob("*.pt"):
-        what, size, rank = path.stem.split("-")
-        found[int(size) if what == "done" else what, int(rank)] = torch.load(path, weights_only=False)
-    return found, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -64,29 +43,6 @@ def done(tmp_path_factory):
     expected |= {(name, rank) for name in COMMANDS for rank in range(2)}
     assert found.keys() == expected, told
     return {**found, "folder": folder}
-
-
-def assert_same(found, expected):
-    assert found["weights"].keys() == expected["weights"].keys()
-    assert all(torch.equal(found["weights"][name], tensor) for name, tensor in expected["weights"].items())
-    assert found["said"] == expected["said"]
-
-
-def assert_alike(found, expected):
-    """The same masks, and weights to rounding."""
-    assert found["weights"].keys() == expected["weights"].keys()
-    for key, tensor in expected["weights"].items():
-        assert torch.equal(found["weights"][key] == 0, tensor == 0), key
-        torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-3, atol=2e-5)
-
-
-def close(value, other):
-    """Numbers are, in lists and dictionaries; all else is equal."""
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(close(value[key], other[key]) for key in value)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(close, value, other))
-    return value == other or (isinstance(value, float) and value == pytest.approx(other, rel=1e-3, abs=1e-6))
 
 
 @pytest.mark.parametrize(("size", "name"), SEVERAL)
@@ -118,7 +74,7 @@ def test_a_run_is_the_same_again(done, size):
 
 
 def test_who_fails_tells_the_others(done):
-    assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["MoonshotError", "Deadly"]
+    assert [done[2, rank]["failure"].partition(": ")[0] for rank in range(2)] == ["RankFailed", "Deadly"]
     assert FAILED in done[2, 0]["failure"]
 
 
@@ -159,11 +115,11 @@ def test_who_is_always_out_of_memory_ends_all(done):
 
 
 def test_who_dies_is_named(done):
-    assert done["dying", 0] == {"killed": f"MoonshotError: {DIED}"}
+    assert done["dying", 0] == {"killed": f"RankFailed: {DIED}"}
 
 
 def test_who_dies_in_a_transfer_is_named(done):
-    assert done["breaking", 0] == {"broken": f"MoonshotError: {DIED}"}
+    assert done["breaking", 0] == {"broken": f"RankFailed: {DIED}"}
 
 
 def test_processes_that_do_not_belong_together_say_so(done):
@@ -175,7 +131,7 @@ def test_processes_that_do_not_belong_together_say_so(done):
 def test_samples_are_divided_in_order(size, count):
     batches = [{"input_ids": torch.arange(10 * first, 10 * first + 2)[:, None]} for first in range(3)][: -(-count // 2)]
     batches[-1] = {"input_ids": batches[-1]["input_ids"][: count - 2 * (len(batches) - 1)]}
-    parts = [Ranks(rank, size).part(count) for rank in range(size)]
+    parts = [Ranks(rank, size).shard(count) for rank in range(size)]
     assert [sample for part in parts for sample in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     divided = [samples_between(batches, part.start, part.stop) for part in parts]

@@ -7,8 +7,8 @@ from math import inf
 import pytest
 import torch
 from objectives import full
+from process_runs import DIED, assert_alike, assert_same, close, found_by
 from row_shards import CASES, FEW, SIZES
-from test_ranks import DIED, assert_alike, assert_same, close, found_by
 from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
@@ -107,15 +107,15 @@ def test_who_is_out_of_memory_between_two_exchanges_tries_again(done, name):
 def test_who_fails_ends_all_with_one_line(done):
     full = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
     assert [done[2, rank]["in the middle"] for rank in range(2)] == [
-        f"MoonshotError: rank 1 failed: {full}",
+        f"RankFailed: rank 1 failed: {full}",
         f"MoonshotError: {full}",
     ]
     for rank in range(2):
         said = done[2, rank]["singular"]
         assert said.startswith("FactorizationError: model.layers.2.") and "at any damping of [0.01, 0.1, 1.0]" in said
-    assert done[2, 0]["failure"].startswith("MoonshotError: rank 1 failed: no more of model.layers.1.")
+    assert done[2, 0]["failure"].startswith("RankFailed: rank 1 failed: no more of model.layers.1.")
     for rank in (0, 2):
-        assert done["dying", rank] == {"killed": f"MoonshotError: {DIED}"}
+        assert done["dying", rank] == {"killed": f"RankFailed: {DIED}"}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from zeroshot_tasks import TASK
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
 from optimum_moonshot.evaluation import zeroshot
@@ -18,18 +19,6 @@ from optimum_moonshot.evaluation.zeroshot import PAPER_TASKS, ZeroShot, zero_sho
 
 pytest.importorskip("lm_eval")
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
-TASK = """task: letters
-dataset_path: json
-dataset_kwargs:
-  data_files: {data}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: {metric}
-"""
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from masked_models import pruned
 from models import make
-from test_masks import pruned
-from test_trainer import samples, trainer
 from torch.nn import functional
+from training_runs import samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotError
 from optimum_moonshot.integrations.distillation import Distillation

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from lora_models import logits, lora, train
+from masked_models import zeros
 from models import token_batches
-from test_experts import experts, family, mixtral, same
-from test_masks import zeros
-from test_peft import logits, lora, train
-from test_trainer import HALF, samples, trainer
+from tiny_mixtures import experts, family, mixtral, same
+from training_runs import HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.masks import find_pruned

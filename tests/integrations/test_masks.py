@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
+from masked_models import loss_of, pruned, zeros
 from models import make, token_batches
 from torch import nn
 
-from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, keep_sparsity
+from optimum_moonshot import MoonshotError, keep_sparsity
 from optimum_moonshot.masks import Masks, clear, find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.packing import find_codec
@@ -24,21 +25,6 @@ OPTIMIZERS = {
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
 }
-
-
-def pruned(name="llama", **changes):
-    model = make(name)
-    config = MoonshotConfig(**{"solver": "magnitude", "pattern": "2:4", **changes})
-    MoonshotPruner(model, config).prune(progress=False)
-    return model.train()
-
-
-def zeros(model):
-    return {layer.name: layer.matrix == 0 for layer in find_pruned(model)}
-
-
-def loss_of(model, batch):
-    return model(**batch, labels=batch["input_ids"]).loss
 
 
 def train(model, optimizer, steps=4, accumulate=1, clip=None):

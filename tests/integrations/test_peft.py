@@ -10,42 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from lora_models import logits, lora, peft, train
+from masked_models import pruned, zeros
 from models import make, token_batches
-from test_masks import loss_of, pruned, zeros
 
 from optimum_moonshot import MoonshotCallback, MoonshotError, MoonshotPruner
+from optimum_moonshot.integrations.peft import MARK, SparseLinear, SparseLoraConfig, sparse_lora
 from optimum_moonshot.masks import find_pruned, follows
 from optimum_moonshot.objective.patterns import NM
 
-peft = pytest.importorskip("peft")
-from optimum_moonshot.integrations.peft import (  # noqa: E402
-    MARK,
-    SparseLinear,
-    SparseLoraConfig,
-    sparse_lora,
-)
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def lora(model, **changes):
-    settings = dict(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(model, peft.LoraConfig(**{**settings, **changes}))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(**token_batches()[0]).logits
-
-
-def train(model, steps=4):
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for batch in token_batches(2 * steps):
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
 
 
 def assert_sparse(model, before):
@@ -242,7 +216,7 @@ def test_a_configuration_that_masks_from_the_start(name):
 
 
 def test_a_training_with_adapters_that_lack_a_mask_is_warned_of(tmp_path, caplog):
-    from test_trainer import trainer
+    from training_runs import trainer
 
     trainer(tmp_path, lora(pruned()), MoonshotCallback()).train()
     (message,) = [record.getMessage() for record in caplog.records if "without a mask" in record.getMessage()]
@@ -361,7 +335,7 @@ def test_mistakes_are_named():
 
 
 def test_a_model_with_adapters_is_not_pruned(tmp_path):
-    from test_trainer import CONFIG, trainer
+    from training_runs import CONFIG, trainer
 
     adapted = lora(make("llama"))
     with pytest.raises(MoonshotError, match="it has PEFT adapters; prune it before"):
@@ -371,7 +345,7 @@ def test_a_model_with_adapters_is_not_pruned(tmp_path):
 
 
 def test_layers_that_train_as_a_whole_beside_the_adapters(tmp_path):
-    from test_trainer import trainer
+    from training_runs import trainer
 
     model = pruned()
     before = zeros(model)
@@ -386,7 +360,7 @@ def test_layers_that_train_as_a_whole_beside_the_adapters(tmp_path):
 
 
 def test_under_the_trainer(tmp_path):
-    from test_trainer import trainer
+    from training_runs import trainer
 
     model = pruned()
     before = zeros(model)

@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 import transformers as hf
+from damage import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_file_integrity import flip
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.checkpoint.packed_format import METHOD, Description

@@ -3,17 +3,13 @@
 What the survey found must stay so: the pattern is exact, blocks are chains, and what stays dense says why.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers as hf
 from models import make, token_batches
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from tiny_architectures import FAMILIES, IMAGES, READ, made
 from tiny_configs import tiny_config
+from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.calibration import samples
@@ -22,54 +18,6 @@ from optimum_moonshot.data.batches import shorten
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_blocks, find_structure
 from optimum_moonshot.pipeline.block_sequences import find_block_sequences
-
-CONV1D, REACHED = "Conv1d with weights", "no calibration data reached it"
-READ, ROUTER, OWN = "its weight is read where its forward is not called", "it sends tokens to experts", "of its own"
-INPUTS = "do not divide into groups"
-# family: class, lengths of the chains, loose blocks, parts of the reasons why layers stay dense; of two in one entry,
-# releases of transformers have one each
-CAUSAL = {
-    "llama": ("LlamaForCausalLM", [2], 0, []),
-    "qwen3": ("Qwen3ForCausalLM", [2], 0, []),
-    "gemma4_text": ("Gemma4ForCausalLM", [2], 0, []),
-    "phimoe": ("PhimoeForCausalLM", [2], 0, [OWN]),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", [2], 0, ["TopkRouter"]),
-    "gpt_oss": ("GptOssForCausalLM", [2], 0, ["TopKRouter"]),
-    "llama4_text": ("Llama4ForCausalLM", [2], 0, [OWN]),
-    "qwen3_next": ("Qwen3NextForCausalLM", [2], 0, ["TopKRouter", CONV1D]),
-    "mamba": ("MambaForCausalLM", [2], 0, [READ, CONV1D, "MambaMixer"]),
-    "jamba": ("JambaForCausalLM", [2], 0, [READ, CONV1D, ("TopKRouter", ROUTER), "MambaMixer"]),
-    "zaya": ("ZayaForCausalLM", None, 0, [CONV1D]),
-    "jetmoe": ("JetMoeForCausalLM", [2], 0, [ROUTER]),
-    "xlnet": ("XLNetLMHeadModel", [2], 0, ["RelativeAttention"]),
-    "xlm": ("XLMWithLMHeadModel", [], 4, []),
-}
-TOGETHER = {
-    "llava": ("LlavaForConditionalGeneration", [2], 0, [REACHED]),
-    "gemma3": ("Gemma3ForConditionalGeneration", [2], 0, [REACHED]),
-    "qwen2_audio": ("Qwen2AudioForConditionalGeneration", [2], 0, [REACHED]),
-    "t5gemma2": ("T5Gemma2ForConditionalGeneration", [2, 2], 0, [REACHED]),
-}
-SEQ2SEQ = {
-    "t5": ("T5ForConditionalGeneration", [2, 2], 0, []),
-    "bart": ("BartForConditionalGeneration", [2, 2], 0, []),
-    "switch_transformers": ("SwitchTransformersForConditionalGeneration", [2, 2], 0, []),
-}
-IMAGES = {
-    "vit": ("ViTForImageClassification", [2], 0, []),
-    "poolformer": ("PoolFormerForImageClassification", None, None, [INPUTS]),
-    "pvt": ("PvtForImageClassification", None, None, ["PvtPatchEmbeddings"]),
-    "swinv2": ("Swinv2ForImageClassification", [], 2, ["Swinv2SelfAttention", INPUTS]),
-}
-FAMILIES = {**CAUSAL, **TOGETHER, **SEQ2SEQ, **IMAGES}
-
-
-def made(family):
-    torch.manual_seed(0)
-    name = FAMILIES[family][0]
-    if not hasattr(hf, name):
-        pytest.skip(f"transformers {hf.__version__} has no {name}")
-    return getattr(hf, name)(tiny_config(family, name)).eval()
 
 
 def batches(family, model):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import reference
-import test_experts
 import torch
 import transformers as hf
+from expert_removal import FAMILIES, REFUSED, model_of, settled
 from models import make, token_batches
 from packaging import version
-from test_experts import family, mixtral, same
 from tiny_configs import tiny_config
+from tiny_mixtures import family, mixtral, same
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -31,40 +31,6 @@ from optimum_moonshot.model.mixtures import RoutedCall, find_mixtures
 from optimum_moonshot.objective.patterns import Experts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-REFUSED = {
-    "deepseek_v4": "their tokens depend on more than the router's scores",
-    "inkling_text": "has no setting with 3 of 4 experts",
-    "jetmoe": "the arguments of JetMoeParallelExperts do not show which token it sends to which expert",
-    "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
-}
-FAMILIES = tuple(name for name in test_experts.FAMILIES if name not in REFUSED)
-MINE = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # of one expert otherwise
-
-
-def model_of(name):
-    if name not in MINE:
-        return family(name).float()
-    config = family(name).config
-    for field, value in MINE[name].items():
-        setattr(config, field, value)
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config).eval().float()
-
-
-def settled(model):
-    """Tokens that differ, experts that matter, routers that choose, and biases: a new model has little of all."""
-    generator = torch.Generator().manual_seed(3)
-    for module in model.modules():
-        for key in expert_keys(module):
-            module._parameters[key].data.normal_(std=0.2, generator=generator)
-    for name, tensor in model.state_dict().items():
-        if "bias" in name and not tensor.any():
-            tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
-        elif re.search(r"embed\w*\.weight$", name) or (
-            re.search(r"(gate|router)(\.\w+)?\.weight$", name) and tensor.shape[0] == 4
-        ):
-            tensor.normal_(generator=generator)
-    return model
 
 
 def prune(model, batches=None, solver="osscar", sparsity=0.25, **options):

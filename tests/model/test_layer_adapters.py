@@ -6,8 +6,8 @@ import pytest
 import reference
 import torch
 import transformers as hf
+from convolutions import GEOMETRIES
 from models import GROUPED, spread, token_batches
-from test_vision import GEOMETRIES
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D

@@ -3,29 +3,22 @@
 import copy
 import gc
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
 from marks import slow_but
 from models import CAUSAL, EDGE, GROUPED, make, spread, token_batches
+from offloaded_models import assert_equal, offloaded, settings, tensors
 from packaging import version
-from safetensors.torch import load_file
-from test_architectures import made
+from tiny_architectures import made
 
-from optimum_moonshot import MoonshotConfig, MoonshotPruner, load_pruned
+from optimum_moonshot import MoonshotPruner, load_pruned
 from optimum_moonshot.distributed.ranks import SINGLE_PROCESS
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded, is_offloaded, mark_written
 from optimum_moonshot.runs import prune as run_module
-
-OPTIONS = {"pattern": "2:4", "num_samples": 6, "sequence_length": 12, "batch_size": 2}
-
-
-def settings(**changes):
-    return MoonshotConfig(**{**OPTIONS, **changes})
 
 
 @pytest.fixture
@@ -33,22 +26,6 @@ def llama(tmp_path):
     """The folder of a model in several files."""
     make("llama").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
     return tmp_path / "dense"
-
-
-def offloaded(folder, **changes):
-    return MoonshotPruner.from_pretrained(folder, settings(**changes), offload="disk")
-
-
-def tensors(folder):
-    return {
-        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
-    }
-
-
-def assert_equal(folder, expected):
-    found, expected = tensors(folder), tensors(expected)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def both(folder, tmp_path, batches=None, **changes):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers as hf
+from expert_removal import FAMILIES, model_of, settled
 from marks import slow_but
 from models import make, token_batches
-from test_expert_removal import FAMILIES, model_of, settled
-from test_offload import assert_equal, offloaded, settings
+from offloaded_models import assert_equal, offloaded, settings
 
 from optimum_moonshot import MoonshotPruner
 from optimum_moonshot.model.layers import find_blocks

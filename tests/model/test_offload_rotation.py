@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 from marks import slow_but
 from models import CAUSAL, GROUPED, make, spread, token_batches
+from offloaded_models import assert_equal, tensors
 from safetensors.torch import load_file
-from test_offload import assert_equal, tensors
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import make, token_batches
-from test_experts import mixtral
+from tiny_mixtures import mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.runs import expert_pruning as removing

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from llama_runs import assert_same, config, prune, weights
 from models import make, token_batches
-from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from blockwise_statistics import CHAINS, CONVOLUTIONAL, batches_for, close, slow_statistics
+from llama_runs import assert_same, config, prune, weights
 from models import CAUSAL, EDGE, image_batches, make, token_batches
-from test_block_pipeline import CHAINS, CONVOLUTIONAL, batches_for, close, slow_statistics
-from test_pruner import assert_same, config, prune, weights
 from torch import nn
 
 from optimum_moonshot import MoonshotError, MoonshotPruner

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 import torch
+from command_line import DEMO, ROOT, failure
 from models import make
-from test_cli import DEMO, ROOT, failure
 from transformers import AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, SelfCalibration

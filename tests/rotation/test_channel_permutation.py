@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from models import token_batches
-from test_rotation_learning import problem, space
-from test_rotation_runs import prune, pruner, same, weights
+from rotation_problems import problem, space
+from rotation_runs import prune, pruner, same, weights
 
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import image_batches, make, token_batches
+from rotation_runs import SETTINGS, prune, pruner, same, weights
 from transformers import AutoModelForCausalLM
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport
@@ -15,30 +16,6 @@ from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.reports.rotation_report import ROTATION_NAME, RotationReport
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.runs import rotate as rotating
-
-SETTINGS = dict(sparsity=0.5, num_samples=6, rotation="learned", rotation_steps=4, rotation_lr=0.05)
-
-
-def pruner(name="llama", **changes):
-    model = make(name)
-    for parameter in model.parameters():  # gains that differ
-        if parameter.ndim == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    return MoonshotPruner(model, MoonshotConfig(**{**SETTINGS, **changes}))
-
-
-def prune(name="llama", data=None, **changes):
-    done = pruner(name, **changes)
-    done.prune(data or token_batches(), progress=False)
-    return done
-
-
-def weights(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "phi"])

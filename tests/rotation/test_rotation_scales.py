@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import token_batches
-from test_rotation_runs import prune, pruner, same, weights
+from rotation_runs import prune, pruner, same, weights
 from torch import nn
 
 from optimum_moonshot.model.layers import PrunableLayer

@@ -6,8 +6,7 @@ import pytest
 import reference
 import torch
 from golden.make import layer
-from objectives import full
-from test_sparsegpt import indefinite
+from objectives import full, indefinite
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError

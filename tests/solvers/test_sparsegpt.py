@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 from golden.make import grouped_layer, layer
-from objectives import full
+from objectives import full, indefinite
 
 from optimum_moonshot.config import MoonshotConfig
 from optimum_moonshot.errors import FactorizationError
@@ -179,13 +179,6 @@ def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch)
     hessians.diagonal(dim1=1, dim2=2).add_(0.01 * quadratic.damping_unit)
     assert torch.linalg.cond(hessians).max() > 1e5
     assert_same(prune(tensors, lam, pattern), exact(tensors, lam, pattern), 1e-4)
-
-
-def indefinite(gram, share, seed=0):
-    """`gram` with one eigenvalue of about -share times the mean diagonal."""
-    values, vectors = torch.linalg.eigh(gram.double())
-    values[0] = -share * gram.diagonal().mean()
-    return (vectors * values @ vectors.T).float()
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0])

@@ -268,5 +268,15 @@ def main():
     return any(found == "WRONG" for _, found in counts)
 
 
+def flip(path, seed=0):
+    """One bit of one tensor."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    generator = torch.Generator().manual_seed(seed)
+    position = start + int(torch.randint(len(content) - start, (1,), generator=generator))
+    content[position] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+    path.write_bytes(content)
+
+
 if __name__ == "__main__":
     sys.exit(main())

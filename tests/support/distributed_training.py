@@ -6,14 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers as hf
+from masked_models import loss_of, pruned, zeros
 from models import make, token_batches
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-
-from test_masks import loss_of, pruned, zeros
-from test_trainer import CONFIG, samples, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from training_runs import CONFIG, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotError, keep_sparsity
 from optimum_moonshot.masks import Masks, find_pruned

@@ -22,3 +22,10 @@ def matrices(gradients, size=None):
     """Gradients [N, d_out, d_in] as the matrices of the rows, or of their column blocks of so many inputs."""
     rows = gradients if size is None else gradients.unflatten(2, (-1, size)).flatten(1, 2)
     return FisherMatrices(torch.einsum("nki,nkj->kij", rows, rows), len(gradients))
+
+
+def indefinite(gram, share, seed=0):
+    """`gram` with one eigenvalue of about -share times the mean diagonal."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    values[0] = -share * gram.diagonal().mean()
+    return (vectors * values @ vectors.T).float()

@@ -19,10 +19,10 @@ from pathlib import Path
 import datasets
 import torch
 import transformers as hf
+from image_folders import CLASSES, fill
 from models import make
 from PIL import Image
-from test_images import CLASSES, fill
-from test_zeroshot import TASK
+from zeroshot_tasks import TASK
 
 from optimum_moonshot.__main__ import main
 

@@ -1,0 +1,45 @@
+"""Tiny mixtures whose experts are removed."""
+
+import re
+
+import tiny_mixtures
+import torch
+import transformers as hf
+from tiny_mixtures import family
+
+from optimum_moonshot.model.experts import expert_keys
+
+REFUSED = {
+    "deepseek_v4": "something else than the router's scores says which tokens they get",
+    "inkling_text": "has no setting with 3 of 4 experts",
+    "jetmoe": "JetMoeParallelExperts does not say which token it sends to which expert",
+    "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
+}
+FAMILIES = tuple(name for name in tiny_mixtures.FAMILIES if name not in REFUSED)
+MINE = {"hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2]}}  # of one expert otherwise
+
+
+def model_of(name):
+    if name not in MINE:
+        return family(name).float()
+    config = family(name).config
+    for field, value in MINE[name].items():
+        setattr(config, field, value)
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).eval().float()
+
+
+def settled(model):
+    """Tokens that differ, experts that matter, routers that choose, and biases: a new model has little of all."""
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules():
+        for key in expert_keys(module):
+            module._parameters[key].data.normal_(std=0.2, generator=generator)
+    for name, tensor in model.state_dict().items():
+        if "bias" in name and not tensor.any():
+            tensor.copy_(0.05 * torch.randn(tensor.shape, generator=generator))
+        elif re.search(r"embed\w*\.weight$", name) or (
+            re.search(r"(gate|router)(\.\w+)?\.weight$", name) and tensor.shape[0] == 4
+        ):
+            tensor.normal_(generator=generator)
+    return model

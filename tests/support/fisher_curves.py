@@ -1,0 +1,26 @@
+"""Curves of the Fisher allocation."""
+
+from llama_runs import config
+from models import token_batches
+
+from optimum_moonshot.allocation.fisher import gather_curves
+from optimum_moonshot.model.calls import frozen
+from optimum_moonshot.objective.patterns import Unstructured
+from optimum_moonshot.pipeline.inputs import Subject, prepare
+from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.variant import Variant
+from optimum_moonshot.results.store import ResultStore
+from optimum_moonshot.solvers import solver_class, solver_names
+
+SOLVERS = [name for name in solver_names() if Unstructured in solver_class(name).patterns]
+FISHER = dict(pattern="unstructured", sparsity=0.6, allocation="fisher")
+
+
+def curves_of(model, batches=None, **options):
+    settings = config(**{**FISHER, **options})
+    selection = select(model, settings)
+    prepared = prepare(Subject(model, progress=False), selection, batches or token_batches())
+    variant = Variant(selection, ResultStore(None, ""))
+    with frozen(model):
+        gather_curves(prepared, [variant])
+    return variant.store.curves
