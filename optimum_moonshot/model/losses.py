@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import NO_BACKWARD, MoonshotError, require
+from ..errors import NO_BACKWARD, MoonshotError, Text, require
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
@@ -162,7 +162,7 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         name = type(model).__name__
         raise MoonshotError(
-            f"{name} returns no logits for the Fisher loss", hint=f"load it with a head, or {NO_BACKWARD}"
+            f"{name} returns no logits for the Fisher loss", hint=Text("load it with a head, or {}", NO_BACKWARD)
         )
     return logits
 
