@@ -166,7 +166,7 @@ def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise MoonshotError(f"cannot be written: {error}", field=field, value=str(path)) from error
+        raise MoonshotError(f"cannot be written: {error}", field=field, value=Path(path)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
