@@ -261,8 +261,8 @@ def _check_without_data(selection: Selection) -> None:
         hint=Text("give some, or use {}", Option("allocation", "alpha")),
     )
     such = 'such as "c4", a text file, or a folder of images for an image model'
-    message = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
-    require(not selection.solver.calibrated, message, field="calibration", value=None)
+    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
+    require(not selection.solver.calibrated, needed, field="calibration", value=None)
 
 
 def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
