@@ -179,7 +179,7 @@ class MoonshotConfig:
             if shared is not None:  # checked without effect too: the next solver may use it
                 check_option((declared if name in declared else options_of("sparsegpt"))[name], shared)
         try:
-            check_options(solver, values, f"solver={self.solver!r}")
+            check_options(solver, values, Option("solver", self.solver))
         except MoonshotError as error:
             raise error.within(Option("solver_options")) from None
         for name in SHARED_OPTIONS:

@@ -102,13 +102,13 @@ def check_folder(field: str, path: Any) -> None:
         path: of a folder that exists or not.
     """
     check_path(field, path)
-    folder, value = Path(path), str(path)
+    folder = Path(path)
     with writing(field, path):  # a name may be too long for `exists`
         dangling = folder.is_symlink() and not folder.exists()
         file = folder.exists() and not folder.is_dir()
     link = "is a link to a folder that does not exist"
-    require(not dangling, link, field=field, value=value, hint="create that folder, or give another")
-    require(not file, "is a file", field=field, value=value, hint="give a folder")
+    require(not dangling, link, field=field, value=folder, hint="create that folder, or give another")
+    require(not file, "is a file", field=field, value=folder, hint="give a folder")
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
@@ -166,7 +166,7 @@ def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise MoonshotError(f"cannot be written: {error}", field=field, value=str(path)) from error
+        raise MoonshotError(f"cannot be written: {error}", field=field, value=Path(path)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
 from .distributed.ranks import SINGLE_PROCESS, Ranks, on_main_process, processes
-from .errors import MoonshotError, check_path, require, shown
+from .errors import MoonshotError, check_path, require
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
@@ -116,13 +116,14 @@ class MoonshotPruner:
         }
         check_path("name_or_path", name_or_path)
         require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
-        require("output_loading_info" not in model_kwargs, "output_loading_info: from_pretrained returns a pruner")
+        message = "from_pretrained returns a pruner"
+        require("output_loading_info" not in model_kwargs, message, field="output_loading_info")
         model, info = _load(name_or_path, shared, model_kwargs, offload, config.offload_dir)
         check_complete(info["missing_keys"], (), info["mismatched_keys"])
         return cls(model, config, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared))
 
     def _subject(self, loss: Callable[[Any, Batch], Tensor] | None, progress: bool, ranks: Ranks) -> Subject:
-        require(loss is None or callable(loss), f"loss={shown(loss)}: give a function of output and inputs")
+        require(loss is None or callable(loss), "give a function of output and inputs", field="loss", value=loss)
         require(not is_packed(self.model), _PACKED)
         write_to(self.model, self.config.offload_dir)
         return Subject(self.model, self.tokenizer, self.processor, loss, progress and ranks.is_main, ranks)
@@ -337,7 +338,8 @@ class MoonshotPruner:
         """
         require(not torch.is_inference_mode_enabled(), _INFERENCE_MODE)
         chosen = variants(self._config(), lambdas, sparsities, patterns)
-        require(lambdas is None or None not in lambdas, f"lambdas={lambdas}: give numbers, or leave it out")
+        message = "give numbers, or leave it out"
+        require(lambdas is None or None not in lambdas, message, field="lambdas", value=lambdas)
         with processes() as ranks, called_by(self.model, forward), rest_onloaded(self.model):
             subject = self._subject(loss, progress, ranks)
             found, report = sweep(subject, chosen, calibration, metric, maximize, work_dir)
@@ -471,8 +473,8 @@ class MoonshotPruner:
 
         def save() -> None:
             if self.report is None and self.rotation is not None:
-                mend = "a rotated model has no zeros to pack; prune it first"
-                require(format in (None, "dense"), f"format={format!r}: {mend}")
+                message = "a rotated model has no zeros to pack; prune it first"
+                require(format in (None, "dense"), message, field="format", value=format)
                 save_rotated(self.model, processors, self.rotation, directory, **options)
             else:
                 save_model(self.model, processors, self._pruned(), directory, format, **options)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from bad_inputs_page import PAGE, page
-from command_line import DEMO, UNSTRUCTURED, failure
+from command_line import DEMO, failure
 from datasets import Dataset
 from models import make, token_batches
 from PIL import Image
@@ -598,15 +598,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-# Rows whose raise sites format the field in the message themselves.
-UNSTRUCTURED_ROWS = (0, 1, 2, 4, 15, 16, 25, 26, 27, 28, 30, 31, 34)
-
-
-@pytest.mark.parametrize(
-    "command, options, status, words",
-    [pytest.param(*row, marks=UNSTRUCTURED if i in UNSTRUCTURED_ROWS else ()) for i, row in enumerate(COMMANDS)],
-    ids=range(len(COMMANDS)),
-)
+@pytest.mark.parametrize("command, options, status, words", COMMANDS, ids=range(len(COMMANDS)))
 def test_options(tmp_path, capsys, monkeypatch, command, options, status, words):
     monkeypatch.setattr("optimum_moonshot.calibration.storage.DEFAULT_SHARE", 0.0 if "1" in options else 0.6)
     found, lines = failure(capsys, command, DEMO, "--output", tmp_path / "out", *options)

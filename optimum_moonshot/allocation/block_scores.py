@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import require
+from ..errors import MoonshotError, Option, Text
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import of_rows
 from ..progress import progress_bar
@@ -86,11 +86,14 @@ def allocate(
 
 def _mean_exponent(block: Sequence[PrunableLayer]) -> float:
     found = [exponent for layer in block if (exponent := tail_exponent(layer.matrix)) is not None]
-    require(
-        bool(found),
-        f'allocation="alpha": the singular values of {", ".join(layer.name for layer in block)} have no tail to fit; '
-        'ignore what is zero, or use "owl"',
-    )
+    if not found:
+        names = ", ".join(layer.name for layer in block)
+        raise MoonshotError(
+            f"the singular values of {names} have no tail to fit",
+            field="allocation",
+            value="alpha",
+            hint=Text("{} layers of zeros, or use {}", "ignore", Option("allocation", "owl")),
+        )
     return sum(found) / len(found)
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..errors import require
+from ..errors import Option, Text, require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
+from .statistic import NOT_FINITE
 from .storage import Storage
 
 
@@ -93,8 +94,8 @@ class MixtureSums:
         for what, tensor in (("contributions", self.gram), ("gradients", self.gradients)):
             require(
                 tensor is None or all_finite(tensor),
-                f"{self.mixture.name}: the {what} of its experts hold NaN or infinite values: check the model's "
-                "weights and dtype (float16 overflows; use bfloat16)",
+                f"{self.mixture.name}: the {what} of its experts hold NaN or infinite values",
+                hint=NOT_FINITE,
             )
         return MixtureStatistics(self.gram, self.gradients, self.norms, self.tokens)
 
@@ -139,7 +140,8 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         alone = count == 1 or not self.gradients
         require(
             alone and (mask is None or bool(mask.all())),
-            "the tokens that an expert reads do not show which sample they belong to: use batch_size=1",
+            "the tokens that an expert reads do not show which sample they belong to",
+            hint=Text("use {}", Option("batch_size", 1)),
         )
         for sums in self.sums.values():
             sums.sample = first

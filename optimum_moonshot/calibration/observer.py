@@ -18,7 +18,7 @@ from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
 from .accumulators import GradientPlan
 from .layer_statistics import LayerStatistics
-from .statistic import GradientStatistic, InputStatistic
+from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
 from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall, TokenCounts
 
@@ -172,7 +172,4 @@ class Observer(AbstractContextManager["Observer"]):
 
 
 def _check_finite(finite: bool, what: str) -> None:
-    require(
-        finite,
-        f"{what} hold NaN or infinite values: check the model's weights and dtype (float16 overflows; use bfloat16)",
-    )
+    require(finite, f"{what} hold NaN or infinite values", hint=NOT_FINITE)

@@ -23,6 +23,7 @@ from ..errors import MoonshotError
 from ..model.layers import PrunableLayer
 from .storage import Storage
 
+NOT_FINITE = "check the model's weights and dtype (float16 overflows; use bfloat16)"  # a hint
 _NOT_MERGED = "it has no `{}`, so that several processes cannot share the data: write one, or use one process"
 
 

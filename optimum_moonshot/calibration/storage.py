@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from ..devices import free_bytes, is_gpu
-from ..errors import MoonshotError
+from ..errors import MoonshotError, Text
 from ..mapped import mapped_tensor
 
 Item = TypeVar("Item")
 # The share of free memory that is used where no budget is given: solvers and activations need the rest.
 DEFAULT_SHARE = 0.6
+
+# The fix where the tensors of a run exceed the memory that it may use.
+MORE_MEMORY = Text(
+    "raise {}, set {} to a folder on a fast disk, or lower {} or {}",
+    "max_memory",
+    "offload_dir",
+    "num_samples",
+    "sequence_length",
+)
 
 
 class Storage:
@@ -117,11 +126,9 @@ class Storage:
             weakref.finalize(tensor, self._release, device, size, cached)
             return tensor
         if self.offload_dir is None:
-            raise MoonshotError(
-                f"max_memory: {what} needs {size / 2**30:.2f} GiB more than the budget of "
-                f"{sum(self.limits.values()) / 2**30:.2f} GiB has left; raise max_memory, set offload_dir to a folder "
-                "on a fast disk, or lower num_samples or sequence_length"
-            )
+            budget = f"{sum(self.limits.values()) / 2**30:.2f} GiB"
+            message = f"{what} needs {size / 2**30:.2f} GiB more than the budget of {budget} has left"
+            raise MoonshotError(message, field="max_memory", hint=MORE_MEMORY)
         return self._on_disk(shape, dtype, size, what)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
@@ -175,9 +182,8 @@ class Storage:
         try:
             tensor = mapped_tensor(shape, dtype, self.offload_dir)
         except OSError as error:
-            raise MoonshotError(
-                f"offload_dir={str(self.offload_dir)!r}: no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
-            ) from error
+            message = f"no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
+            raise MoonshotError(message, field="offload_dir", value=self.offload_dir) from error
         self.spilled += size
         return tensor
 

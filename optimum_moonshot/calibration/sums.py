@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import NO_BACKWARD, naming, require
+from ..errors import NO_BACKWARD, Text, naming, require
 from ..model.layer_adapters import LayerAdapter, Pair
 from ..model.layers import PrunableLayer
 from .accumulators import GradientPlan, LayerTotals, RowMatrices, Samples, Squares
@@ -49,8 +49,8 @@ class LayerCall:
         """
         require(
             self.inputs._version == self.version,
-            f"{self.layer.name}: the model changes this layer's input in place after the call; use inplace=False, or "
-            f"{NO_BACKWARD}",
+            f"{self.layer.name}: the model changes this layer's input in place after the call",
+            hint=Text("use inplace=False, or {}", NO_BACKWARD),
         )
         with naming(self.layer.name):
             yield from self.adapter.pairs(self.inputs, delta, self.mask, self.samples)
@@ -252,8 +252,8 @@ class InputSums:
         Raises:
             MoonshotError: no call of the layer was seen.
         """
-        reached = name in self.of_layer
-        require(reached, f"{name}: no calibration data reached this layer; add its name to ignore= to skip it")
+        hint = Text("add its name to {} to skip it", "ignore")
+        require(name in self.of_layer, f"{name}: no calibration data reached this layer", hint=hint)
         return self.of_layer.pop(name).statistics
 
 

@@ -91,7 +91,8 @@ class MoonshotCallback(TrainerCallback):
             names = Text("nothing is pruned; {}, {}, {} and {} need a config", *_SCHEDULE_OPTIONS)
             require(unused, names, field="config", value=None)
         else:
-            require(targets is None and not ignore, "targets and ignore: with a config, give them to MoonshotConfig")
+            names = Text("{} and {}: with a config, give them to MoonshotConfig", "targets", "ignore")
+            require(targets is None and not ignore, names)
             message = "the optimizer's state is in the current basis of the model"
             hint = "rotate it before the training"
             require(config.rotation is None, message, field="rotation", value=config.rotation, hint=hint)

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 from torch import Tensor, nn
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Text, require
 from .experts import ExpertsAdapter, expert_keys, stacks_experts
 from .layer_adapters import LayerAdapter, find_adapter
 from .offload import mark_written, rest_of, weights_of
@@ -250,8 +250,9 @@ def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ign
     )
     if next(structure.layers(), None) is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        empty = "targets and ignore leave nothing" if targets or ignore else "the model has no Linear or Conv2d"
-        raise MoonshotError(f"nothing to prune: {reasons or empty}")
+        if not reasons and (targets or ignore):
+            raise MoonshotError(Text("nothing to prune: {} and {} leave nothing", "targets", "ignore"))
+        raise MoonshotError(f"nothing to prune: {reasons or 'the model has no Linear or Conv2d'}")
     return structure
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import NO_BACKWARD, MoonshotError, require
+from ..errors import NO_BACKWARD, MoonshotError, Text, require
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and inputs to its samples' losses, [B]
 IGNORED = -100
@@ -53,7 +53,7 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             is_causal(model) and "input_ids" in batch,
             f"{type(model).__name__} needs them for its loss",
             field="labels",
-            hint=f"give calibration data with labels, or {NO_BACKWARD}",
+            hint=Text("give calibration data with labels, or {}", NO_BACKWARD),
         )
         mask = token_mask(batch)
         assert mask is not None
@@ -162,7 +162,7 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         name = type(model).__name__
         raise MoonshotError(
-            f"{name} returns no logits for the Fisher loss", hint=f"load it with a head, or {NO_BACKWARD}"
+            f"{name} returns no logits for the Fisher loss", hint=Text("load it with a head, or {}", NO_BACKWARD)
         )
     return logits
 
@@ -215,7 +215,7 @@ def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: in
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None:
-        hint = f"give calibration data with labels, or {NO_BACKWARD}"
+        hint = Text("give calibration data with labels, or {}", NO_BACKWARD)
         raise MoonshotError("the tokenizer has no mask token", hint=hint)
     generator = torch.Generator().manual_seed(seed)
     labelled = []

@@ -24,7 +24,7 @@ from .onloading import onloaded_in_turn
 
 # Bytes of contributions in memory at a time.
 ROOM = 64 * 2**20
-_NO_SUM = "its output is not the sum of its experts' contributions, which pattern='experts' requires"
+_NO_SUM = "its output is not the sum of its experts' contributions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +86,8 @@ class Mixture:
                 return RoutedCall(self, args, kwargs, hidden[0], index, weights, output)
         if whole and len(tensors) == 1 and tensors[0].shape == output.shape and len(output) % self.count == 0:
             return RepeatedCall(self, tensors[0].detach(), output.detach())
-        raise MoonshotError(
-            f"{self.name}: the arguments of {type(self.module).__name__} do not show which token it sends to which "
-            "expert, which pattern='experts' requires"
-        )
+        message = f"the arguments of {type(self.module).__name__} do not show which token it sends to which expert"
+        raise MoonshotError(message, field="pattern", value="experts").within(self.name)
 
 
 class Piece(NamedTuple):
@@ -192,11 +190,9 @@ class RoutedCall:
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
         except Exception as error:  # a module may fail in any way at an unexpected call
-            raise MoonshotError(
-                f"{self.mixture.name}: {kind} does not take tokens with one expert each ({reason(error)}), which "
-                "pattern='experts' requires"
-            ) from error
-        require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}")
+            message = f"{kind} does not take tokens with one expert each ({reason(error)})"
+            raise MoonshotError(message, field="pattern", value="experts").within(self.mixture.name) from error
+        require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
 
     @torch.no_grad()
     def _parts(self, some: slice) -> Tensor:
@@ -354,4 +350,4 @@ class _Look:
             self.enter(hooks)
             self.replacement = replacement
             output = first_tensor(self.around(*args, **kwargs))
-        require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}")
+        require(close(output, expected), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")

@@ -36,7 +36,7 @@ from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
 from ..distributed.group import one_line
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
-from ..errors import MoonshotError
+from ..errors import MoonshotError, Text
 from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import cutting
 
@@ -58,7 +58,7 @@ _CHANGES = {
     "kept": "what it keeps there",
     "again": "tried again with what was free then",
 }
-SMALLER = "lower max_memory, batch_size or num_samples"
+SMALLER = Text("lower {}, {} or {}", "max_memory", "batch_size", "num_samples")
 
 
 class PassTooLarge(torch.OutOfMemoryError):
@@ -70,7 +70,7 @@ class Restart(Exception):
 
 
 @contextmanager
-def enough_memory(hint: str = SMALLER) -> Iterator[None]:
+def enough_memory(hint: Text = SMALLER) -> Iterator[None]:
     """Inside the block, a device that is out of memory raises a `MoonshotError`.
 
     Args:
@@ -84,7 +84,7 @@ def enough_memory(hint: str = SMALLER) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MoonshotError(f"out of device memory: {hint} ({error})") from None
+        raise MoonshotError(Text(f"out of device memory: {{}} ({error})", hint)) from None
 
 
 @dataclass

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_flatten
 
 from ..calibration.samples import calls_seen, unlike
 from ..data.batches import Batch, batch_size, take
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Text, require
 from ..model.calls import BlockCall, calling, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
 from ..model.layers import Block
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.onloading import onloaded_in_turn
 
 Extras = list[int | None]  # what every block returns behind its hidden state: how many values, None for a bare tensor
-_MEND = "load the model without offload to prune it"
+_HINT = Text("load the model without {} to prune it", "offload")
 
 
 def probe_blocks(
@@ -65,9 +65,9 @@ def probe_blocks(
         try:
             run_model(model, batch)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise MoonshotError(f"blocks without a hidden state among their arguments ({error}): {_MEND}") from None
+            raise MoonshotError(f"blocks without a hidden state among their arguments ({error})", hint=_HINT) from None
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
-    require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them: {_MEND}")
+    require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
     _check_around(model, blocks, batch, gradients, loss, looking)
     return list(looking.extras.values()), looking.unshown  # which came in the blocks' order
 
@@ -90,11 +90,11 @@ class _Look:
             return None
         name = self.blocks[i].name
         hidden, rest, named = split_hidden(args, kwargs)
-        require(i == len(self.calls), f"{name}: it is not called in its turn, once: {_MEND}")
-        require(i == 0 or hidden is self.latest, f"{name}: it does not read what the block before gives: {_MEND}")
+        require(i == len(self.calls), f"{name}: it is not called in its turn, once", hint=_HINT)
+        require(i == 0 or hidden is self.latest, f"{name}: it does not read what the block before gives", hint=_HINT)
         hidden = hidden.detach().requires_grad_(self.gradients)
         tensors = [each for each in tree_flatten((rest, named))[0] if isinstance(each, Tensor)]
-        require(not any(each.requires_grad for each in tensors), f"{name}: it reads more of other blocks: {_MEND}")
+        require(not any(each.requires_grad for each in tensors), f"{name}: it reads more of other blocks", hint=_HINT)
         self.calls[i] = BlockCall(rest, without_caches(named), hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))
 
@@ -113,7 +113,7 @@ class _Look:
             self.alone = False
         call.hidden = call.hidden.detach()
         alike = again.shape == call.hidden.shape == self.latest.shape and close(again, self.latest.detach())
-        require(alike, f"{name}: run alone it gives something else than in the model: {_MEND}")
+        require(alike, f"{name}: run alone it gives something else than in the model", hint=_HINT)
 
     def _again(self, i: int, module: nn.Module, call: BlockCall) -> Tensor:
         """What a block gives when it is run again; of two samples, its layers are compared with the second alone."""
@@ -193,16 +193,16 @@ def _check_around(
         try:
             output = run_model(model, batch)
         except (MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise MoonshotError(f"the model reads more of its blocks than their hidden state: {_MEND}") from error
+            raise MoonshotError("the model reads more of its blocks than their hidden state", hint=_HINT) from error
         for block, call, found in zip(blocks, calls, looking.calls.values(), strict=True):
             same = _alike(call, (found.args, found.kwargs))
-            require(same, f"{block.name}: its arguments depend on what other blocks compute: {_MEND}")
+            require(same, f"{block.name}: its arguments depend on what other blocks compute", hint=_HINT)
         if gradients:
             logits, gradient, _ = loss_gradient(model, output, batch, loss)
             reached = logits.requires_grad
             deltas = torch.autograd.grad(logits, hiddens, gradient, allow_unused=True) if reached else (None,)
             alike = all(delta is not None and close(delta, deltas[-1]) for delta in deltas)
-            require(alike, f"the loss depends on blocks otherwise than by the last one's output: {_MEND}")
+            require(alike, "the loss depends on blocks otherwise than by the last one's output", hint=_HINT)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from ..calibration.accumulators import GradientPlan
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.observer import Observer
-from ..errors import MoonshotError
+from ..errors import MoonshotError, Text
 from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
@@ -116,7 +116,8 @@ def _in_slices(part: Part, spec: StatisticsSpec, notes: list[str], once: Callabl
         plan = dataclasses.replace(spec.plan(layer), rows=some, totals=totals)
         statistics = once(Part((layer,), (None,)), plans={layer.name: plan}).take(layer)
         if statistics is None:
-            raise MoonshotError("no calibration data reached it; name it in ignore=").within(layer.name)
+            hint = Text("add its name to {}", "ignore")
+            raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)
         return statistics
 
     return CollectedRows(layer, part.slices, rows)

@@ -54,7 +54,8 @@ def load_self(
         MoonshotError: a model that does not write from left to right, prompts that cannot be used, or no BOS token.
     """
     config, name = selection.config, type(model).__name__
-    require(writes(model), f"calibration='self': {name} writes no text from left to right: give data instead")
+    message = f"{name} writes no text from left to right: give data instead"
+    require(writes(model), message, field="calibration", value="self")
     length = window_length(config.sequence_length, max_positions(model))
     beginnings = source.beginnings(tokenizer, _bos(model, tokenizer), length)
     ends = _ends(model, tokenizer)
@@ -199,7 +200,8 @@ def _generate(model: Any, first: Tensor, forced: "Beginnings") -> Tensor:
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
-        raise MoonshotError(f"calibration='self': {type(model).__name__} cannot write ({reason(error)})") from error
+        message = f"{type(model).__name__} cannot write ({reason(error)})"
+        raise MoonshotError(message, field="calibration", value="self") from error
 
 
 @contextmanager

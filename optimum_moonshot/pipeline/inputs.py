@@ -17,7 +17,7 @@ from ..data.images import load_images, open_images
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, load_calibration
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
-from ..errors import require
+from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import PrunableLayer
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
@@ -251,20 +251,18 @@ def _is_padded(batch: Batch) -> bool:
 
 def _check_without_data(selection: Selection) -> None:
     config = selection.config
-    require(
-        not config.recompute,
-        "recompute=True: without calibration data there is nothing to recompute; give some, or leave it out",
-    )
+    message = "without calibration data there is nothing to recompute; give some, or leave it out"
+    require(not config.recompute, message, field="recompute", value=True)
     require(
         config.allocation not in NEEDING_DATA,
-        f'calibration=None: allocation="{config.allocation}" needs data to see what a layer does; give some, or use '
-        '"alpha"',
+        Text("{} needs data to see what a layer does", Option("allocation", config.allocation)),
+        field="calibration",
+        value=None,
+        hint=Text("give some, or use {}", Option("allocation", "alpha")),
     )
-    require(
-        not selection.solver.calibrated,
-        f'calibration=None: solver={config.solver!r} needs data, such as "c4", a text file, or a '
-        "folder of images for an image model",
-    )
+    such = 'such as "c4", a text file, or a folder of images for an image model'
+    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
+    require(not selection.solver.calibrated, needed, field="calibration", value=None)
 
 
 def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
@@ -279,8 +277,9 @@ def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFol
     if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
         require(
             reads_both(subject.processor),
-            f"processor: {pairs.name} has images and text, which need the model's processor; give "
-            "AutoProcessor.from_pretrained(...), or batches of model inputs",
+            f"{pairs.name} has images and text, which need the model's processor",
+            field="processor",
+            hint="give AutoProcessor.from_pretrained(...), or batches of model inputs",
         )
         return _read_pairs(subject, selection, pairs)
     if takes_images(model) and (source := open_images(calibration)) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import require
+from ..errors import MoonshotError, Option, Text, require
 from ..model.layers import PrunableLayer, Structure, find_structure
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
@@ -119,7 +119,8 @@ def _fitting(
 
     blocks = tuple(dataclasses.replace(block, layers=left(block.layers)) for block in found.blocks)
     structure = Structure(blocks, left(found.outside), skipped)
-    require(any(structure.layers()), f"pattern={config.pattern!r} fits no layer: {skipped}")
+    if not any(structure.layers()):
+        raise MoonshotError(f"it fits no layer: {skipped}", field="pattern", value=config.pattern)
     return structure
 
 
@@ -140,7 +141,8 @@ def check_weight(layer: PrunableLayer) -> None:
         MoonshotError: a weight that is on no device, NaN or infinite.
     """
     weight = layer.matrix
-    require(weight.device.type != "meta", f"{layer.name}: its weight is on the meta device; load the model's weights")
+    message, hint = f"{layer.name}: its weight is on the meta device", "load the model's weights"
+    require(weight.device.type != "meta", message, hint=hint)
     require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
 
 
@@ -152,5 +154,8 @@ def check_attention(selection: Selection) -> None:
     """
     require(
         selection.config.fisher == "all" or any(layer.attention for layer in selection.structure.layers()),
-        'fisher="attention": no chosen layer belongs to an attention; use fisher="all"',
+        "no chosen layer belongs to an attention",
+        field="fisher",
+        value="attention",
+        hint=Text("use {}", Option("fisher", "all")),
     )

@@ -13,7 +13,7 @@ import torch
 
 from ..calibration.accumulators import STAGED, GradientPlan
 from ..calibration.observer import Observer
-from ..calibration.storage import Storage
+from ..calibration.storage import MORE_MEMORY, Storage
 from ..model.layers import Block, PrunableLayer
 from ..objective.row_slices import slice_bytes
 from ..pipeline.backoff import Backoff
@@ -25,7 +25,6 @@ from ..reports.plan import DISK, Bytes, Overflow, Snapshot
 from .run_spec import CPU, RunSpec, pattern_of, solver_bytes, weight_bytes
 
 AFTER = ("writing", "saving")  # phases without passes
-SPILLED = "raise max_memory, set offload_dir to a folder on a fast disk, or lower num_samples or sequence_length"
 
 
 @dataclasses.dataclass
@@ -57,7 +56,7 @@ class MemoryTrace:
         if found is None and self.run.selection.config.offload_dir is None and not self.overflows:
             limits = self.storage.limits
             place, has = str(self.storage.device), limits[self.storage.device]
-            self.overflows.append(Overflow(place, "calibration", f"{what} of {where}", size, has, SPILLED))
+            self.overflows.append(Overflow(place, "calibration", f"{what} of {where}", size, has, str(MORE_MEMORY)))
         if found is not None:
             self.storage.used[found] += size
         place = DISK if found is None else str(found)

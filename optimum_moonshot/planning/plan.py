@@ -17,7 +17,7 @@ from ..config import MoonshotConfig
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..devices import is_gpu
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, Option, Text, reason, require
 from ..model.calls import Forward, called_by, frozen, model_device
 from ..model.layers import Block
 from ..model.losses import is_causal
@@ -72,13 +72,15 @@ def make_plan(
     Raises:
         MoonshotError: a model or data that cannot be pruned so, or of which no plan can be made.
     """
-    require(config.pattern != Experts.kind, "plan: pattern='experts' has no plan; its statistics are a few numbers")
+    message = "it has no plan; its statistics are a few numbers"
+    require(config.pattern != Experts.kind, message, field="pattern", value=Experts.kind)
     model, own = subject.model, model_device(subject.model)
     weights, started = own.type != "meta", clock(own)
     selection = select(model, config)
     away = blocks_away(selection.structure, offload)
     on_cpu = away is not None and away.place == "cpu" and (room is None or room.device is None) and not is_gpu(own)
-    require(not on_cpu, 'offload="cpu": the model is on the CPU anyway; use "disk", or say device_memory')
+    hint = Text("use {}, or give {}", Option("offload", "disk"), "device_memory")
+    require(not on_cpu, "the model is on the CPU anyway", field="offload", value="cpu", hint=hint)
     batches = example_batches(subject, selection, calibration)
     text = "input_ids" in batches[0] and not _given(calibration)
     with called_by(model, forward) if weights else nullcontext():
@@ -128,7 +130,8 @@ def _tokens(subject: Subject, selection: Selection, count: int, generator: torch
     require(size is not None, mend)
     longest = max_positions(model)
     length = selection.config.sequence_length or min(longest or LONGEST, LONGEST)
-    require(longest is None or length <= longest, f"sequence_length={length}: the model has {longest} positions")
+    message = f"the model has {longest} positions"
+    require(longest is None or length <= longest, message, field="sequence_length", value=length)
     ids = torch.randint(size, (count, length), generator=generator)
     return {"input_ids": ids} if is_causal(model) else {"input_ids": ids, "labels": ids}
 
@@ -219,8 +222,9 @@ def _outline(
         footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
     if chains is None:
         chains = chain_names(footprint, selection.structure.blocks)
-        alone = "plan: the model's layers are no chain: without offload= they can be pruned, and planned"
-        require(away is None or (len(chains[0]) == 1 and not chains[1]), alone)
+        hint = Text("without {} they can be pruned, and planned", "offload")
+        one = away is None or (len(chains[0]) == 1 and not chains[1])
+        require(one, "plan: the model's layers are no chain", hint=hint)
     outline = RunSpec(
         selection=selection,
         sequential=tuple(chains[0]),

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from ..data.batches import Batch, batch_size, split_batches
-from ..errors import require
+from ..errors import Option, Text, require
 from ..model.calls import frozen
 from ..model.layers import Block
 from ..model.losses import token_mask
@@ -108,7 +108,8 @@ class Recovery:
         model, config, structure = prepared.model, variant.selection.config, variant.selection.structure
         if config.recover is None:
             return None
-        require(prepared.data is not None, f"calibration=None: recover={config.recover!r} needs data")
+        recover = Option("recover", config.recover)
+        require(prepared.data is not None, Text("{} needs data", recover), field="calibration", value=None)
         part_size(prepared.data.num_samples)
         if prepared.block_probe is not None:  # all blocks are sequential
             sequences = BlockSequences([structure.blocks], (), ())
@@ -118,9 +119,11 @@ class Recovery:
                 sequences = find_block_sequences(model, structure.blocks, probe, False, prepared.subject.loss)
         require(
             len(sequences.sequential) == 1 and not sequences.non_sequential,
-            f"recover={config.recover!r} needs pruned layers inside one chain of blocks, each of which reads what the "
-            f"one before gives: this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in "
-            "none; use recover=None, or choose the layers of one chain by targets=",
+            "it needs pruned layers inside one chain of blocks, each of which reads the output of the one before: "
+            f"this model has {len(sequences.sequential)}, and {len(sequences.non_sequential)} blocks in none",
+            field="recover",
+            value=config.recover,
+            hint=Text("leave {} out, or choose the layers of one chain by {}", "recover", "targets"),
         )
         if structure.outside:
             variant.notes.append(f"{len(structure.outside)} layers outside of the blocks were not recovered")
@@ -178,8 +181,9 @@ class Recovery:
             return None
         require(
             positions(hidden).shape[:2] == mask.shape,
-            f"recover: hidden states of shape {list(hidden.shape)} do not show which tokens are padding: "
-            "use samples of equal length",
+            f"hidden states of shape {list(hidden.shape)} do not show which tokens are padding",
+            field="recover",
+            hint="use samples of equal length",
         )
         return mask
 

@@ -27,7 +27,8 @@ def part_size(num_samples: int) -> int:
     Raises:
         MoonshotError: there are too few.
     """
-    require(num_samples >= 2, f"num_samples={num_samples}: recovery holds a share of them out, give at least 2")
+    message = "recovery holds a fraction of them out, give at least 2"
+    require(num_samples >= 2, message, field="num_samples", value=num_samples)
     return min(STEP_SAMPLES, max(1, num_samples // HELDOUT_SHARE))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError, check_path, require
+from ..errors import MoonshotError, Option, Text, check_path, require
 from ..files import read_json, staged
 from .conform import check_fields
 from .seeds import SweepEntry, cells, choice, heading, label, table
@@ -58,10 +58,12 @@ class SweepReport:
             and (sparsity is None or math.isclose(entry.sparsity, sparsity))
         ]
         settings = dict.fromkeys((entry.pattern, entry.sparsity) for entry in matching)
-        require(bool(settings), f"pattern={pattern!r}, sparsity={sparsity}: the sweep has {self.settings()}")
-        require(len(settings) == 1, f"best of what? Give pattern= and sparsity= of one of {list(settings)}")
+        which = Option("pattern", pattern), Option("sparsity", sparsity)
+        require(bool(settings), Text(f"{{}}, {{}}: the sweep has {self.settings()}", *which))
+        several = Text(f"best of what? Give {{}} and {{}} of one of {list(settings)}", "pattern", "sparsity")
+        require(len(settings) == 1, several)
         candidates = [entry for entry in matching if not math.isnan(entry.metric)]
-        require(bool(candidates), f"pattern={pattern!r}, sparsity={sparsity}: the metric is NaN for every λ")
+        require(bool(candidates), Text("{}, {}: the metric is NaN for every λ", *which))
         return max(candidates, key=lambda entry: (entry.metric if self.maximize else -entry.metric, entry.lam))
 
     def table(self) -> str:

@@ -86,7 +86,7 @@ class RunFolder:
         return resumes
 
     def _error(self, message: str, hint: str) -> MoonshotError:
-        return MoonshotError(message, field=self.field, value=str(self.path), hint=hint)
+        return MoonshotError(message, field=self.field, value=self.path, hint=hint)
 
     def for_samples(self) -> "RunFolder":
         """The folder inside this one for generated samples, which exist before the run's fingerprint does.

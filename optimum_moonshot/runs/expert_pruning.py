@@ -90,7 +90,9 @@ def _select(model: nn.Module, config: MoonshotConfig) -> Selection:
     name = type(model).__name__
     require(
         any(structure.layers()),
-        f"pattern='experts': {name} has no experts in fused parameters; give a mixture of experts",
+        f"{name} has no experts in fused parameters; give a mixture of experts",
+        field="pattern",
+        value=Experts.kind,
     )
     pattern = config.parsed_pattern
     assert isinstance(pattern, Experts)
@@ -99,7 +101,8 @@ def _select(model: nn.Module, config: MoonshotConfig) -> Selection:
 
 
 def _plan(prepared: Prepared) -> ExpertRemoval:
-    require(prepared.data is not None, "calibration=None: what an expert contributes is seen on data; give some")
+    message = "what an expert contributes is measured on data; give some"
+    require(prepared.data is not None, message, field="calibration", value=None)
     pattern = prepared.selection.config.parsed_pattern
     assert isinstance(pattern, Experts)
     mixtures = find_mixtures(prepared.model, prepared.probe)

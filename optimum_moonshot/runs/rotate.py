@@ -20,7 +20,7 @@ from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..config import MoonshotConfig
 from ..data.batches import Batch
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Option, Text, require
 from ..malloc_trim import trim_host_memory
 from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
@@ -120,7 +120,7 @@ def run_rotation(
     return variant.rotated.report, variant.store
 
 
-@enough_memory(f"{SMALLER}, or set rotation_rows")
+@enough_memory(Text("{}, or set {}", SMALLER, "rotation_rows"))
 def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> ModelRotation:
     """Rotate a model for the patterns that it is going to be pruned by.
 
@@ -134,7 +134,8 @@ def rotate(prepared: Prepared, store: ResultStore, patterns: PatternsOf) -> Mode
             was.
     """
     config = prepared.selection.config
-    require(prepared.data is not None, f"rotation={config.rotation!r}: it is learned on calibration data; give some")
+    learned = "it is learned on calibration data; give some"
+    require(prepared.data is not None, learned, field="rotation", value=config.rotation)
     started, model = time.perf_counter(), prepared.model
     structure = prepared.selection.structure
     batch = prepared.probe
@@ -268,10 +269,13 @@ def gather(prepared: Prepared, spaces: Sequence[Space], patterns: PatternsOf) ->
     except MoonshotError as error:
         if not fisher or selection.needs_gradients:
             raise
-        raise MoonshotError(f'rotation_weights="fisher": {error}; "equal" needs no gradients') from None
+        hints = (error.hint, Text("{} needs no gradients", Option("rotation_weights", "equal")))
+        texts = [each if isinstance(each, Text) else Text(each) for each in hints if each]
+        error.hint = Text("; ".join("{}" for _ in texts), *texts)
+        raise error.within(Option("rotation_weights", "fisher")) from None
     objective = gathering.objective()
     found = next(objective.matrices, None) is not None
-    require(found, "rotation: no calibration data reached a layer that it could be learned for")
+    require(found, "no calibration data reached a layer that it could be learned for", field="rotation")
     fisher_losses = gathering.fisher if fisher else None
     kept = partial(_move, objective, prepared.storage)
     prepared.backoff.relieved(WHERE, lambda: set_totals(objective, fisher_losses), kept)

@@ -64,7 +64,8 @@ class SparsityPath:
         self._solved.discard()
 
     def _variant(self, sparsity: float) -> Variant:
-        require(sparsity in self._variants, f"sparsity={sparsity}: the path has {', '.join(map(str, self._variants))}")
+        message = f"the path has {', '.join(map(str, self._variants))}"
+        require(sparsity in self._variants, message, field="sparsity", value=sparsity)
         return self._variants[sparsity]
 
 

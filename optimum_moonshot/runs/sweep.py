@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config import MoonshotConfig
 from ..data.batches import batch_size
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Text, require, shown
 from ..files import writing
 from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_device
 from ..model.losses import is_causal, sample_losses
@@ -61,19 +61,22 @@ def variants(
     Raises:
         MoonshotError: an empty or repeated list, a value out of range, or an option that a sweep cannot share.
     """
-    require(not config.recompute, "recompute=True: statistics on pruned layers differ by variant; sweep without it")
-    require(config.recover is None, f"recover={config.recover!r}: sweep without it, and recover the chosen model")
+    message = "statistics on pruned layers differ by variant; sweep without it"
+    require(not config.recompute, message, field="recompute", value=True)
+    message = "sweep without it, and recover the chosen model"
+    require(config.recover is None, message, field="recover", value=config.recover)
     lambdas = LAMBDAS if lambdas is None else lambdas
     patterns = (config.pattern,) if patterns is None else patterns
-    several = "pattern='experts': variants have one model's weights in turn, and this makes it smaller; prune once each"
-    require(Experts.kind not in patterns, several)
+    message = "variants have one model's weights in turn, and this makes it smaller; prune once each"
+    require(Experts.kind not in patterns, message, field="pattern", value=Experts.kind)
     own = (config.sparsity,) if sparsities is None else sparsities
     for name, values in (("lambdas", lambdas), ("sparsities", own), ("patterns", patterns)):
         listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-        require(listed, f"{name}={values!r}: give a list")
+        require(listed, "give a list", field=name, value=values)
         plain = all(isinstance(value, int | float | str) or value is None for value in values)
-        require(plain, f"{name}={list(values)}: give a list of {'strings' if name == 'patterns' else 'numbers'}")
-        require(len(set(values)) == len(values), f"{name}={list(values)}: a value is given twice")
+        kind = "strings" if name == "patterns" else "numbers"
+        require(plain, f"give a list of {kind}", field=name, value=list(values))
+        require(len(set(values)) == len(values), "a value is given twice", field=name, value=list(values))
     settings = [(p, s) for p in patterns for s in ((None,) if own_sparsity(p) else own)]
     return [
         dataclasses.replace(config, pattern=pattern, sparsity=sparsity, lam=lam)
@@ -121,8 +124,10 @@ def choose_layers(model: nn.Module, configs: list[MoonshotConfig]) -> list[Selec
         others = {layer.name for layer in lead.layers} ^ {layer.name for layer in selection.layers}
         require(
             not others,
-            f"patterns: {selection.config.pattern!r} does not fit the same layers as {lead.config.pattern!r}: "
-            f"{', '.join(sorted(others)[:3])}; ignore these, or sweep the patterns one by one",
+            f"{selection.config.pattern!r} does not fit the same layers as {lead.config.pattern!r}: "
+            f"{', '.join(sorted(others)[:3])}",
+            field="patterns",
+            hint=Text("{} these, or sweep the patterns one by one", "ignore"),
         )
     return selections
 
@@ -147,14 +152,15 @@ def open_variants(
         MoonshotError: bad weights or data, none at all, or a folder that cannot be used.
     """
     path = work_dir is None or isinstance(work_dir, str | os.PathLike)
-    require(path, f"work_dir={work_dir!r}: give the path of a folder")
+    require(path, "give the path of a folder", field="work_dir", value=work_dir)
     kept = None
     if work_dir is not None and subject.ranks.is_main:
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
         kept = RunFolder(Path(work_dir) / SAMPLES, "work_dir")
     prepared = prepare(subject, leading(selections), calibration, kept)
-    require(prepared.data is not None, "calibration=None: variants compare on calibration data; give some")
+    message = "variants compare on calibration data; give some"
+    require(prepared.data is not None, message, field="calibration", value=None)
     folders = [None if work_dir is None else Path(work_dir) / _folder(selection) for selection in selections]
     opened: list[Variant] = []
     with released_on_failure(opened):
@@ -186,7 +192,7 @@ def solve_variants(prepared: Prepared, variants: list[Variant]) -> ModelPipeline
     """
     total = len(prepared.selection.layers)
     bar = progress_bar(total=total, desc="pruning", unit="layer", shown=prepared.subject.progress)
-    with enough_memory("lower max_memory or num_samples"), frozen(prepared.model), bar:
+    with enough_memory(Text("lower {} or {}", "max_memory", "num_samples")), frozen(prepared.model), bar:
         source = prune_layers(prepared, variants, bar)
         prepared.backoff.share()
         return source
@@ -205,7 +211,8 @@ class Sweep:
         self.lent = 0  # how many variants are applied at the moment
 
     def _variant(self, entry: SweepEntry) -> Variant:
-        require(entry in self.entries, f"entry={entry}: it is not of this sweep; take one of the report's entries")
+        message = "it is not of this sweep; take one of the report's entries"
+        require(entry in self.entries, message, field="entry", value=entry)
         return self.solved.variants[self.entries.index(entry)]
 
     @contextmanager
@@ -261,8 +268,8 @@ def sweep(
     selections = choose_layers(subject.model, configs)
     started = time.perf_counter()
     known = metric == "calibration" or callable(metric)
-    require(known, f'metric={metric!r}: give "calibration" or a function of the model')
-    require(isinstance(maximize, bool), f"maximize={maximize!r}: give True or False")
+    require(known, 'give "calibration" or a function of the model', field="metric", value=metric)
+    require(isinstance(maximize, bool), "give True or False", field="maximize", value=maximize)
     prepared, opened = open_variants(subject, selections, calibration, work_dir)
     with released_on_failure(opened):
         meter = Meter(prepared, metric)
@@ -339,7 +346,8 @@ class Meter:
         try:
             return float(found)
         except (TypeError, ValueError, RuntimeError):
-            raise MoonshotError(f"metric: it returned {found!r}; let it return a number") from None
+            message = f"it returned {shown(found)}; let it return a number"
+            raise MoonshotError(message, field="metric") from None
 
 
 def _measure(variant: Variant, meter: Meter) -> SweepEntry:
@@ -360,7 +368,7 @@ def _measure(variant: Variant, meter: Meter) -> SweepEntry:
     )
 
 
-@enough_memory("lower batch_size")
+@enough_memory(Text("lower {}", "batch_size"))
 def mean_loss(prepared: Prepared) -> float:
     """The mean over the calibration samples of ℓ_n, of the model as it stands.
 

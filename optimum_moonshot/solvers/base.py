@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, Option, reason, require
 from ..objective.linalg import escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.problem_size import ProblemSize, Work
@@ -244,7 +244,7 @@ def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
             raises a `ValueError`.
     """
     cls = solver_class(name)
-    check_options(cls, options, f"solver={name!r}")
+    check_options(cls, options, Option("solver", name))
     try:
         return cls(**options)
     except MoonshotError:

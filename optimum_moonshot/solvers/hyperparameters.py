@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, Option, Text, require
 from ..objective.linalg import MAX_DAMPING
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
@@ -131,19 +131,19 @@ def check_option(option: dataclasses.Field[Any], value: Any) -> None:
     require(ok, f"give {_wanted(option)}", field=option.name, value=value)
 
 
-def check_options(cls: type, values: Mapping[str, Any], owner: str) -> None:
+def check_options(cls: type, values: Mapping[str, Any], owner: str | Option) -> None:
     """Raise `MoonshotError` unless a solver has hyperparameters of these names and the values are valid.
 
     Args:
         cls: the solver's dataclass.
         values: name → value, of any of the hyperparameters.
-        owner: the solver in messages, such as ``solver='obc'``.
+        owner: the solver in messages: a class, or the option.
     """
     options = options_of(cls)
     for name, value in values.items():
         if name not in options:
             hint = f"it has {', '.join(options) or 'none'}"
-            raise MoonshotError(f"{owner} has no such hyperparameter", field=name, value=value, hint=hint)
+            raise MoonshotError(Text("{} has no such hyperparameter", owner), field=name, value=value, hint=hint)
         check_option(options[name], value)
 
 

@@ -251,7 +251,7 @@ def test_alpha_needs_no_data_and_owl_does():
     for layer in report.layers:
         assert layer.target_sparsity == pytest.approx(expected[int(layer.name.split(".")[2])], abs=1 / 256)
     before = weights(model)
-    with pytest.raises(MoonshotError, match='allocation="owl" needs data'):
+    with pytest.raises(MoonshotError, match="allocation='owl' needs data"):
         MoonshotPruner(model, config(**options, allocation="owl")).prune(progress=False)
     assert_same(model, before)
 

@@ -313,7 +313,7 @@ def test_contradictions_are_errors(options, told):
 def test_magnitude_needs_data_to_allocate():
     model = uneven()
     settings = config(solver="magnitude", lam=None, **FISHER)
-    with pytest.raises(MoonshotError, match='calibration=None: allocation="fisher" needs data'):
+    with pytest.raises(MoonshotError, match="calibration=None: allocation='fisher' needs data"):
         MoonshotPruner(model, settings).prune(progress=False)
     report = MoonshotPruner(model, settings).prune(token_batches(), progress=False)
     assert zeros(model, report) == round(0.6 * size(report))

@@ -249,7 +249,7 @@ def test_inputs_given_by_name_are_seen():
 
 
 def test_a_layer_that_no_data_reach_is_named():
-    with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to ignore="):
+    with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to ignore to"):
         Watched().pass_on(lambda a, b: a(torch.randn(2, 3, 4)))
 
 

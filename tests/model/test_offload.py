@@ -203,7 +203,7 @@ def test_half_precision_shards_and_an_index(tmp_path):
 def test_what_cannot_be_is_an_error_before_any_work(llama, tmp_path):
     with pytest.raises(MoonshotError, match='offload=\'ram\': use "disk" or "cpu"'):
         MoonshotPruner.from_pretrained(llama, settings(), offload="ram")
-    with pytest.raises(MoonshotError, match='offload="cpu": the model is on the CPU anyway'):
+    with pytest.raises(MoonshotError, match="offload='cpu': the model is on the CPU anyway"):
         MoonshotPruner.from_pretrained(llama, settings(), offload="cpu", device_map="cpu")
     with pytest.raises(MoonshotError, match="device_map=.*name one device"):
         MoonshotPruner.from_pretrained(llama, settings(), offload="disk", device_map={"": "cpu"})

@@ -220,9 +220,9 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("albert", {}, "recover='blockwise' needs pruned layers inside one chain"),
-        ("llama", {"targets": ["lm_head"]}, "recover='blockwise' needs pruned layers inside one chain"),
-        ("llama", {"num_samples": 1}, "num_samples=1: recovery holds a share"),
+        ("albert", {}, "recover='blockwise': it needs pruned layers inside one chain"),
+        ("llama", {"targets": ["lm_head"]}, "recover='blockwise': it needs pruned layers inside one chain"),
+        ("llama", {"num_samples": 1}, "num_samples=1: recovery holds a fraction"),
     ],
 )
 def test_what_cannot_be_recovered_is_refused_before_any_work(name, changes, message, monkeypatch):

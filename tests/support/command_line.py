@@ -19,7 +19,3 @@ def failure(capsys, *argv):
     assert lines[-1].startswith("error: "), captured.err
     assert "Traceback" not in captured.err
     return caught.value.code, lines
-
-
-# The raise site does not name its fields by `field=` or `Text` yet.
-UNSTRUCTURED = pytest.mark.xfail(reason="the raise site formats the field itself")

@@ -10,9 +10,9 @@ from tiny_mixtures import family
 from optimum_moonshot.model.experts import expert_keys
 
 REFUSED = {
-    "deepseek_v4": "something else than the router's scores says which tokens they get",
+    "deepseek_v4": "their tokens depend on more than the router's scores",
     "inkling_text": "has no setting with 3 of 4 experts",
-    "jetmoe": "JetMoeParallelExperts does not say which token it sends to which expert",
+    "jetmoe": "the arguments of JetMoeParallelExperts do not show which token",
     "longcat_flash": "LongcatFlashExperts does not take tokens with one expert each",
 }
 FAMILIES = tuple(name for name in tiny_mixtures.FAMILIES if name not in REFUSED)
