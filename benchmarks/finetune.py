@@ -27,7 +27,7 @@ from sparse_finetune import heldout_perplexity, training, windows
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.integrations.peft import sparse_lora
 from optimum_moonshot.masks import Masks, find_pruned
-from optimum_moonshot.runs import prune as pruning_run
+from optimum_moonshot.recovery.blockwise import Recovery
 
 PATTERNS = {"0.7": {"sparsity": 0.7}, "2:4": {"pattern": "2:4"}}
 LENGTH = 256
@@ -49,17 +49,17 @@ class Bench:
         pruner = MoonshotPruner(copy.deepcopy(self.dense), config, self.tokenizer)
         pruned = [pruner.model]
 
-        def copied(prepared, recovery):
+        def copied(recovery):
             pruned[0] = copy.deepcopy(self.dense)
-            for layer in prepared.selection.layers:
+            for layer in recovery.prepared.selection.layers:
                 pruned[0].get_submodule(layer.name).weight.data.copy_(recovery.store.weight(layer))
-            return original(prepared, recovery)
+            return original(recovery)
 
-        original, pruning_run.recover = pruning_run.recover, copied
+        original, Recovery.run = Recovery.run, copied
         try:
             report = pruner.prune(str(self.text), progress=False)
         finally:
-            pruning_run.recover = original
+            Recovery.run = original
         return pruned[0], pruner.model, report
 
     def perplexity(self, model) -> float:

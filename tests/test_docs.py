@@ -15,7 +15,6 @@ from pages import KINDS, PAGES, ROOT, SMALLER, Broken, blocks, lay_out, load_dat
 from test_imports import ENTRY, FLOORS, folder, modules
 
 import optimum_moonshot
-import optimum_moonshot.data.text as text_data
 import optimum_moonshot.solvers.base as solvers
 
 NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks with a "not run" reason
@@ -51,7 +50,7 @@ def stage(layout, server, tmp_path, monkeypatch):
     """Change into a folder to run a page in; returns the Hub on which it publishes."""
     shutil.copytree(layout, tmp_path / "stage")
     monkeypatch.chdir(tmp_path / "stage")
-    monkeypatch.setattr(text_data, "load_dataset", load_dataset)
+    monkeypatch.setattr(corpora, "load_dataset", load_dataset)
     monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register its own
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     address, hub = server

@@ -35,7 +35,9 @@ def test_a_template_may_contain_braces():
 
 
 @pytest.mark.parametrize("kind", [MoonshotError, FactorizationError, UsageError])
-@pytest.mark.parametrize("value", [UNSET, None, 1.5, "x", [1, 2], Path("a"), lambda: None, iter(())], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [UNSET, None, 1.5, "x", [1, 2], Path("a"), lambda: None, iter(())], ids=lambda value: type(value).__name__
+)
 def test_an_error_survives_pickling_and_copying(kind, value):
     error = kind(Text("see {}", "seed"), field="lam", value=value, hint="stop").within("layer")
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):

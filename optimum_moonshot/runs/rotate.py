@@ -318,7 +318,8 @@ class _Gathering:
         options = {"extra": extra, "here": backoff.samples_here(samples)}
         with backoff.passing(Observer(layers, False, wanted, samples, storage, plans, **options)) as observer:
             stage.observe(observer, advance=True)
-        self._take(observer, layers)
+        with backoff.together():
+            self._take(observer, layers)
         trim_host_memory()  # the statistics kept are small, and lie above all that they were made of
 
     def _take(self, observer: Observer, layers: Sequence[PrunableLayer]) -> None:

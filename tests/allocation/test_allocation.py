@@ -261,7 +261,7 @@ def test_a_layer_outside_of_the_blocks_is_scored_alone(allocation):
     choice = dict(pattern="unstructured", sparsity=0.5, allocation=allocation)
     model = spiky()
     report = prune(model, targets=[r"layers\.0\.", "lm_head"], **choice).report
-    inside, outside = report.layers[0].target_sparsity, report.layers[-1].asked
+    inside, outside = report.layers[0].target_sparsity, report.layers[-1].target_sparsity
     assert report.layers[-1].name == "lm_head" and abs(inside - outside) > 0.01
     assert all(layer.target_sparsity == pytest.approx(inside, abs=1 / 256) for layer in report.layers[:-1])
     assert zeros(model, report) == round(0.5 * size(report))

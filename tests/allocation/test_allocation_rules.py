@@ -94,7 +94,7 @@ def test_structured_patterns_refuse_names_and_one_matrix_refuses_all():
     with pytest.raises(MoonshotError, match="allocation=.*pattern='structured'"):
         MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5, allocation={"mlp": 0.5})
     for allocation in ("owl", {"mlp": 0.5}):
-        with pytest.raises(MoonshotError, match="allocation=.*this is one; leave it out"):
+        with pytest.raises(MoonshotError, match="allocation=.*this is a single one; leave it out"):
             prune_weight(
                 torch.randn(4, 8), config=MoonshotConfig(solver="magnitude", sparsity=0.5, allocation=allocation)
             )

@@ -265,7 +265,7 @@ def test_a_saved_mixture_says_what_each_layer_is(tmp_path, format):
         name: f"{round(4 * (1 - share))}:4" for name, share in shares.items()
     }
     assert_same(load_pruned(tmp_path / "saved"), weights(model))
-    assert "n of its own" in (tmp_path / "saved/README.md").read_text()
+    assert "a different n for each layer" in (tmp_path / "saved/README.md").read_text()
 
 
 def test_stacked_copies_go_by_their_own_patterns():
@@ -301,7 +301,10 @@ def test_trials_are_solves(solver):
             "sparsity=0.8: .*at least 1 of every 4; give 0 to 0.75",
         ),
         (dict(pattern="n:1", sparsity=0, allocation="fisher"), "pattern=.n:1.: m must be at least 2"),
-        (dict(pattern="2:4", allocation="fisher"), "allocation=.fisher.: pattern=.2:4. takes the same share"),
+        (
+            dict(pattern="2:4", allocation="fisher"),
+            "allocation=.fisher.: pattern=.2:4. has equal sparsity in every layer",
+        ),
         (dict(sparsity=0.5, allocation={"mlp": "n:4"}), r"allocation\['mlp'\]='n:4': give a sparsity"),
     ],
 )

@@ -66,5 +66,5 @@ def test_a_teacher_that_does_not_fit_says_so(tmp_path):
     with pytest.raises(MoonshotError, match="its logits have shape"):
         trainer(tmp_path, pruned(), MoonshotCallback(teacher=other)).train()
     own = trainer(tmp_path, pruned(), MoonshotCallback(teacher=make("llama")), label_smoothing_factor=0.1)
-    with pytest.raises(MoonshotError, match="distillation adds to a loss that the student makes"):
+    with pytest.raises(MoonshotError, match="distillation adds to a loss that the student computes"):
         own.train()

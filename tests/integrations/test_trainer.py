@@ -263,7 +263,7 @@ def test_what_cannot_work_is_said_at_the_start(tmp_path):
         trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, **late), data=samples(4)).train()
     with pytest.raises(MoonshotError, match='"nowhere.txt" is neither the name of a data set nor a file'):
         trainer(tmp_path, make("llama"), MoonshotCallback(CONFIG, **late, calibration="nowhere.txt")).train()
-    with pytest.raises(MoonshotError, match="targets: 'nowhere' is found in no module name"):
+    with pytest.raises(MoonshotError, match="targets: 'nowhere' matches no module name"):
         trainer(tmp_path, make("llama"), MoonshotCallback(replace(CONFIG, targets=["nowhere"]), **late)).train()
 
 

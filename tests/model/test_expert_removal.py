@@ -399,8 +399,8 @@ def test_the_report_and_the_card_say_which(tmp_path):
     ("damage", "told"),
     [
         ({"removed": [1, "2"]}, r"layers\[0\].experts.removed\[1\]='2': must be a whole number"),
-        ({"losses": {"osscar": "small"}}, r"experts.losses\['osscar'\]='small': a number"),
-        ({"losses": {}}, "experts.losses: there are none"),
+        ({"losses": {"osscar": "small"}}, r"experts.losses\['osscar'\]='small': must be a number"),
+        ({"losses": {}}, "experts.losses={}: must not be empty"),
         ({"more": 1}, "experts.more is an unknown field"),
     ],
     ids=str,

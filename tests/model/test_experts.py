@@ -1,6 +1,7 @@
 """Fused experts: seen without a change, every expert a matrix of its own, whatever the family and the memory."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.packing import weight_of
 from optimum_moonshot.pipeline.backoff import Backoff
+from optimum_moonshot.pipeline.spec import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
+from optimum_moonshot.solvers import make_solver
 
 LARGE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
 
@@ -355,18 +358,25 @@ def test_all_tokens_reach_every_expert():
     gate_up, down = layers[2], layers[3]
 
     class Step:
-        def observe(self, observer, last):
+        def observe(self, observer, advance=False):
             with torch.no_grad():
                 for index, batch in enumerate(batches):
                     observer.begin(index, 1, None)
                     run_model(model, batch)
                     observer.end()
 
-    everyone = UnderCalibratedExperts("all", "all", False, len(batches), [], Backoff(Storage(torch.device("cpu"))))
-    starved = {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    spec = StatisticsSpec(make_solver("sparsegpt", {}), {}, dict.fromkeys((gate_up.name, down.name), 1.0), len(batches))
+    replaced = UnderCalibratedExperts(spec, Backoff(Storage(torch.device("cpu"))), [])
+    few = {gate_up.name: [0, 0, 0, 0], down.name: [99, 0, 99, 99]}
     sums = {layer.name: torch.full((4, layer.shape[1], layer.shape[1]), 7.0) for layer in (gate_up, down)}
-    found = everyone.all_tokens(Step(), [gate_up, down], starved, sums)
-    assert found == {(name, expert) for name, some in starved.items() for expert in some}
+    observer = SimpleNamespace(
+        reached=lambda layer: True,
+        sums=lambda layer: sums[layer.name],
+        tokens=lambda layer: torch.tensor(few[layer.name]),
+    )
+    replaced.observe(Step(), [gate_up, down], observer)
+    assert replaced.experts == {gate_up.name: [0, 1, 2, 3], down.name: [1]}
+    assert replaced.replaced == {(name, expert) for name, some in replaced.experts.items() for expert in some}
     for expert in range(4):
         torch.testing.assert_close(sums[gate_up.name][expert], tokens.T @ tokens)
     gate, up = functional.linear(tokens, gate_up.parameter[1]).chunk(2, -1)
@@ -411,7 +421,7 @@ def test_experts_that_are_computed_together_are_refused():
             return self.layers[0](x)
 
     data = [{"x": torch.randn(1, 5, 8)} for _ in range(6)]
-    with pytest.raises(MoonshotError, match=r"Experts.up_proj: its experts are computed by einsum.*ignore="):
+    with pytest.raises(MoonshotError, match=r"Experts.up_proj: its experts are computed by einsum.*ignore"):
         prune(Model(), data, pattern="2:4", lam=1.0)
     model = Model()
     prune(model, data, pattern="2:4", lam=1.0, ignore=("up_proj",))

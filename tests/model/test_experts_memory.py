@@ -188,7 +188,7 @@ def test_a_plan_counts_the_pass_that_starved_experts_take():
 
 
 def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():
-    solving = [moment for moment in plan(solver="wanda").moments if moment.phase == "solver"]
+    solving = [moment for moment in plan(solver="wanda").snapshots if moment.phase == "solver"]
     peak = max(solving, key=lambda moment: moment.total("cpu"))
     gate_up, down = EXPERTS * 48 * 16 * 4, EXPERTS * 16 * 24 * 4
     assert peak.where.endswith("down_proj") and peak.items["results"]["cpu"] >= gate_up

@@ -283,5 +283,5 @@ def test_the_command_plans_and_writes_nothing(tmp_path, capsys, monkeypatch):
     prune_command(parser.parse_args(["whole", *asked[1:]]))
     assert "total" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config-only", "whole"]
-    with pytest.raises(MoonshotError, match="--host-memory"):
+    with pytest.raises(MoonshotError, match="host_memory: only for dry_run"):
         prune_command(parser.parse_args([*asked[:5], "--host-memory", "1GB"]))

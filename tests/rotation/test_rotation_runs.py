@@ -213,7 +213,7 @@ def test_structured_patterns_are_refused():
 
 
 def test_a_training_keeps_its_basis():
-    with pytest.raises(MoonshotError, match="rotation='learned': its optimizer's state .* rotate it before"):
+    with pytest.raises(MoonshotError, match="rotation='learned': the optimizer's state .* rotate it before"):
         MoonshotCallback(MoonshotConfig(**SETTINGS))
 
 

@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_the_model_packed(tmp_path):
 def test_parts_of_a_packed_model_are_not_saved_alone(tmp_path):
     pruner = pruned()
     pruner.to_runtime("packed")
-    with pytest.raises(MoonshotError, match="LlamaModel is a part of a model that is packed in memory: save the whole"):
+    with pytest.raises(MoonshotError, match="LlamaModel is a part of a model that is packed in memory; save the whole"):
         pruner.model.model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     pruner.to_runtime("dense")

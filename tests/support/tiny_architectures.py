@@ -6,7 +6,7 @@ import transformers as hf
 from tiny_configs import tiny_config
 
 CONV1D, REACHED = "Conv1d with weights", "no calibration data reached it"
-READ, ROUTER, OWN = "its weight is read where its forward is not called", "it sends tokens to experts", "of its own"
+READ, ROUTER, OWN = "its weight is read where its forward is not called", "a router of experts", "of experts"
 INPUTS = "do not divide into groups"
 # family: class, lengths of the chains, loose blocks, parts of the reasons why layers stay dense; of two in one entry,
 # releases of transformers have one each
