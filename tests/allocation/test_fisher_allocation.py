@@ -303,7 +303,7 @@ def test_trials_are_solves(solver):
         (dict(pattern="n:1", sparsity=0, allocation="fisher"), "pattern=.n:1.: m must be at least 2"),
         (
             dict(pattern="2:4", allocation="fisher"),
-            "allocation=.fisher.: pattern=.2:4. has equal sparsity in every layer",
+            "allocation=.fisher.: pattern=.2:4. has equal sparsity",
         ),
         (dict(sparsity=0.5, allocation={"mlp": "n:4"}), r"allocation\['mlp'\]='n:4': give a sparsity"),
     ],

@@ -6,7 +6,11 @@ import transformers as hf
 from tiny_configs import tiny_config
 
 CONV1D, REACHED = "Conv1d with weights", "no calibration data reached it"
-READ, ROUTER, OWN = "its weight is read where its forward is not called", "a router of experts", "of experts"
+READ, ROUTER, OWN = (
+    "its weight is read where its forward is not called",
+    "a router of experts",
+    "overrides the forward of",
+)
 INPUTS = "do not divide into groups"
 # family: class, lengths of the chains, loose blocks, parts of the reasons why layers stay dense; of two in one entry,
 # releases of transformers have one each
