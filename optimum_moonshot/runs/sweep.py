@@ -284,7 +284,7 @@ def sweep(
         dense=dense,
         entries=entries,
         config={k: v for k, v in lead.to_dict().items() if k not in ("lam", "pattern", "sparsity")},
-        calibration=prepared.data.describe(),
+        calibration=prepared.calibration.describe(),
         seconds={"calibration": seconds - spent, "variants": spent, "total": seconds},
         versions=versions(),
     )
@@ -320,8 +320,9 @@ class Meter:
         if ranks.size > 1:
             found = ranks.all_gather_object([None if loss is None else loss.cpu() for loss in losses])
             losses = [loss for own in found for loss in own]
-        if losses and all(loss is not None for loss in losses):
-            return self._shown(float(torch.cat(losses).mean()))
+        seen = [loss for loss in losses if loss is not None]
+        if seen and len(seen) == len(losses):
+            return self._shown(float(torch.cat(seen).mean()))
         return self.value()
 
     def value(self) -> float:
