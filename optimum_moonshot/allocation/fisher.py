@@ -182,8 +182,7 @@ class CurveMeasurement(StatisticsTask):
     """
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
-        selection, data = prepared.selection, prepared.data
-        assert data is not None  # `prepare` refuses to allocate without
+        selection, data = prepared.selection, prepared.calibration  # `prepare` refuses to allocate without
         patterns = {layer.name: [trial_patterns(selection.patterns[layer.name])[0]] for layer in selection.layers}
         spec = SampledRows.of(selection, patterns, data.num_samples)
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)

@@ -24,10 +24,8 @@ from .solve import Statistics
 from .spec import StatisticsSpec
 from .stages import PipelineStage, Stage
 
-
 Value = TypeVar("Value")  # the statistics of a layer
 Visited = TypeVar("Visited", bound=PipelineStage)
-Collect = Callable[[Stage, Part, bool], Iterable[tuple[PrunableLayer, Value | None]]]
 
 
 class Task(Protocol[Value]):
@@ -170,10 +168,10 @@ class PartitionedTask:
         """As `Task.exchange`: nothing to do for a single process."""
 
 
-class StatisticsTask(PartitionedTask):
+class StatisticsTask(PartitionedTask, Task[Statistics]):
     """As `PartitionedTask`; it collects the statistics by passes over the data."""
 
-    collect: Collect[Statistics]
+    collect: Callable[[Stage, Part, bool], Iterable[tuple[PrunableLayer, Statistics | None]]]
 
     def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
         super().__init__(spec, backoff, batches)

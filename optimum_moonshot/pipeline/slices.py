@@ -23,8 +23,8 @@ from ..objective.fisher import Fisher
 from ..objective.linalg import escalate
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import Quadratic, RelativeLoss, Totals
-from ..solvers.base import RankingSolver, RowSolver, Solver, notes_of, ranks_removals, solves_by_rows
-from ..solvers.ranked import Ranking
+from ..solvers.base import RowSolver, Solver, notes_of, solves_by_rows
+from ..solvers.ranked import Ranking, RankingSolver, ranks_removals
 from .backoff import Backoff
 from .solve import SolvedLayer, solve_matrix, total_losses, weight_losses
 

@@ -12,7 +12,7 @@ from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
-from ..solvers.base import ranks_removals
+from ..solvers.ranked import ranks_removals
 
 Value = TypeVar("Value")
 

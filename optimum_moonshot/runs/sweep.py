@@ -350,10 +350,14 @@ def _measure(variant: Variant, meter: Meter) -> SweepEntry:
     selection = variant.selection
     losses = [variant.store.reports[layer.name].loss for layer in variant.layers]
     known = [loss for loss in losses if loss is not None]
-    config = selection.config
+    config, sparsity = selection.config, selection.config.sparsity
+    if sparsity is None:
+        assert config.parsed_pattern is not None
+        sparsity = config.parsed_pattern.sparsity
+    assert config.lam is not None
     return SweepEntry(
         pattern=config.pattern,
-        sparsity=config.sparsity if config.sparsity is not None else config.parsed_pattern.sparsity,
+        sparsity=sparsity,
         lam=config.lam,
         metric=value,
         loss=sum(known) / len(known) if known else math.nan,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, TypeVar, get_args
+from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Objective, Quadratic
 from .entry_points import entry_point_names, load_entry_point
 from .hyperparameters import check_options, hyperparameter, options_of, parse_option
-
-if TYPE_CHECKING:
-    from .ranked import Ranking
 
 __all__ = [
     "PrunedWeight",
@@ -142,19 +139,6 @@ class Solver(ABC):
         return [self.solve(objective, pattern).weight for pattern in patterns]
 
 
-class RankingSolver(Protocol):
-    """The members that `Solver.ranks` requires; `ranked.Ranked` documents them."""
-
-    @property
-    def damping(self) -> float: ...
-
-    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
-
-    def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]: ...
-
-    def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]: ...
-
-
 class RowSolver(Protocol):
     """The members that `Solver.by_rows` requires; `sparsegpt.SparseGPT` documents them."""
 
@@ -162,11 +146,6 @@ class RowSolver(Protocol):
     def damping(self) -> float: ...
 
     def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]: ...
-
-
-def ranks_removals(solver: Solver) -> TypeGuard[RankingSolver]:
-    """Whether a solver declares `Solver.ranks`, and so has the members of `RankingSolver`."""
-    return solver.ranks
 
 
 def solves_by_rows(solver: Solver) -> TypeGuard[RowSolver]:
