@@ -155,6 +155,9 @@ def require(
         field: as for `MoonshotError`.
         value: as for `MoonshotError`.
         hint: as for `MoonshotError`.
+
+    Raises:
+        MoonshotError: the condition does not hold.
     """
     if not condition:
         raise MoonshotError(message, field=field, value=value, hint=hint)

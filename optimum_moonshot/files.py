@@ -162,6 +162,9 @@ def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         field: the argument that names the path, for the message.
         path: the file or folder that is written.
+
+    Raises:
+        MoonshotError: the block raises such an error.
     """
     try:
         yield

@@ -83,6 +83,9 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     Args:
         config: its solver must rank removals, and its pattern must be unstructured.
         sparsities: distinct numbers.
+
+    Raises:
+        MoonshotError: another solver or pattern, or sparsities that are no list of distinct numbers.
     """
     ranking = [name for name in solver_names() if solver_class(name).ranks]
     require(

@@ -16,6 +16,7 @@ from test_imports import ENTRY, FLOORS, folder, modules
 
 import optimum_moonshot
 import optimum_moonshot.solvers.base as solvers
+from optimum_moonshot.data import corpora
 
 NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks with a "not run" reason
 # Seconds each.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoonshotError, Option, Text
-from ..objective.patterns import Pattern, Unstructured
+from ..objective.patterns import Unstructured
 from ..objective.quadratic import of_rows
 from ..progress import progress_bar
 
@@ -63,7 +63,7 @@ def block_scores(
 
 def allocate(
     config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], scores: list[float]
-) -> tuple[dict[str, Pattern], str]:
+) -> tuple[dict[str, Unstructured], str]:
     """The pattern of every layer at the configuration's sparsity by the blocks' scores, and a note for the report.
 
     Args:
@@ -72,15 +72,17 @@ def allocate(
         scores: of `block_scores`, one for each.
     """
     sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
+    sparsity = config.sparsity
+    assert sparsity is not None  # the pattern is unstructured
     by_block = [sum(sizes[layer.name] for layer in block) for block in blocks]
     if config.allocation == "owl":
-        sparsities = owl_sparsities(scores, by_block, config.sparsity, config.owl_lambda)
+        sparsities = owl_sparsities(scores, by_block, sparsity, config.owl_lambda)
         note = "OWL, after one more forward pass"
     else:
-        sparsities = alpha_sparsities(scores, by_block, config.sparsity, config.alpha_tau)
+        sparsities = alpha_sparsities(scores, by_block, sparsity, config.alpha_tau)
         note = "AlphaPruning"
-    named = {layer.name: sparsity for block, sparsity in zip(blocks, sparsities, strict=True) for layer in block}
-    patterns = exact_patterns(sizes, named, config.sparsity)
+    named = {layer.name: each for block, each in zip(blocks, sparsities, strict=True) for layer in block}
+    patterns = exact_patterns(sizes, named, sparsity)
     return patterns, f"{note}: sparsities {min(sparsities):.4f} to {max(sparsities):.4f} in {len(blocks)} blocks"
 
 

@@ -126,7 +126,7 @@ def _expert_curves(
         found = statistics.all_gather(found)
     measured = [curve for curve, _ in found]
     starved = [index for index, (_, few) in enumerate(found) if few]
-    known = [curve for index, curve in enumerate(measured) if index not in starved] or list(filter(None, measured))
+    known = [curve for curve, few in found if curve is not None and not few] or list(filter(None, measured))
     sums = [sum(losses) for losses in zip(*(curve.losses for curve in known), strict=True)] or [0.0] * len(shares)
     mean = LossCurve(size, shares, tuple(loss / max(1, len(known)) for loss in sums))
     experts = tuple(mean if index in starved else curve or mean for index, curve in enumerate(measured))
@@ -182,8 +182,7 @@ class CurveMeasurement(StatisticsTask):
     """
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
-        selection, data = prepared.selection, prepared.data
-        assert data is not None  # `prepare` refuses to allocate without
+        selection, data = prepared.selection, prepared.calibration  # `prepare` refuses to allocate without
         patterns = {layer.name: [trial_patterns(selection.patterns[layer.name])[0]] for layer in selection.layers}
         spec = SampledRows.of(selection, patterns, data.num_samples)
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)

@@ -23,8 +23,7 @@ def input_squares(prepared: Prepared) -> dict[str, Tensor]:
         MoonshotError: NaN or infinity in the activations.
     """
     squares: dict[str, Tensor] = {}
-    assert prepared.data is not None
-    samples, storage, backoff = prepared.data.num_samples, prepared.storage, prepared.backoff
+    samples, storage, backoff = prepared.calibration.num_samples, prepared.storage, prepared.backoff
 
     def visit(stage: Stage) -> None:
         here = backoff.samples_here(samples)

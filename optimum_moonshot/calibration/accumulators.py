@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..model.layers import PrunableLayer
 from ..objective.fisher import FisherMatrices, SampleGradients
-from ..objective.quadratic import Totals
 from ..objective.row_slices import row_slices
 from .statistic import GradientStatistic, Small, Stacked, Summed
 from .storage import Storage
@@ -131,6 +130,7 @@ class RowMatrices(GradientStatistic):
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage, plan: GradientPlan):
+        assert plan.column_block is not None
         self.part, self.samples, self.size = Part(layer, plan.rows), samples, plan.column_block
         blocks = layer.shape[1] // self.size
         shape = (self.part.count * blocks, self.size, self.size)
@@ -210,9 +210,8 @@ class LayerTotals(GradientStatistic):
     def combine(self, merged: Sequence[tuple[float, float]]) -> None:
         self.fisher, self.squares = (sum(values) for values in zip(*merged, strict=True))
 
-    def result(self, reconstruction: float) -> Totals:
-        """With the layer's L_R(0)."""
-        return Totals(reconstruction, self.fisher, self.squares, self.samples)
+    def result(self) -> tuple[float, float]:
+        return self.fisher, self.squares
 
 
 class Part:

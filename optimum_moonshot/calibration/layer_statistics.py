@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..objective.fisher import Fisher
-from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, reconstruction
+from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
 from .accumulators import LayerTotals
 
 
@@ -62,8 +62,10 @@ class LayerStatistics:
         gradients = self.gradients if lam < 1 else None
         if self.diagonal:
             # They may have been gathered in host memory, and are no larger than the weight.
-            inputs, gradients = (None if x is None else x.to(weight.device) for x in (self.inputs, gradients))
-            return DiagonalQuadratic.build(weight, inputs, gradients, self.samples, lam)
+            assert not isinstance(gradients, Fisher)
+            inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam)
+        assert not isinstance(gradients, Tensor)
         return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
 
     def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
@@ -74,5 +76,7 @@ class LayerStatistics:
             lam: as for `objective`.
             column_block: as for `objective`.
         """
-        totals = self.totals.result(reconstruction(weight, self.inputs, column_block))
+        assert self.totals is not None  # `GradientPlan.totals`
+        fisher, squares = self.totals.result()
+        totals = Totals(reconstruction(weight, self.inputs, column_block), fisher, squares, self.samples)
         return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)

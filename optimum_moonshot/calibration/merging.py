@@ -9,6 +9,7 @@ from ..errors import MoonshotError, require
 from .mixture_sums import MixtureObserver
 from .observer import Observer
 from .statistic import GradientStatistic, Small, Stacked, Summed
+from .sums import SharedSums
 
 # The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
 Owner = int | tuple[slice, ...] | None
@@ -56,7 +57,7 @@ def _merge_inputs(observer: Observer, ranks: Ranks) -> None:
     inputs, numbers = observer.inputs, dict[int, int]()
     shared = {name: numbers.setdefault(id(each), len(numbers)) for name, each in inputs.of_layer.items()}
     processes = ranks.all_gather_object(shared)
-    merged: dict[tuple[int | None, ...], object] = {}
+    merged: dict[tuple[int | None, ...], SharedSums] = {}
     for layer in observer.layers:
         key = tuple(numbered.get(layer.name) for numbered in processes)
         if all(number is None for number in key):

@@ -155,10 +155,12 @@ class Observer(AbstractContextManager["Observer"]):
         """
         name, kind = layer.name, self.kind
         found, sums = self.inputs.take(name), self.gradients.pop(name, None)
-        _check_finite(all_finite(found[kind].squares()), f"{name}: its inputs (activations)")
+        sum_of_inputs = found[kind]
+        assert isinstance(sum_of_inputs, Gram | InputSquares)
+        _check_finite(all_finite(sum_of_inputs.squares()), f"{name}: its inputs (activations)")
         tokens = found.pop(TokenCounts).result() if TokenCounts in found else None
         extra = {other: statistic.result() for other, statistic in found.items() if other is not kind}
-        inputs = found[kind].result()
+        inputs = sum_of_inputs.result()
         if sums is None:
             return LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra, tokens=tokens)
         gradients = None if sums.gradients is None else sums.gradients.result()

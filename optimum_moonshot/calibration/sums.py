@@ -135,7 +135,7 @@ class TokenCounts(InputStatistic):
 
 
 @dataclass
-class _Shared:
+class SharedSums:
     """The statistics of what some layers read, and which tensors each of them read in this batch."""
 
     statistics: dict[type, InputStatistic]
@@ -162,8 +162,8 @@ class InputSums:
         into: Mapping[str, Tensor] | None = None,
     ):
         self.kinds, self.storage, self.share, self.into = tuple(kinds), storage, share, into or {}
-        self.of_layer: dict[str, _Shared] = {}
-        self.by_key: dict[Hashable, _Shared] = {}
+        self.of_layer: dict[str, SharedSums] = {}
+        self.by_key: dict[Hashable, SharedSums] = {}
         self.added: set[tuple[int, Hashable]] = set()
         self.held: dict[Hashable, LayerCall] = {}
 
@@ -174,8 +174,9 @@ class InputSums:
         name, key = call.layer.name, call.key
         if name not in self.of_layer:
             other = self.by_key.get(key)
-            joins = other is not None and other.first
-            self.of_layer[name] = other if joins else self._make(call.layer, call.inputs.device)
+            if other is None or not other.first:
+                other = self._make(call.layer, call.inputs.device)
+            self.of_layer[name] = other
         shared = self.of_layer[name]
         if self.share:
             self.by_key.setdefault(key, shared)
@@ -188,9 +189,9 @@ class InputSums:
             for statistic in shared.statistics.values():
                 statistic.add(inputs, call.adapter.part)
 
-    def _make(self, layer: PrunableLayer, device: torch.device) -> _Shared:
+    def _make(self, layer: PrunableLayer, device: torch.device) -> SharedSums:
         into = self.into.get(layer.name)
-        return _Shared(
+        return SharedSums(
             {
                 kind: kind(layer, self.storage, device, into)
                 if issubclass(kind, _Sum)
@@ -214,14 +215,14 @@ class InputSums:
                 reads.clear()
         self.forget()
 
-    def _divide(self, shared: _Shared) -> None:
+    def _divide(self, shared: SharedSums) -> None:
         """Give layers that have shared in this first batch, but read other tensors besides, statistics of their own."""
         calls = [self.held[key] for reads in shared.readers.values() for key in reads]
         require(
             shared.first and all(call.inputs._version == call.version for call in calls),
             f"layers {sorted(shared.readers)} read the same tensor in some batches only",
         )
-        found: dict[tuple[Hashable, ...], _Shared] = {}
+        found: dict[tuple[Hashable, ...], SharedSums] = {}
         for name, reads in shared.readers.items():
             if tuple(reads) not in found:
                 call = self.held[reads[0]]
@@ -233,7 +234,7 @@ class InputSums:
             self.of_layer[name] = found[tuple(reads)]
             found[tuple(reads)].readers[name] = []
 
-    def made(self, layer: PrunableLayer) -> _Shared:
+    def made(self, layer: PrunableLayer) -> SharedSums:
         """The statistics of a layer, also where no sample of this process has reached it."""
         if layer.name in self.of_layer:
             return self.of_layer[layer.name]

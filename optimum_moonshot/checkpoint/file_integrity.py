@@ -38,6 +38,9 @@ def check_no_other_weights(folder: Path, packed: bool) -> None:
     Args:
         folder: of the checkpoint.
         packed: whether it is packed.
+
+    Raises:
+        MoonshotError: an adapter, a distributed checkpoint, or an unpacked one whose config.json names a file.
     """
     for path in sorted(folder.iterdir()):
         other = path.name == "adapter_config.json" or _DISTRIBUTED.match(path.name)

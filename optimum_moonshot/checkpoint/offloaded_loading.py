@@ -63,6 +63,9 @@ def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], No
 
     Yields:
         A function to call with the loaded model.
+
+    Raises:
+        BaseException: whatever the block raises.
     """
     try:
         yield lambda model: None if folder is None else _remove_with(model, folder)

@@ -40,6 +40,9 @@ def check_config_entry(quantization: Mapping[str, Any]) -> None:
 
     Args:
         quantization: `quantization_config` of its config.json.
+
+    Raises:
+        MoonshotError: another format or version, or an unknown field.
     """
     version, format = quantization.get("version"), quantization.get("format")
     if type(version) is not int or version != VERSION or format != "packed":

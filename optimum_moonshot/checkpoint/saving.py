@@ -113,6 +113,9 @@ def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) 
 
     Returns:
         The format; for None that of the model in memory.
+
+    Raises:
+        MoonshotError: an unsupported format or option.
     """
     format = format or ("packed" if is_packed(model) else "dense")
     check_format(format)

@@ -39,6 +39,9 @@ def expect(
         field: the destination of the option that is wrong, if it is one.
         value: of the option.
         hint: as for `MoonshotError`.
+
+    Raises:
+        UsageError: the condition does not hold.
     """
     if not condition:
         raise UsageError(message, field=field, value=value, hint=hint)

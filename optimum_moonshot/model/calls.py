@@ -18,6 +18,8 @@ from ..errors import MoonshotError, reason, require
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and by name
+
 _FORWARDS: dict[nn.Module, Forward] = {}  # of models with a custom call
 
 
@@ -27,7 +29,7 @@ class BlockCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    hidden: Tensor  # cached input of the block
+    hidden: Tensor  # cached input of the block; empty while there is none
 
 
 @contextmanager
@@ -92,7 +94,7 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     return kwargs["hidden_states"], args, {**kwargs, "hidden_states": None}
 
 
-def join_hidden(hidden: Tensor, call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def join_hidden(hidden: Tensor, call: BlockCall) -> Arguments:
     """The arguments of a block's call with a hidden state in its place: the inverse of `split_hidden`.
 
     Args:

@@ -225,6 +225,9 @@ class _Watched:
             turned: whether the matrix was used as [in, out].
             inputs: [..., in].
             output: [..., out].
+
+        Raises:
+            _AllShown: every expert of a call has computed all tokens.
         """
         for watch in self.watches:
             adapter = watch.adapter

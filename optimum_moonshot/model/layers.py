@@ -7,7 +7,7 @@ of each kind of layer to a matrix.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -210,7 +210,7 @@ def _is_block(module: nn.Module) -> bool:
     return any(find_adapter(child) is not None for child in module.modules() if child is not module)
 
 
-def find_structure(model: nn.Module, targets: tuple[str, ...] | None = None, ignore: tuple[str, ...] = ()) -> Structure:
+def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignore: Sequence[str] = ()) -> Structure:
     """The layers that `targets` and `ignore` select.
 
     Args:
@@ -262,7 +262,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def _candidates(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], targets: tuple[str, ...] | None, ignore: tuple[str, ...]
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], targets: Sequence[str] | None, ignore: Sequence[str]
 ) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
     """Each selected layer with the name of its block, and the selected modules that cannot be pruned."""
     modules: dict[int, list[nn.Module]] = {}

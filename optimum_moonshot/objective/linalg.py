@@ -92,6 +92,9 @@ def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
     Args:
         ok: bool, any shape: whether each factorisation succeeded.
         what: the factored matrix, for the message.
+
+    Raises:
+        FactorizationError: a factorisation has failed.
     """
     if not ok.all():
         raise FactorizationError(f"{what} is not positive definite")

@@ -19,7 +19,17 @@ from torch.utils._pytree import tree_flatten
 from ..calibration.samples import calls_seen, unlike
 from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError, Text, require
-from ..model.calls import BlockCall, calling, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
+from ..model.calls import (
+    Arguments,
+    BlockCall,
+    calling,
+    close,
+    first_tensor,
+    join_hidden,
+    run_model,
+    split_hidden,
+    without_caches,
+)
 from ..model.layers import Block
 from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.onloading import onloaded_in_turn
@@ -79,7 +89,7 @@ class _Look:
         self.blocks, self.gradients, self.look = blocks, gradients, look
         self.mask, self.samples = token_mask(batch), batch_size(batch)
         self.unshown: list[str] = []
-        self.second: list[tuple[Any, ...]] | None = None  # every block's arguments for the second of two samples
+        self.second: list[Arguments] | None = None  # every block's arguments for the second of two samples
         self.calls: dict[int, BlockCall] = {}
         self.extras: dict[int, int | None] = {}
         self.latest: Tensor | None = None  # what the block before returned
@@ -119,14 +129,14 @@ class _Look:
         """What a block gives when it is run again; of two samples, its layers are compared with the second alone."""
         layers, outputs = self.blocks[i].layers, list[Tensor]()
 
-        def run(hidden: Tensor, arguments: Any) -> None:
+        def run(hidden: Tensor, arguments: Arguments) -> None:
             args, kwargs = join_hidden(hidden, BlockCall(*arguments, hidden))
             outputs.append(first_tensor(module(*args, **kwargs)))
 
         both = calls_seen(layers, self.mask, self.samples, partial(run, call.hidden, (call.args, call.kwargs)))
         if self.samples > 1 and self.second is None:
             self.unshown += [layer.name for layer in layers]
-        elif self.samples > 1:
+        elif self.second is not None:
             mask, hidden = None if self.mask is None else self.mask[1:], call.hidden[len(call.hidden) // 2 :]
             alone = calls_seen(layers, mask, 1, partial(run, hidden, self.second[i]))
             self.unshown += unlike(layers, both, alone)
@@ -137,7 +147,7 @@ class Unweighted(NamedTuple):
     """A pass of a model whose blocks gave back what they read."""
 
     extras: Extras  # by which they could
-    arguments: list[tuple[Any, ...]]  # of every block
+    arguments: list[Arguments]  # of every block
 
 
 @torch.no_grad()
@@ -150,7 +160,7 @@ def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> 
         batch: on the model's device.
     """
     for extra in (None, 0, 1, 2, 3):
-        found: list[tuple[Any, ...]] = []
+        found: list[Arguments] = []
         shapes: set[torch.Size] = set()
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,7 +183,7 @@ def _check_around(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None, looking: _Look
 ) -> None:
     """The arguments of the blocks, and the gradients, where the blocks give back what they read."""
-    calls: list[tuple[Any, ...]] = []
+    calls: list[Arguments] = []
     hiddens: list[Tensor] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +211,8 @@ def _check_around(
             logits, gradient, _ = loss_gradient(model, output, batch, loss)
             reached = logits.requires_grad
             deltas = torch.autograd.grad(logits, hiddens, gradient, allow_unused=True) if reached else (None,)
-            alike = all(delta is not None and close(delta, deltas[-1]) for delta in deltas)
+            last = deltas[-1]
+            alike = last is not None and all(delta is not None and close(delta, last) for delta in deltas)
             require(alike, "the loss depends on blocks otherwise than by the last one's output", hint=_HINT)
 
 

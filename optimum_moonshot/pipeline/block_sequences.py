@@ -53,7 +53,8 @@ def find_block_sequences(
         return BlockSequences([], (), unreached)
     if len(reached) < len(blocks) and is_sequential(model, reached, batch, gradients, loss):
         return BlockSequences([reached], (), unreached)
-    chains, loose = [], ()
+    chains: list[tuple[Block, ...]] = []
+    loose: tuple[Block, ...] = ()
     for stack in _stacks(reached):
         pruned = tuple(block for block in stack if block.layers)
         if pruned and len(stack) < len(reached) and is_sequential(model, stack, batch, gradients, loss):
@@ -162,12 +163,12 @@ def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequenc
 class _Reads(TorchFunctionMode):
     """Notes the parameters that functions are given."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.parameters: set[nn.Parameter] = set()
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tree_map_only(nn.Parameter, self.parameters.add, (args, kwargs))
         return function(*args, **(kwargs or {}))

@@ -72,7 +72,7 @@ def collect(
     backoff: Backoff,
     notes: list[str],
     plans: Mapping[str, GradientPlan] | None = None,
-) -> "Collected | list[tuple[PrunableLayer, Statistics]]":
+) -> Collected | list[tuple[PrunableLayer, Statistics]]:
     """The statistics of a part of a stage; of a layer in slices, what collects them.
 
     Args:
@@ -103,18 +103,30 @@ def collect(
     return Collected(part, observer, experts, backoff)
 
 
-def _in_slices(part: Part, spec: StatisticsSpec, notes: list[str], once: Callable[..., Collected]) -> Statistics:
+def _in_slices(
+    part: Part,
+    spec: StatisticsSpec,
+    notes: list[str],
+    once: Callable[..., Collected | list[tuple[PrunableLayer, Statistics]]],
+) -> Statistics:
     """The statistics of a layer by one pass for each slice; every process collects all of them."""
     (layer,) = part.layers
     if layer.adapter.separate:
         notes.append(f"{layer.name}: its experts solved in {len(part.slices)} parts, for the sake of memory")
-        some = lambda experts: once(Part((experts,), (None,))).take(experts)  # noqa: E731
+
+        def some(experts: PrunableLayer) -> LayerStatistics | None:
+            collected = once(Part((experts,), (None,)))
+            assert isinstance(collected, Collected)
+            return collected.take(experts)
+
         return CollectedExperts(layer, part.slices, some, spec.samples, spec.diagonal)
     notes.append(f"{layer.name}: solved in {len(part.slices)} chunks of rows, for the sake of memory")
 
     def rows(some: slice, totals: int | None) -> LayerStatistics:
         plan = dataclasses.replace(spec.plan(layer), rows=some, totals=totals)
-        statistics = once(Part((layer,), (None,)), plans={layer.name: plan}).take(layer)
+        collected = once(Part((layer,), (None,)), plans={layer.name: plan})
+        assert isinstance(collected, Collected)
+        statistics = collected.take(layer)
         if statistics is None:
             hint = Text("add its name to {}", "ignore")
             raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)

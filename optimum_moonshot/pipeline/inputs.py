@@ -82,6 +82,12 @@ class Prepared:
         return self.subject.ranks
 
     @property
+    def calibration(self) -> CalibrationData:
+        """The data of a run that cannot do without."""
+        assert self.data is not None
+        return self.data
+
+    @property
     def batches(self) -> list[Batch]:
         """The calibration batches, of several processes those with this one's samples; none without data.
 
@@ -100,8 +106,7 @@ class Prepared:
     @property
     def probe(self) -> Batch:
         """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
-        assert self.data is not None
-        return to_device(shorten(self.data.batches[0]), model_device(self.model))
+        return to_device(shorten(self.calibration.batches[0]), model_device(self.model))
 
 
 def sample_folder(subject: Subject, resume_dir: str | os.PathLike[str] | None) -> RunFolder | None:

@@ -12,7 +12,7 @@ Below the same, with backoff around the two seams (backoff.py), and the results 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..calibration.layer_statistics import LayerStatistics
 from ..data.batches import Batch
@@ -22,10 +22,13 @@ from .collect import collect
 from .partition import Part, halvings, partition
 from .solve import Statistics
 from .spec import StatisticsSpec
-from .stages import Stage
+from .stages import PipelineStage, Stage
+
+Value = TypeVar("Value")  # the statistics of a layer
+Visited = TypeVar("Visited", bound=PipelineStage)
 
 
-class Task(Protocol):
+class Task(Protocol[Value]):
     """The work of a run on the layers of a model."""
 
     spec: StatisticsSpec
@@ -38,7 +41,7 @@ class Task(Protocol):
     def partition(self, stage: Stage) -> list[Part]:
         """The parts of a stage: its layers that have no result yet."""
 
-    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
+    def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Value | None]]:
         """Seam 1: the statistics of the layers that this process solves; None where no data reached a layer.
 
         Args:
@@ -47,7 +50,7 @@ class Task(Protocol):
             advance: no other pass follows at this stage, so that this one may also advance it.
         """
 
-    def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
+    def solve(self, layer: PrunableLayer, statistics: Value) -> None:
         """Seam 2: solve a layer and store the result.
 
         Args:
@@ -70,8 +73,8 @@ class Task(Protocol):
 
 
 def run_pipeline(
-    pipeline: Iterable[Stage],
-    visit: Callable[[Stage], None],
+    pipeline: Iterable[Visited],
+    visit: Callable[[Visited], None],
     backoff: Backoff,
     batches: Callable[[], Sequence[Batch]],
     where: Callable[[], str] = lambda: "the passes over the data",
@@ -104,7 +107,7 @@ def run_pipeline(
         backoff.release()
 
 
-def solve_parts(task: Task, stage: Stage) -> None:
+def solve_parts(task: Task[Value], stage: Stage) -> None:
     """Solve the layers of a stage, part by part.
 
     Args:
@@ -133,13 +136,13 @@ def solve_parts(task: Task, stage: Stage) -> None:
             parts = task.partition(stage)
 
 
-def _is_whole(statistics: Statistics) -> bool:
+def _is_whole(statistics: object) -> bool:
     """Whether solving a layer takes no other process and no pass."""
     return isinstance(statistics, LayerStatistics)
 
 
-class StatisticsTask:
-    """A task that collects the statistics of a spec, divided by the memory that is available.
+class PartitionedTask:
+    """A task with the statistics of a spec, divided by the memory that is available.
 
     Args:
         spec: of the statistics.
@@ -149,7 +152,6 @@ class StatisticsTask:
 
     def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
         self.spec, self.backoff, self.batches, self.notes = spec, backoff, batches, list[str]()
-        self.collect = partial(collect, spec=spec, backoff=backoff, notes=self.notes)
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """As `Task.lacks`."""
@@ -164,3 +166,13 @@ class StatisticsTask:
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:
         """As `Task.exchange`: nothing to do for a single process."""
+
+
+class StatisticsTask(PartitionedTask, Task[Statistics]):
+    """As `PartitionedTask`; it collects the statistics by passes over the data."""
+
+    collect: Callable[[Stage, Part, bool], Iterable[tuple[PrunableLayer, Statistics | None]]]
+
+    def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
+        super().__init__(spec, backoff, batches)
+        self.collect = partial(collect, spec=spec, backoff=backoff, notes=self.notes)

@@ -72,7 +72,7 @@ def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, 
         total = sum(part.sizes)
         return (total, max(total // 2, *part.sizes)), None
     slicing = spec.slicing(part.layers[0], part.sizes[0])
-    width = max((each.stop - each.start for each in part.slices), default=slicing.count)
+    width = max((each.stop - each.start for each in part.slices), default=slicing.pieces)
     if width == 1:
         return None, None
     return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..model.calls import (
@@ -41,7 +40,7 @@ from ..model.onloading import all_onloaded, onloaded_in_turn
 from ..progress import progress_bar
 from .block_probe import Extras, passing_on
 from .block_sequences import is_sequential
-from .stages import FullModelPipeline, OpenStage, Stage
+from .stages import FullModelPipeline, OpenStage, PassObserver, Stage
 from .streamed import StreamedPipeline
 
 Layers = tuple[PrunableLayer, ...]
@@ -93,8 +92,8 @@ class Entrance:
         """
 
         def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            _, args, kwargs = split_hidden(args, kwargs)
-            return join_hidden(hidden, BlockCall(args, kwargs, hidden))
+            rest, named = split_hidden(args, kwargs)[1:]
+            return join_hidden(hidden, BlockCall(rest, named, hidden))
 
         with ExitStack() as stack:
             stack.enter_context(passing_on(self.blocks[:i], self.extras[:i]))
@@ -194,7 +193,7 @@ class _RecomputeStage:
         block = pipeline.blocks[index]
         self.layers, self.onloaded = block.layers, block.onloaded
 
-    def observe(self, observer: Observer, advance: bool = False) -> None:
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
         """As `Stage.observe`."""
         self.pipeline.run(self.entrance, self.index, observer)
 
@@ -294,7 +293,7 @@ class RecomputePipeline:
         for index, batch in enumerate(bar):
             yield index, to_device(batch, device)
 
-    def run(self, entrance: Entrance, i: int, observer: Observer) -> None:
+    def run(self, entrance: Entrance, i: int, observer: PassObserver) -> None:
         """Observe a block on its inputs, with the gradients of the dense blocks behind it where the observer needs any.
 
         Args:
@@ -316,7 +315,7 @@ class RecomputePipeline:
             first += count
         self.forward += 1
 
-    def _run_backward(self, entrance: Entrance, i: int, observer: Observer) -> None:
+    def _run_backward(self, entrance: Entrance, i: int, observer: PassObserver) -> None:
         """As `run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
         if self.behind is None:
             arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
@@ -342,7 +341,7 @@ class RecomputePipeline:
                 self.hidden[index].copy_(output)
         self.forward += 1
 
-    def _run_whole(self, done: Layers, observer: Observer) -> None:
+    def _run_whole(self, done: Layers, observer: PassObserver) -> None:
         with lent(done, self.weight):
             full = FullModelPipeline(self.model, self.blocks, self.batches, bool(observer.gradients), self.loss)
             full.run(observer)

@@ -23,8 +23,8 @@ from ..objective.fisher import Fisher
 from ..objective.linalg import escalate
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import Quadratic, RelativeLoss, Totals
-from ..solvers.base import Solver, notes_of
-from ..solvers.ranked import Ranking
+from ..solvers.base import RowSolver, Solver, notes_of, solves_by_rows
+from ..solvers.ranked import Ranking, RankingSolver, ranks_removals
 from .backoff import Backoff
 from .solve import SolvedLayer, solve_matrix, total_losses, weight_losses
 
@@ -79,7 +79,8 @@ class SlicedRows(ABC):
         """
         scales = self.begin(lam, column_block)
         competing = [self.all_rows(pattern) for pattern in patterns]
-        if not solver.ranks:
+        if not ranks_removals(solver):
+            assert solves_by_rows(solver)  # the others solve whole matrices
             return [self._attempt(solver, scales, pattern) for pattern in competing]
 
         def rank(damping: float) -> Ranking:
@@ -91,7 +92,7 @@ class SlicedRows(ABC):
         keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
         return self._minimise(solver, scales, keeps, damping)
 
-    def _attempt(self, solver: Solver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
+    def _attempt(self, solver: RowSolver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
         ((_, objective),) = self.objectives()
         attempt = lambda damping: self.agreed(partial(solver.attempt, objective, pattern, damping))  # noqa: E731
         (weight, keep), damping = escalate(solver.damping, attempt)
@@ -99,7 +100,9 @@ class SlicedRows(ABC):
         losses = self.agreed(partial(weight_losses, objective, weight, keep, self.layer.parameter.dtype))
         return self._solved(solver, scales, weight, [losses], damping)
 
-    def _minimise(self, solver: Solver, scales: Quadratic, keeps: list[Tensor], damping: float) -> list[SolvedLayer]:
+    def _minimise(
+        self, solver: RankingSolver, scales: Quadratic, keeps: list[Tensor], damping: float
+    ) -> list[SolvedLayer]:
         def minimise() -> list[tuple[Tensor, list[list[RelativeLoss]]]]:
             results = [(torch.zeros(keep.shape, device=keep.device), list[list[RelativeLoss]]()) for keep in keeps]
             for rows, objective in self.objectives(backward=True):  # the last slice is in memory already
@@ -112,7 +115,12 @@ class SlicedRows(ABC):
         return [self._solved(solver, scales, *each, damping) for each in self.agreed(minimise)]
 
     def _solved(
-        self, solver: Solver, scales: Quadratic, weight: Tensor, losses: list[list[RelativeLoss]], damping: float
+        self,
+        solver: RankingSolver | RowSolver,
+        scales: Quadratic,
+        weight: Tensor,
+        losses: list[list[RelativeLoss]],
+        damping: float,
     ) -> SolvedLayer:
         whole, of_slices = self.combine(weight, losses)
         masked, pruned = (total_losses(each) for each in zip(*of_slices, strict=True))

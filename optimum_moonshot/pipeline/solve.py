@@ -10,8 +10,9 @@ from torch import Tensor
 from ..calibration.layer_statistics import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
-from ..objective.quadratic import Objective, RelativeLoss
+from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
+from ..solvers.ranked import ranks_removals
 
 Value = TypeVar("Value")
 
@@ -213,21 +214,17 @@ def solve_matrix(
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     objective = statistics.objective(weight, lam, solver.column_block(weight.shape[1], patterns[0]))
-    if solver.ranks:
+    if ranks_removals(solver):
+        assert isinstance(objective, Quadratic)  # as registration checks
         results = solver.solve_path(objective, patterns)
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
-    return [
-        SolvedLayer(
-            result.weight.to(dtype),
-            result.damping,
-            result.notes,
-            *weight_losses(objective, result.weight, result.keep, dtype),
-            objective.scales.lam,
-            objective.losses_at_zero,
-        )
-        for result in results
-    ]
+    solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero
+    for result in results:
+        whole = result.weight.to(dtype)
+        masked, pruned = weight_losses(objective, result.weight, result.keep, dtype)
+        solved.append(SolvedLayer(whole, result.damping, result.notes, masked, pruned, lam, at_zero))
+    return solved
 
 
 def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, dtype: torch.dtype) -> list[RelativeLoss]:

@@ -18,7 +18,7 @@ LEAST_SHARDED = 2**16
 class Slicing(NamedTuple):
     """How the statistics of a layer can be collected some rows, or some experts, at a time."""
 
-    count: int  # rows or experts; 1 where the layer cannot be sliced
+    pieces: int  # rows or experts; 1 where the layer cannot be sliced
     fixed: int  # bytes that every slice needs
     each: int  # bytes of a row or an expert
 
@@ -126,7 +126,7 @@ class StatisticsSpec:
         if layer.adapter.separate:
             some = split_range(0, layer.groups, max(1, memory * layer.groups // size)) if layer.groups > 1 else []
             return tuple(some)
-        if self.slicing(layer, size).count == 1:
+        if self.slicing(layer, size).pieces == 1:
             return ()
         rows = row_slices_within(layer, self.plan(layer), self.samples, memory - 4 * layer.groups * layer.shape[1] ** 2)
         return () if len(rows) == 1 else tuple(rows)

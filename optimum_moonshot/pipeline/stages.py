@@ -16,7 +16,7 @@ The model stays dense until the last stage is done (one-shot), so that the order
 `FullModelPipeline` runs the entire model for its only stage; it serves layers outside of sequential blocks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..malloc_trim import trim_host_memory
 from ..model.calls import (
+    Arguments,
     BlockCall,
     first_tensor,
     join_hidden,
@@ -43,7 +43,37 @@ from ..model.losses import Loss, loss_gradient, token_mask
 from ..model.onloading import all_onloaded, onloaded_in_turn
 
 
-class Stage(Protocol):
+class PassObserver(Protocol):
+    """An observer of a pass over the data: every batch is announced to it."""
+
+    @property
+    def gradients(self) -> Mapping[str, object]:
+        """What is collected of gradients, by layer; empty where no backward pass is needed."""
+
+    def begin(self, first: int, count: int, mask: Tensor | None) -> None:
+        """As `Observer.begin`.
+
+        Args:
+            first: the number of the batch's first sample among all that this process sees.
+            count: B, its samples.
+            mask: bool [B, T], True where a token counts; None where all do.
+        """
+
+    def end(self) -> None:
+        """As `Observer.end`."""
+
+
+class PipelineStage(Protocol):
+    """A place in a model that a pipeline visits, and then advances to the next."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """A context in which the weights of the layers are in the model."""
+
+    def advance(self) -> None:
+        """Hand on to the next stage, unless a pass has done so; called last."""
+
+
+class Stage(PipelineStage, Protocol):
     """A place in a model where the data pass: its layers are observed, solved, and left behind."""
 
     @property
@@ -54,19 +84,13 @@ class Stage(Protocol):
     def advanced(self) -> bool:
         """Whether the caches of some batches belong to the next stage already: no other pass is possible here."""
 
-    def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the weights of the layers are in the model."""
-
-    def observe(self, observer: Observer, advance: bool = False) -> None:
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
         """Pass all data under the observer's hooks.
 
         Args:
             observer: entered; every batch is announced to it.
             advance: also advance, in the same pass.
         """
-
-    def advance(self) -> None:
-        """Hand on to the next stage, unless a pass has done so; called last."""
 
 
 class OpenStage:
@@ -83,12 +107,12 @@ class OpenStage:
     def __init__(
         self,
         layers: Sequence[PrunableLayer],
-        run: Callable[[Observer], None],
+        run: Callable[[PassObserver], None],
         onloaded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.layers, self.run, self.onloaded = layers, run, onloaded
 
-    def observe(self, observer: Observer, advance: bool = False) -> None:
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
         """As `Stage.observe`."""
         self.run(observer)
 
@@ -126,7 +150,7 @@ class FullModelPipeline:
         if self.layers:
             yield OpenStage(self.layers, self.run)
 
-    def run(self, observer: Observer) -> None:
+    def run(self, observer: PassObserver) -> None:
         """Pass all data; without a backward pass where the observer needs no gradients."""
         gradients = self.gradients and bool(observer.gradients)
         self.passes += 1
@@ -165,7 +189,7 @@ class BlockStage:
         # Whether another stage of the pipeline follows.
         self.leads_on = index > pipeline.lowest if pipeline.gradients else index < pipeline.highest
 
-    def observe(self, observer: Observer | None, advance: bool = False) -> None:
+    def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
         """As `Stage.observe`; without an observer the data pass unobserved.
 
         Args:
@@ -285,7 +309,7 @@ class BlockPipeline:
         def keep(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             computed = not self.gradients and i > self.lowest  # forward, the block before gives its input
-            cached = None if computed else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
+            cached = torch.empty(0) if computed else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
             self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
             if not self.gradients and i == self.highest:
                 raise _Stop
@@ -315,7 +339,7 @@ class BlockPipeline:
             for handle in handles:
                 handle.remove()
 
-    def share(self, i: int, index: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def share(self, i: int, index: int, arguments: Arguments) -> Arguments:
         """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat.
 
         Args:

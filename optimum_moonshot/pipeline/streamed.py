@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import (
@@ -29,7 +28,7 @@ from ..model.calls import (
 from ..model.layers import Block
 from ..model.losses import Loss, loss_gradient
 from .block_probe import Extras, passing_on
-from .stages import BlockPipeline, BlockStage
+from .stages import BlockPipeline, BlockStage, PassObserver
 
 
 class StreamedPipeline(BlockPipeline):
@@ -72,7 +71,7 @@ class StreamedPipeline(BlockPipeline):
         for index, batch in enumerate(self.batches):
             self._arguments(index, batch)
 
-    def run_from(self, i: int, hidden: Sequence[Tensor], observer: Observer) -> None:
+    def run_from(self, i: int, hidden: Sequence[Tensor], observer: PassObserver) -> None:
         """Observe a block as the only one whose inputs differ from the captured ones; `capture_arguments` has run.
 
         Args:
@@ -88,8 +87,8 @@ class StreamedPipeline(BlockPipeline):
             stage = BlockStage(self, j)
             with stage.onloaded():
                 stage.observe(None, True)
-            for call in self.calls[j]:
-                call.hidden = None
+            for index in range(len(self.batches)):
+                self.call(j, index).hidden = torch.empty(0)
         BlockStage(self, i).observe(observer)
 
     def _capture_from(self, first: int) -> None:
@@ -109,7 +108,7 @@ class StreamedPipeline(BlockPipeline):
 
         def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
-            cached = self.storage.put(hidden.detach(), f"{self.blocks[0].name}: inputs") if i == 0 else None
+            cached = self.storage.put(hidden.detach(), f"{self.blocks[0].name}: inputs") if i == 0 else torch.empty(0)
             self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
 
         handles = [

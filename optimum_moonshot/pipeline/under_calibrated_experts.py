@@ -15,6 +15,7 @@ from torch import Tensor
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.observer import Observer
 from ..errors import MoonshotError
+from ..model.experts import ExpertsAdapter
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
 from .spec import StatisticsSpec
@@ -78,7 +79,7 @@ class UnderCalibratedExperts:
             sums = observer.sums(layer) if layer.groups > 1 else observer.sums(layer)[None]
             for index in self.experts[layer.name]:
                 part = layer.expert(index)
-                name = f"{layer.name} of expert {part.adapter.experts.start}"
+                name = f"{layer.name} of expert {_experts_of(part).start}"
                 parts[layer.name, index] = dataclasses.replace(part, name=name, everywhere=True)
                 into[name] = sums[index]
         if parts:
@@ -95,8 +96,10 @@ class UnderCalibratedExperts:
     ) -> set[tuple[str, int]]:
         """Sum the Gram matrices of all tokens into `into`; those that all tokens have reached."""
         spec, backoff, shown = self.spec, self.backoff, True
-        options = {"share": False, "here": backoff.samples_here(spec.samples), "into": into}
-        observer = Observer(list(parts.values()), spec.diagonal, set(), spec.samples, backoff.storage, **options)
+        layers, here = list(parts.values()), backoff.samples_here(spec.samples)
+        observer = Observer(
+            layers, spec.diagonal, set(), spec.samples, backoff.storage, share=False, here=here, into=into
+        )
         with backoff.passing(observer):
             try:
                 stage.observe(observer)
@@ -130,12 +133,18 @@ class UnderCalibratedExperts:
         experts = self.experts.get(layer.name)
         if self.everyone or not experts:
             return
-        first = layer.adapter.experts.start
+        first = _experts_of(layer).start
         numbers = _numbers([first + index for index in experts])
         least = -(-layer.shape[1] // INPUTS_PER_TOKEN)
         replaced = all((layer.name, index) in self.replaced for index in experts)
         instead = "have the Gram matrix of all tokens" if replaced else "go by magnitude"
         self.notes.append(f"{layer.name}: experts {numbers} read fewer than {least} tokens, and {instead}")
+
+
+def _experts_of(layer: PrunableLayer) -> range:
+    """The indices of a layer's experts."""
+    assert isinstance(layer.adapter, ExpertsAdapter)
+    return layer.adapter.experts
 
 
 def _numbers(ascending: Sequence[int]) -> str:

@@ -84,7 +84,7 @@ def model_footprint(
         twin = _Twin(shape_of(model, mode), mode, names, samples=batch_size(batch))
         for module in twin.model.modules():
             if expert_keys(module):
-                module.forward = _balanced(module, twin)  # type: ignore[method-assign]
+                module.forward = _balanced(module, twin)
         inputs = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in batch.items()}
         inputs = {name: each for name, each in inputs.items() if name != "attention_mask"}
         whole = _run_whole(twin, structure, inputs, gradients, forward)

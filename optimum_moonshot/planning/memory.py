@@ -12,15 +12,14 @@ from functools import partial
 import torch
 
 from ..calibration.accumulators import STAGED, GradientPlan
-from ..calibration.observer import Observer
 from ..calibration.storage import MORE_MEMORY, Storage
 from ..model.layers import Block, PrunableLayer
 from ..objective.row_slices import slice_bytes
 from ..pipeline.backoff import Backoff
-from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
+from ..pipeline.loop import PartitionedTask, run_pipeline, solve_parts
 from ..pipeline.partition import Part
 from ..pipeline.spec import StatisticsSpec
-from ..pipeline.stages import Stage
+from ..pipeline.stages import PassObserver, Stage
 from ..reports.plan import DISK, Bytes, Overflow, Snapshot
 from .run_spec import CPU, RunSpec, pattern_of, solver_bytes, weight_bytes
 
@@ -150,8 +149,7 @@ def count_blocks(
     """
     task = CountedTask(trace, phase, solves, whole)
 
-    def visit(stage: Stage) -> None:
-        assert isinstance(stage, CountedStage)
+    def visit(stage: CountedStage) -> None:
         solve_parts(task, stage)
         if stage.layers:
             done(stage.block)
@@ -174,7 +172,7 @@ class CountedStage:
         self.block, self.layers, self.advance = block, block.layers, free
         self.onloaded = nullcontext
 
-    def observe(self, observer: Observer, advance: bool = False) -> None:
+    def observe(self, observer: PassObserver, advance: bool = False) -> None:
         """As `Stage.observe`: there is nothing to observe."""
 
 
@@ -230,7 +228,7 @@ class CountedPipeline:
         return caches
 
 
-class CountedTask(StatisticsTask):
+class CountedTask(PartitionedTask):
     """Counts the bytes of the statistics and of the solver.
 
     Args:
@@ -245,7 +243,6 @@ class CountedTask(StatisticsTask):
         self.trace, self.phase, self.solves, self.whole, self.run = trace, phase, solves, whole, trace.run
         self.done: set[str] = set()
         self.visits: Visits = []
-        self.collect = self._collect  # type: ignore[assignment]
 
     def lacks(self, layer: PrunableLayer) -> bool:
         """As `Task.lacks`."""
@@ -270,7 +267,14 @@ class CountedTask(StatisticsTask):
         again = bool(part.slices) or (separate and not routed)
         return Visit(part.layers, part.slices, passes + (again and last), shown)  # on to the next block
 
-    def _collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, "CountedStatistics"]]:
+    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, "CountedStatistics"]]:
+        """As `Task.collect`.
+
+        Args:
+            stage: a `CountedStage`.
+            part: of its layers.
+            advance: makes no difference.
+        """
         assert isinstance(stage, CountedStage)
         footprint = self.run.footprint.blocks.get(stage.block.name)
         activations = self.run.footprint.whole if footprint is None else footprint.observed
@@ -299,7 +303,7 @@ class CountedTask(StatisticsTask):
         yield layer, statistics
         statistics.forget(some)
 
-    def solve(self, layer: PrunableLayer, statistics: "CountedStatistics") -> None:  # type: ignore[override]
+    def solve(self, layer: PrunableLayer, statistics: "CountedStatistics") -> None:
         """As `Task.solve`."""
         self.done.add(layer.name)
         if not self.solves:

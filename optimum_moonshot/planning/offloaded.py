@@ -68,7 +68,7 @@ def times_read(selection: Selection) -> int:
     """
     config: MoonshotConfig = selection.config
     passes = 3 if selection.needs_gradients else 2  # checked, and seen; forwards before it for gradients
-    shares = {"fisher": 2, "owl": 1}.get(config.allocation or "", 0)
+    shares = {"fisher": 2, "owl": 1}.get(config.allocation if isinstance(config.allocation, str) else "", 0)
     turned = 0 if config.rotation is None else ROTATION_READS + config.rotation_steps
     return passes + shares + turned + (config.recover is not None)
 
@@ -121,9 +121,8 @@ def streamed_try(
     assert found is not None
     passes = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), found.extras)
     passes.capture_arguments()
-    first = passes.calls[0][0]
-    assert first is not None and first.hidden is not None
-    for (call,) in passes.calls:
-        call.hidden = first.hidden
-    passes.deltas[0] = torch.full_like(first.hidden, 1e-3)
+    hidden = passes.call(0, 0).hidden
+    for i in range(len(blocks)):
+        passes.call(i, 0).hidden = hidden
+    passes.deltas[0] = torch.full_like(hidden, 1e-3)
     return passes

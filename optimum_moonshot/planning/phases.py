@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 from torch import nn
 
@@ -70,13 +71,13 @@ class GramsAlone(StatisticsSpec):
 
 
 def _width(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "hidden_size", None) or 0
 
 
 def _heads(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "num_attention_heads", None) or 1
 

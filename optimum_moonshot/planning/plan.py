@@ -33,7 +33,8 @@ from .memory import MemoryTrace, Visit, count_blocks
 from .offloaded import Away, blocks_away, module_bytes
 from .phases import allocation, recovery, rotation, saving, writing
 from .run_spec import CPU, RunSpec
-from .seconds import Seconds, clock, measure
+from .seconds import Seconds, measure
+from .solver import clock
 
 # What reading and tokenizing text leaves in host memory: the libraries that do it.
 TEXT_BYTES = 48 * 2**20
@@ -127,7 +128,8 @@ def _given(calibration: Any) -> bool:
 def _tokens(subject: Subject, selection: Selection, count: int, generator: torch.Generator, mend: str) -> Batch:
     model = subject.model
     size = embedded_tokens(model)
-    require(size is not None, mend)
+    if size is None:
+        raise MoonshotError(mend)
     longest = max_positions(model)
     length = selection.config.sequence_length or min(longest or LONGEST, LONGEST)
     message = f"the model has {longest} positions"

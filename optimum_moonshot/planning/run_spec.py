@@ -7,6 +7,7 @@ import torch
 from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..model.layers import Block, PrunableLayer
+from ..objective.patterns import MixedNM, Pattern
 from ..objective.problem_size import ProblemSize, ruler_bytes
 from ..pipeline.selection import Selection
 from ..pipeline.spec import StatisticsSpec
@@ -79,10 +80,10 @@ class RunSpec:
         return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
 
 
-def pattern_of(selection: Selection, layer: PrunableLayer):
+def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
     """What a layer is pruned by, as far as it is known before an allocation divides."""
     pattern = selection.patterns[layer.name]
-    return getattr(pattern, "nearest", pattern)
+    return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
 
 def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None) -> ProblemSize:

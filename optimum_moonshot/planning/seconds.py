@@ -155,8 +155,10 @@ def measure(subject: Subject, outline: RunSpec, data: CalibrationData, ready: fl
         with frozen(subject.model):
             tried = _passes(subject, outline, data.batches[0])
             bringing, checking = (0.0, 0.0) if outline.away is None else bring_seconds(outline.sequential[0])
-            others = {"solving": solving_seconds(outline), "product": _product(outline), "bringing": bringing}
-            return Seconds(**tried._asdict(), **others, ready=ready + checking)
+            solving, product = solving_seconds(outline), _product(outline)
+            return Seconds(
+                **tried._asdict(), solving=solving, product=product, bringing=bringing, ready=ready + checking
+            )
     finally:
         torch.random.set_rng_state(random)
 

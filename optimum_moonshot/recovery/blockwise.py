@@ -26,6 +26,7 @@ from ..pipeline.block_sequences import BlockSequences, find_block_sequences
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import block_pipeline, streamed
+from ..pipeline.stages import BlockPipeline
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
@@ -44,8 +45,6 @@ class RecoveryStage:
         student: gives the block with its pruned weights, as the store has them.
         leads_on: whether another stage follows.
     """
-
-    advanced = False
 
     def __init__(self, block: Block, number: int, task: Task, student: Callable[[Block], Student], leads_on: bool):
         self.block, self.number, self.task, self.leads_on = block, number, task, leads_on
@@ -83,11 +82,11 @@ class Recovery:
     """
 
     def __init__(self, prepared: Prepared, sequence: tuple[Block, ...], variant: Variant):
-        assert prepared.data is not None  # `plan` refuses to recover without
         self.prepared, self.blocks, self.variant = prepared, sequence, variant
+        data = prepared.calibration  # `plan` refuses to recover without
         self.config, self.structure, self.store = variant.selection.config, variant.selection.structure, variant.store
         self.backoff, self.storage = prepared.backoff.single_process(), prepared.storage
-        self.whole_batches = split_batches(prepared.data.batches, part_size(prepared.data.num_samples))
+        self.whole_batches = split_batches(data.batches, part_size(data.num_samples))
         self.gradual: Gradual | None = None
         if self.config.recover == "gradual":
             arguments = variant.pattern_of, self.config.recover_steps, self.batches, self.backoff
@@ -110,7 +109,7 @@ class Recovery:
             return None
         recover = Option("recover", config.recover)
         require(prepared.data is not None, Text("{} needs data", recover), field="calibration", value=None)
-        part_size(prepared.data.num_samples)
+        part_size(prepared.calibration.num_samples)
         if prepared.block_probe is not None:  # all blocks are sequential
             sequences = BlockSequences([structure.blocks], (), ())
         else:
@@ -152,16 +151,19 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveryStage]:
         prepared, batches = self.prepared, self.batches()
+        pipeline: BlockPipeline
         if prepared.block_probe is not None:
             pipeline = streamed(prepared, batches, False)
         else:
             pipeline = block_pipeline(prepared, self.blocks, batches, False)
         pipeline.capture()
-        dense = [call.hidden for call in pipeline.calls[pipeline.lowest]]
+        indices = range(len(batches))
+        dense = [pipeline.call(pipeline.lowest, index).hidden for index in indices]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
         masks = [self._mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(pipeline.lowest, pipeline.highest + 1):
-            task = Task(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
+            calls = [pipeline.call(i, index) for index in indices]
+            task = Task(self.blocks[i].module, calls, inputs, dense, masks)
             yield RecoveryStage(self.blocks[i], i, task, self._student, i < pipeline.highest)
 
     def recover(self, stage: RecoveryStage) -> None:

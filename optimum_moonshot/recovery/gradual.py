@@ -15,16 +15,15 @@ from functools import partial
 
 import torch
 
-from ..calibration.observer import Observer
 from ..data.batches import Batch, batch_size
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
-from ..objective.patterns import NM, Pattern
+from ..objective.patterns import NM, Experts, Pattern
 from ..pipeline.backoff import Backoff
 from ..pipeline.loop import StatisticsTask, solve_parts
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec
-from ..pipeline.stages import OpenStage
+from ..pipeline.stages import OpenStage, PassObserver
 from ..solvers import Solver
 from .student import Student, Task, Tensors
 from .tuning import Tuner
@@ -42,6 +41,7 @@ def stage_patterns(pattern: Pattern) -> list[Pattern]:
     if isinstance(pattern, NM):
         before: list[Pattern] = [NM(pattern.m - round(share * (pattern.m - pattern.n)), pattern.m) for share in shares]
     else:
+        assert not isinstance(pattern, Experts)  # which are removed in a run of their own
         before = [pattern.times(share) for share in shares]
     return [*before, pattern]
 
@@ -148,7 +148,7 @@ class Gradual:
         return pruning.weights, pruning.solver_notes
 
     @torch.no_grad()
-    def _observe(self, student: Student, task: Task, sizes: Sequence[int], observer: Observer) -> None:
+    def _observe(self, student: Student, task: Task, sizes: Sequence[int], observer: PassObserver) -> None:
         """Pass all data through the student."""
         tensors, first = student.tensors, 0
         device = student.parameters[0].device

@@ -77,7 +77,9 @@ class Student:
     def mask_gradients(self) -> None:
         """Weights at zero get no gradient, and Adam leaves them there exactly."""
         for name, layer in self.trained.items():
-            layer.parameter.grad.mul_(self.keep[name])
+            gradient = layer.parameter.grad
+            assert gradient is not None  # a backward pass has run
+            gradient.mul_(self.keep[name])
 
     def rounded(self) -> Tensors:
         """The block's tensors as they will be in the model, in its dtypes."""

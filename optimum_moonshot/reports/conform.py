@@ -15,6 +15,9 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
         cls: a dataclass, for objects without other fields, or a `TypedDict`, for objects that may have others.
         values: the object, as JSON types; an int is accepted as a float.
         where: name of the object in messages.
+
+    Raises:
+        MoonshotError: a field that is missing, unknown or of another type.
     """
     hints = get_type_hints(cls)
     if is_typeddict(cls):

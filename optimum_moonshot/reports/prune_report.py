@@ -364,7 +364,19 @@ def _size(layer: LayerReport) -> int:
     return layer.shape[0] * layer.shape[1]
 
 
-def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, float | None]:
+class LossFields(TypedDict, total=False):
+    """λ and the losses of a `LayerReport`."""
+
+    lam: float | None
+    reconstruction: float
+    reconstruction_masked: float
+    fisher: float | None
+    fisher_masked: float | None
+    loss: float
+    loss_masked: float
+
+
+def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> LossFields:
     """The losses of a `LayerReport`.
 
     Args:

@@ -91,6 +91,9 @@ def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step:
         batch: its inputs.
         expected: from `outputs` before the step, of any shape.
         step: its name in the error.
+
+    Raises:
+        MoonshotError: the outputs differ by more than rounding explains.
     """
     for after, before in zip(outputs(model, batch), expected, strict=True):
         error = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))

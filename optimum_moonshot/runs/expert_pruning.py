@@ -164,7 +164,7 @@ class _Choices:
             return
         self.where = mixtures[0].name
         prepared, gradients = self.prepared, self.selection.needs_gradients
-        samples, backoff = prepared.data.num_samples, prepared.backoff
+        samples, backoff = prepared.calibration.num_samples, prepared.backoff
         here = backoff.samples_here(samples)
         with backoff.passing(MixtureObserver(mixtures, gradients, samples, prepared.storage, here)) as observer:
             stage.observe(observer, advance=True)
@@ -197,8 +197,9 @@ class _Choices:
 
     def kept(self, mixture: Mixture) -> Tensor:
         """The numbers of the experts that stay, int64."""
-        gone = self.store.reports[mixture.name].experts.removed
-        return torch.tensor([expert for expert in range(mixture.count) if expert not in gone])
+        choice = self.store.reports[mixture.name].experts
+        assert choice is not None  # as `_choose` reports
+        return torch.tensor([expert for expert in range(mixture.count) if expert not in choice.removed])
 
     def report(self, before: int, seconds: dict[str, float]) -> PruneReport:
         """What was done; it is noted in the model's configuration too.
@@ -217,7 +218,7 @@ class _Choices:
             config={**config.to_dict(), "offload_dir": None},
             layers=layers,
             skipped={},
-            calibration=self.prepared.data.describe(),
+            calibration=self.prepared.calibration.describe(),
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),

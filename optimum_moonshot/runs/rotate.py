@@ -310,13 +310,14 @@ class _Gathering:
         layers = [layer for layer in stage.layers if layer.groups == 1 and not layer.adapter.images]
         if not layers:
             return
-        samples, storage = self.prepared.data.num_samples, self.prepared.storage
+        samples, storage = self.prepared.calibration.num_samples, self.prepared.storage
         wanted = {layer.name for layer in layers} if self.prepared.selection.needs_gradients else set()
         plans = {name: GradientPlan(nothing=True) for name in wanted}
         extra = (FisherAtZero, self.output_moments) if wanted else ()
         backoff = self.prepared.backoff
-        options = {"extra": extra, "here": backoff.samples_here(samples)}
-        with backoff.passing(Observer(layers, False, wanted, samples, storage, plans, **options)) as observer:
+        here = backoff.samples_here(samples)
+        gathered = Observer(layers, False, wanted, samples, storage, plans, extra=extra, here=here)
+        with backoff.passing(gathered) as observer:
             stage.observe(observer, advance=True)
         with backoff.together():
             self._take(observer, layers)

@@ -34,7 +34,8 @@ class SparsityPath:
 
     def __init__(self, solved: Solved, report: Callable[[PruneReport], None]):
         self._solved, self._report = solved, report
-        self._variants = {variant.selection.config.sparsity: variant for variant in solved.variants}
+        sparsities = [(variant.selection.config.sparsity, variant) for variant in solved.variants]
+        self._variants = {sparsity: variant for sparsity, variant in sparsities if sparsity is not None}
         # The passes over the data, shared by all, and the time of the solver, which the variants have divided.
         self._calibrating = solved.seconds - sum(variant.solving for variant in solved.variants)
 

@@ -291,7 +291,7 @@ def sweep(
         dense=dense,
         entries=entries,
         config={k: v for k, v in lead.to_dict().items() if k not in ("lam", "pattern", "sparsity")},
-        calibration=prepared.data.describe(),
+        calibration=prepared.calibration.describe(),
         seconds={"calibration": seconds - spent, "variants": spent, "total": seconds},
         versions=versions(),
     )
@@ -327,8 +327,9 @@ class Meter:
         if ranks.size > 1:
             found = ranks.all_gather_object([None if loss is None else loss.cpu() for loss in losses])
             losses = [loss for own in found for loss in own]
-        if losses and all(loss is not None for loss in losses):
-            return self._shown(float(torch.cat(losses).mean()))
+        seen = [loss for loss in losses if loss is not None]
+        if seen and len(seen) == len(losses):
+            return self._shown(float(torch.cat(seen).mean()))
         return self.value()
 
     def value(self) -> float:
@@ -357,10 +358,14 @@ def _measure(variant: Variant, meter: Meter) -> SweepEntry:
     selection = variant.selection
     losses = [variant.store.reports[layer.name].loss for layer in variant.layers]
     known = [loss for loss in losses if loss is not None]
-    config = selection.config
+    config, sparsity = selection.config, selection.config.sparsity
+    if sparsity is None:
+        assert config.parsed_pattern is not None
+        sparsity = config.parsed_pattern.sparsity
+    assert config.lam is not None
     return SweepEntry(
         pattern=config.pattern,
-        sparsity=config.sparsity if config.sparsity is not None else config.parsed_pattern.sparsity,
+        sparsity=sparsity,
         lam=config.lam,
         metric=value,
         loss=sum(known) / len(known) if known else math.nan,

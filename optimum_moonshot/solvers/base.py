@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -137,6 +137,20 @@ class Solver(ABC):
             FactorizationError: as `solve`.
         """
         return [self.solve(objective, pattern).weight for pattern in patterns]
+
+
+class RowSolver(Protocol):
+    """The members that `Solver.by_rows` requires; `sparsegpt.SparseGPT` documents them."""
+
+    @property
+    def damping(self) -> float: ...
+
+    def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]: ...
+
+
+def solves_by_rows(solver: Solver) -> TypeGuard[RowSolver]:
+    """Whether a solver declares `Solver.by_rows`, and so has the members of `RowSolver`."""
+    return solver.by_rows
 
 
 # Methods that `ranks` and `by_rows` require.

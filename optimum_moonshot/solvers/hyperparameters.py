@@ -138,6 +138,9 @@ def check_options(cls: type, values: Mapping[str, Any], owner: str | Option) -> 
         cls: the solver's dataclass.
         values: name → value, of any of the hyperparameters.
         owner: the solver in messages: a class, or the option.
+
+    Raises:
+        MoonshotError: an unknown name, or an invalid value.
     """
     options = options_of(cls)
     for name, value in values.items():

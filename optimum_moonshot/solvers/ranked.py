@@ -11,7 +11,7 @@ damping is ``μ_k = p · mean(diag F_k)``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,6 +58,24 @@ class Ranking:
         late = torch.arange(steps, device=self.order.device) >= counts
         keep = torch.ones(rows, self.size, dtype=torch.bool, device=self.order.device)
         return keep.scatter_(1, self.order.long(), late)
+
+
+class RankingSolver(Protocol):
+    """The members that `Solver.ranks` requires; `Ranked` documents them."""
+
+    @property
+    def damping(self) -> float: ...
+
+    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
+
+    def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]: ...
+
+    def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]: ...
+
+
+def ranks_removals(solver: Solver) -> TypeGuard[RankingSolver]:
+    """Whether a solver declares `Solver.ranks`, and so has the members of `RankingSolver`."""
+    return solver.ranks
 
 
 @dataclass(frozen=True)
