@@ -173,7 +173,7 @@ def test_attention_only_fisher_is_lambda_one_elsewhere():
         weight = attention.get_submodule(layer.name).weight
         twin = (both if inside else single).get_submodule(layer.name).weight
         assert torch.allclose(weight, twin, atol=1e-5)
-    with pytest.raises(MoonshotError, match='fisher="attention"'):
+    with pytest.raises(MoonshotError, match="fisher='attention'"):
         prune(make("llama"), fisher="attention", targets=["mlp"])
 
 
