@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from ..calibration.layer_statistics import LayerStatistics
 from ..data.batches import Batch
+from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
 from .collect import collect
@@ -99,6 +100,7 @@ def run_pipeline(
                     visit(stage)
                     with backoff.together():
                         stage.advance()
+                trim_host_memory()  # else the next stage is charged with the memory that this one has freed
             return
         except PassTooLarge as error:
             backoff.pass_failed(error, where(), batches())

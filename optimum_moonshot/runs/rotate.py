@@ -321,7 +321,6 @@ class _Gathering:
             stage.observe(observer, advance=True)
         with backoff.together():
             self._take(observer, layers)
-        trim_host_memory()  # the statistics kept are small, and lie above all that they were made of
 
     def _take(self, observer: Observer, layers: Sequence[PrunableLayer]) -> None:
         together: dict[int, tuple[Tensor, list[PrunableLayer]]] = {}
