@@ -203,7 +203,7 @@ class CurveMeasurement(StatisticsTask):
         """As `Task.lacks`."""
         return layer.name not in self.unreached and bool(self.lacking(layer))
 
-    def skip(self, layer: PrunableLayer, reason: str = "") -> None:
+    def skip(self, layer: PrunableLayer) -> None:
         """As `Task.skip`: the run itself reports the layer."""
         self.unreached.add(layer.name)
 

@@ -30,13 +30,8 @@ class Results(Protocol):
     def lacks(self, layer: PrunableLayer) -> bool:
         """Whether a layer has no result yet, and is to have one."""
 
-    def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Leave a layer dense.
-
-        Args:
-            layer: which lacks a result.
-            reason: for the report, as the end of "left dense: LAYER (…)".
-        """
+    def skip(self, layer: PrunableLayer) -> None:
+        """Skip a layer that lacks a result and that no data reach; see `ModelPipeline.reason`."""
 
 
 class ModelPipeline:
@@ -72,9 +67,9 @@ class ModelPipeline:
         else:
             with all_onloaded(structure.blocks):
                 found = find_block_sequences(prepared.model, structure.blocks, prepared.probe, gradients, loss)
-            for block in found.unreached:
-                for layer in block.layers:
-                    self.skip(layer)
+            for layer in (layer for block in found.unreached for layer in block.layers):
+                if self.results.lacks(layer):
+                    self.results.skip(layer)
             for sequence in found.sequential:
                 yield from self._bar(block_pipeline(prepared, sequence, prepared.batches, gradients))
             others = tuple(layer for block in found.non_sequential for layer in block.layers)
@@ -88,7 +83,8 @@ class ModelPipeline:
     def _without_data(self) -> Iterator[Stage]:
         structure = self.prepared.selection.structure
         for block in structure.blocks:
-            yield OpenStage(block.layers, lambda observer: None, block.onloaded)
+            if block.layers:
+                yield OpenStage(block.layers, lambda observer: None, block.onloaded)
         yield OpenStage(structure.outside, lambda observer: None)
 
     def _recomputed(self, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[Stage]:
@@ -124,12 +120,11 @@ class ModelPipeline:
         yield first
         yield from stages
 
-    def skip(self, layer: PrunableLayer) -> None:
-        """Leave a layer dense that the data do not reach."""
+    def reason(self, layer: PrunableLayer) -> str:
+        """The reason that no data reached a layer, for the report: as the end of "left dense: LAYER (…)"."""
         named = self.prepared.model.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if parameter is layer.parameter}
-        if self.results.lacks(layer):
-            self.results.skip(layer, READ if names & self._parameters_read else UNREACHED)
+        return READ if names & self._parameters_read else UNREACHED
 
     @cached_property
     def _parameters_read(self) -> set[str]:

@@ -121,6 +121,7 @@ class _Choices:
     def __init__(self, prepared: Prepared, removal: ExpertRemoval, store: ResultStore):
         self.prepared, self.removal, self.store = prepared, removal, store
         self.selection, self.solving = prepared.selection, 0.0
+        self.pipeline = ModelPipeline(prepared, self)
         self.where = "the passes over the data"  # the latest mixtures
         self.of_module = {mixture.module: mixture for mixture in removal.mixtures}
         self.notes: list[str] = [*(prepared.data.notes if prepared.data else ()), *store.notes]
@@ -135,13 +136,13 @@ class _Choices:
         mixture = self.of_module.get(layer.modules[0])
         return mixture is not None and mixture.name not in self.store.reports
 
-    def skip(self, layer: PrunableLayer, reason: str) -> None:
+    def skip(self, layer: PrunableLayer) -> None:
         """No data reach a parameter, although all mixtures lose as many experts, or none does.
 
         Raises:
             MoonshotError: always.
         """
-        raise MoonshotError(reason).within(layer.name)
+        raise MoonshotError(self.pipeline.reason(layer)).within(layer.name)
 
     def gather(self) -> None:
         """Pass the data, and choose for each mixture at the stage of its block.
@@ -150,12 +151,11 @@ class _Choices:
             MoonshotError: bad statistics, or a mixture that no data reach.
         """
         prepared, shown = self.prepared, self.prepared.subject.progress
-        pipeline = ModelPipeline(prepared, self)
         with progress_bar(total=len(self.of_module), desc="pruning", unit="mixture", shown=shown) as bar:
             bar.update(sum(mixture.name in self.store.reports for mixture in self.removal.mixtures))
             visit = partial(self._visit, bar=bar)
-            run_pipeline(pipeline, visit, prepared.backoff, lambda: prepared.batches, lambda: self.where)
-        self.notes += pipeline.notes
+            run_pipeline(self.pipeline, visit, prepared.backoff, lambda: prepared.batches, lambda: self.where)
+        self.notes += self.pipeline.notes
 
     def _visit(self, stage: Stage, bar: tqdm) -> None:
         modules = dict.fromkeys(layer.modules[0] for layer in stage.layers if self.lacks(layer))

@@ -55,16 +55,9 @@ class Pruning(StatisticsTask):
         """As `Task.lacks`."""
         return any(variant.lacks(layer) for variant in self.variants)
 
-    def skip(self, layer: PrunableLayer, reason: str | None = None) -> None:
-        """Leave a layer dense.
-
-        Args:
-            layer: that no data reached.
-            reason: for the report; None finds it.
-        """
-        if reason is None:
-            self.pipeline.skip(layer)
-            return
+    def skip(self, layer: PrunableLayer) -> None:
+        """As `Task.skip`: the layer stays dense."""
+        reason = self.pipeline.reason(layer)
         for variant in self.variants:
             if variant.lacks(layer):
                 variant.skip(layer, reason)
@@ -85,22 +78,21 @@ class PruningWithoutData(Pruning):
 
     def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
         super().__init__(prepared, variants, bar)
-        self.collect = _empty_statistics
+        self.collect = self._empty_statistics
 
     def partition(self, stage: Stage) -> list[Part]:
         """As `Task.partition`: one part, of which each process solves some layers."""
         layers = tuple(layer for layer in stage.layers if self.lacks(layer))
         solver, patterns = self.prepared.selection.solver, self.spec.patterns
         costs = [solving_cost(solver, layer, patterns[layer.name]) for layer in layers]
-        ranks = self.prepared.ranks
-        owners = ranks.owners(costs)
-        mine = tuple(layer for layer, owner in zip(layers, owners, strict=True) if owner == ranks.rank)
-        return [Part(mine, (ranks.rank,) * len(mine))] if layers else []
+        return [Part(layers, tuple(self.prepared.ranks.owners(costs)))] if layers else []
 
-
-def _empty_statistics(stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
-    for layer in part.layers:
-        yield layer, LayerStatistics(torch.eye(layer.shape[1], device=layer.parameter.device), None, 0)
+    def _empty_statistics(
+        self, stage: Stage, part: Part, advance: bool
+    ) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
+        for layer, owner in zip(part.layers, part.owners, strict=True):
+            if owner == self.prepared.ranks.rank:
+                yield layer, LayerStatistics(torch.eye(layer.shape[1], device=layer.parameter.device), None, 0)
 
 
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:

@@ -302,7 +302,7 @@ class _Gathering:
         """As `model_pipeline.Results.lacks`: all layers are observed."""
         return True
 
-    def skip(self, layer: PrunableLayer, reason: str) -> None:
+    def skip(self, layer: PrunableLayer) -> None:
         """As `model_pipeline.Results.skip`: the run itself reports layers without data."""
 
     def visit(self, stage: Stage) -> None:
