@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..calibration.accumulators import GradientPlan
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..data.batches import batch_size, spread_samples
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer

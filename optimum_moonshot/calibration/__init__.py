@@ -1,1 +1,1 @@
-"""Passes of the data over a model, hooks that observe them, and what is gathered of a layer within a budget."""
+"""Calibration statistics: hooks that collect them during passes over the data, and their storage."""

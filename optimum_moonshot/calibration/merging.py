@@ -7,9 +7,8 @@ from torch import Tensor
 from ..distributed.ranks import Ranks
 from ..errors import MoonshotError, require
 from .mixture_sums import MixtureObserver
-from .observer import Observer
+from .observer import Observer, SharedSums
 from .statistic import GradientStatistic, Small, Stacked, Summed
-from .sums import SharedSums
 
 # The only process that needs a layer's statistics; or the rows that each process needs, by rank; None is all processes.
 Owner = int | tuple[slice, ...] | None

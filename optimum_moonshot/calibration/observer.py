@@ -1,45 +1,273 @@
-"""Hooks that watch layers while data passes, and hand every call on in the normal form.
+"""Hooks that observe layers during a pass over the data, and the statistics that they collect.
 
-What is made of the calls is elsewhere: sums.py adds up inputs and gradients, and statistic.py says how to add a
-statistic of another kind. Padding tokens count in none.
+Calls are read piece by piece in the normal form of model/layer_adapters.py, without padding tokens. `InputSums` has the
+statistics of the inputs, once for all layers that read the same tensor (q, k and v), and `GradientSums` those of a
+layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import naming, require
+from ..errors import NO_BACKWARD, MoonshotError, Text, naming, require
 from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
+from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
-from .accumulators import GradientPlan
-from .layer_statistics import LayerStatistics
+from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
+from .accumulators import (
+    GradientPlan,
+    Gram,
+    InputSquares,
+    InputSum,
+    LayerTotals,
+    RowMatrices,
+    Samples,
+    Squares,
+    TokenCounts,
+)
 from .statistic import NOT_FINITE, GradientStatistic, InputStatistic
 from .storage import Storage
-from .sums import GradientSums, Gram, InputSquares, InputSums, LayerCall, TokenCounts
+
+
+@dataclass
+class LayerStatistics:
+    """The statistics of a layer's objective: Σ x xᵀ and the Fisher term of its rows or, diagonal, Σ x² and Σ_n A_n².
+
+    Inputs are [d_in, d_in] or [d_in], with groups in front if there are several. Gradients are a `Fisher`, or
+    [d_out, d_in] where diagonal; None at λ = 1. They may be those of some rows.
+    """
+
+    inputs: Tensor
+    gradients: Fisher | Tensor | None
+    samples: int  # N
+    diagonal: bool = False
+    totals: tuple[float, float] | None = None  # L_F(0) and mean Σ_n A_n² of all rows, as in `GradientPlan.totals`
+    extra: Mapping[type, Any] = field(default_factory=dict)  # results of the observer's further statistics, by class
+    unknown: frozenset[int] = frozenset()  # groups that are pruned by magnitude
+    tokens: Tensor | None = None  # int64 [groups]: the number that each group has read, where groups are experts
+
+    def groups(self, count: int) -> Iterator["LayerStatistics"]:
+        """The statistics of each of `count` groups of rows alone, where every group is a separate matrix."""
+        size, shared = 0, self.inputs.ndim == (1 if self.diagonal else 2)  # one G for all, as without data
+        if self.gradients is not None:
+            size = (len(self.gradients) if isinstance(self.gradients, Tensor) else self.gradients.count) // count
+        for index in range(count):
+            rows, gradients = slice(index * size, (index + 1) * size), self.gradients
+            tokens = None if self.tokens is None else self.tokens[index : index + 1]
+            if index in self.unknown:
+                zeros = torch.zeros_like(self.inputs[index])
+                yield LayerStatistics(zeros, None, self.samples, self.diagonal, tokens=tokens)
+                continue
+            if gradients is not None:
+                gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
+            inputs = self.inputs if shared else self.inputs[index]
+            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal, tokens=tokens)
+
+    def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
+        """The layer's quadratic at its dense weight [d_out, d_in], as a whole or for column blocks."""
+        gradients = self.gradients if lam < 1 else None
+        if self.diagonal:
+            # They may be in host memory, and are no larger than the weight.
+            assert not isinstance(gradients, Fisher)
+            inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam)
+        assert not isinstance(gradients, Tensor)
+        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
+
+    def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
+        """`objective` without gradients, with the `totals` that were collected with those of some rows."""
+        assert self.totals is not None
+        totals = Totals(reconstruction(weight, self.inputs, column_block), *self.totals, self.samples)
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer on a batch."""
+
+    layer: PrunableLayer
+    adapter: LayerAdapter  # of the called module: one of several, where they share the weight
+    inputs: Tensor
+    version: int  # of the inputs: in-place changes increase it
+    mask: Tensor | None  # True where a token counts, laid out as the inputs
+    samples: int  # of the batch
+
+
+@dataclass
+class SharedSums:
+    """The statistics of the inputs that some layers share."""
+
+    statistics: dict[type, InputStatistic]
+    readers: dict[str, list[Hashable]] = field(default_factory=dict)  # layer → the tensors it read in this batch
+    first: bool = True  # during the first batch, other layers may join
+
+    def add(self, call: LayerCall) -> None:
+        for inputs in call.adapter.tokens(call.inputs, call.mask):
+            for statistic in self.statistics.values():
+                statistic.add(inputs, call.adapter.part)
+
+
+class InputSums:
+    """The statistics of all layers' inputs, shared by layers that read the same tensors in the same way if `share`.
+
+    A batch's inputs then live until its end, for their addresses to identify them. Other arguments as for `Observer`.
+    """
+
+    def __init__(
+        self, kinds: Iterable[type[InputStatistic]], storage: Storage, share: bool, into: Mapping[str, Tensor] | None
+    ):
+        self.kinds, self.storage, self.share, self.into = tuple(kinds), storage, share, into or {}
+        self.of_layer: dict[str, SharedSums] = {}
+        self.by_key: dict[Hashable, SharedSums] = {}
+        self.added: set[tuple[int, Hashable]] = set()
+        self.held: dict[Hashable, LayerCall] = {}
+
+    def add(self, call: LayerCall) -> None:
+        """Add the inputs of a call, unless another layer's call has added them."""
+        name, inputs = call.layer.name, call.inputs
+        if not inputs.numel():
+            return  # its address would not identify it
+        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.adapter.reads)
+        if name not in self.of_layer:
+            other = self.by_key.get(key)
+            self.of_layer[name] = other if other and other.first else self._make(call.layer, inputs.device)
+        shared = self.of_layer[name]
+        if self.share:
+            self.by_key.setdefault(key, shared)
+            self.held.setdefault(key, call)
+            shared.readers.setdefault(name, []).append(key)
+            if (id(shared), key) in self.added:
+                return
+            self.added.add((id(shared), key))
+        shared.add(call)
+
+    def _make(self, layer: PrunableLayer, device: torch.device) -> SharedSums:
+        arguments, into = (layer, self.storage, device), self.into.get(layer.name)
+        statistics: dict[type, InputStatistic] = {}
+        for kind in self.kinds:
+            statistics[kind] = kind(*arguments, into) if issubclass(kind, InputSum) else kind(*arguments)
+        return SharedSums(statistics)
+
+    def end(self) -> None:
+        """End a batch; layers that shared statistics in earlier batches must have read the same tensors."""
+        for shared in {id(shared): shared for shared in self.of_layer.values()}.values():
+            if len(set(map(tuple, shared.readers.values()))) > 1:
+                self._separate(shared)
+        for shared in self.of_layer.values():
+            shared.first = False
+            for reads in shared.readers.values():
+                reads.clear()
+        self.forget()
+
+    def _separate(self, shared: SharedSums) -> None:
+        """Give layers that shared statistics in this first batch, but also read other tensors, separate ones."""
+        calls = [self.held[key] for reads in shared.readers.values() for key in reads]
+        require(
+            shared.first and all(call.inputs._version == call.version for call in calls),
+            f"layers {sorted(shared.readers)} read the same tensor in some batches only",
+        )
+        by_reads: dict[tuple[Hashable, ...], SharedSums] = {}
+        for name, reads in shared.readers.items():
+            if tuple(reads) not in by_reads:
+                call = self.held[reads[0]]
+                by_reads[tuple(reads)] = made = self._make(call.layer, call.inputs.device)
+                for key in dict.fromkeys(reads):
+                    made.add(self.held[key])
+            self.of_layer[name] = by_reads[tuple(reads)]
+            by_reads[tuple(reads)].readers[name] = []
+
+    def made(self, layer: PrunableLayer) -> SharedSums:
+        """The statistics of a layer, also if no sample of this process has reached it."""
+        if layer.name in self.of_layer:
+            return self.of_layer[layer.name]
+        device = layer.parameter.device
+        return self._make(layer, self.storage.device if device.type == "meta" else device)
+
+    def forget(self) -> None:
+        """Release the batch's inputs."""
+        self.by_key.clear()
+        self.added.clear()
+        self.held.clear()
+
+    def take(self, name: str) -> dict[type, InputStatistic]:
+        """Remove and return the statistics of a layer.
+
+        Raises:
+            MoonshotError: no call of the layer was observed.
+        """
+        if name not in self.of_layer:
+            hint = Text("add its name to {} to skip it", "ignore")
+            raise MoonshotError(f"{name}: no calibration data reached this layer", hint=hint)
+        return self.of_layer.pop(name).statistics
+
+
+class GradientSums:
+    """The statistics of a layer's gradients; arguments as for `Observer`."""
+
+    def __init__(
+        self,
+        layer: PrunableLayer,
+        diagonal: bool,
+        samples: int,
+        storage: Storage,
+        plan: GradientPlan,
+        kinds: Iterable[type[GradientStatistic]],
+        here: int | None,
+    ):
+        self.totals = None if plan.totals is None else LayerTotals(layer, samples, plan.totals)
+        self.gradients: GradientStatistic | None = None
+        if diagonal and not plan.nothing:
+            self.gradients = Squares(layer, storage)
+        elif not plan.nothing:
+            compressed = plan.column_block is not None
+            of_rows = RowMatrices if compressed else partial(Samples, here=here)
+            self.gradients = of_rows(layer, samples, storage, plan)
+        self.extra = {kind: kind(layer, samples, storage) for kind in kinds}
+        needed = (each for each in (self.gradients, self.totals) if each is not None)
+        self.statistics: list[GradientStatistic] = [*needed, *self.extra.values()]
+        self.pending = 0  # calls of this batch without a gradient yet
+
+    def add(self, call: LayerCall, delta: Tensor) -> None:
+        """Add the gradients of a call, from `delta`, ∂ℓ/∂y in the shape of its output.
+
+        Raises:
+            MoonshotError: the inputs have changed, or do not show which sample a token belongs to.
+        """
+        self.pending -= 1
+        require(
+            call.inputs._version == call.version,
+            f"{call.layer.name}: the model changes this layer's input in place after the call",
+            hint=Text("use inplace=False, or {}", NO_BACKWARD),
+        )
+        with naming(call.layer.name):
+            for inputs, part, last in call.adapter.pairs(call.inputs, delta, call.mask, call.samples):
+                for statistic in self.statistics:
+                    statistic.add(inputs, part, last and self.pending == 0, call.adapter.part)
 
 
 class Observer(AbstractContextManager["Observer"]):
-    """Hooks on layers, removed on exit, whatever happens.
+    """Hooks on layers, removed on exit.
 
-    The caller announces every batch by `begin`, runs the model (and a backward pass, where `gradients` is not empty)
-    and closes it by `end`; `take` then gives each layer's statistics.
+    For every batch, the caller calls `begin`, runs the model (and a backward pass, if `gradients` is not empty), and
+    calls `end`; `take` then returns each layer's statistics.
 
     Args:
         layers: to observe.
-        diagonal: gather only the diagonals (Wanda): A_n is squared and added sample by sample, never stored.
-        with_gradients: names of the layers whose gradients are wanted; the caller runs backward passes.
+        diagonal: collect only the diagonals (Wanda): A_n is squared and added sample by sample, never stored.
+        with_gradients: names of the layers with gradient statistics; the caller runs backward passes.
         samples: N, calibration samples in all.
-        storage: where the statistics live.
-        plans: how to gather the gradients of layers by their name; those of the others are kept as they are.
+        storage: allocates the statistics.
+        plans: the statistics of the gradients of layers, by name; the others' gradients are stored.
         share: layers that read the same tensor have one Gram matrix; a batch's inputs then live until its end.
         extra: further statistics, of all layers, or of those with gradients where they need them.
-        here: how many of the samples this process sees, where several share them; None is all.
-        into: layer → the memory that the sums over its inputs are put into, of their shape; others have their own.
+        here: the samples of this process, if several share them; None is all.
+        into: layer → memory for the sums over its inputs, of their shape; other layers have new memory.
     """
 
     def __init__(
@@ -56,12 +284,11 @@ class Observer(AbstractContextManager["Observer"]):
         into: Mapping[str, Tensor] | None = None,
     ):
         self.layers, self.diagonal, self.samples = layers, diagonal, samples
-        of_inputs = [kind for kind in extra if issubclass(kind, InputStatistic)]
-        of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
-        self.kind = InputSquares if diagonal else Gram
-        kinds = [self.kind, *of_inputs]
+        self.kind: type[InputSum] = InputSquares if diagonal else Gram
+        kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
         kinds += [TokenCounts] if any(layer.adapter.separate for layer in layers) else []
         self.inputs = InputSums(kinds, storage, share, into)
+        of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.gradients = {
             layer.name: GradientSums(
                 layer, diagonal, samples, storage, (plans or {}).get(layer.name, GradientPlan()), of_gradients, here
@@ -71,7 +298,7 @@ class Observer(AbstractContextManager["Observer"]):
         }
         self.mask: Tensor | None = None
         self.count = 0
-        self.watching = False  # between `begin` and `end`; other calls of the layers are none of its business
+        self.watching = False  # between `begin` and `end`; calls outside of a batch do not count
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Observer":
@@ -85,93 +312,79 @@ class Observer(AbstractContextManager["Observer"]):
         self.inputs.forget()
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """Announce a batch.
+        """Begin a batch of B = `count` samples, the `first` of them by its index among those of this process.
 
-        Args:
-            first: the number of its first sample among all that this process sees.
-            count: B, its samples.
-            mask: bool [B, T], True where a token counts; None where all do.
+        `mask` is bool [B, T], True where a token counts; None where all do.
         """
         self.count, self.mask, self.watching = count, mask, True
         for sums in self.gradients.values():
-            sums.begin(first, count)
+            sums.pending = 0
+            for statistic in sums.statistics:
+                statistic.begin(first, count)
 
     def end(self) -> None:
-        """Close a batch.
-
-        Raises:
-            MoonshotError: layers that share a Gram matrix did not read the same tensors.
-        """
+        """End a batch; raise `MoonshotError` if layers that share a Gram matrix did not read the same tensors."""
         self.watching = False
         self.inputs.end()
         for sums in self.gradients.values():
-            sums.end()
+            for statistic in sums.statistics:
+                statistic.end()
 
-    def _observe(self, layer: PrunableLayer, form: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor | None:
-        """Hand on a call's inputs, and its gradient once it is known.
-
-        Returns:
-            A new output where the graph begins here, else None.
-        """
+    def _observe(self, layer: PrunableLayer, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor | None:
+        """Add a call's inputs, and later its gradient; returns a new output if the autograd graph begins here."""
         if not self.watching:
             return None
         inputs = inputs.detach()
         with naming(layer.name):
-            mask = form.token_mask(inputs, self.mask)
-        call = LayerCall(layer, form, inputs, inputs._version, mask, self.count)
+            mask = adapter.token_mask(inputs, self.mask)
+        call = LayerCall(layer, adapter, inputs, inputs._version, mask, self.count)
         self.inputs.add(call)
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():
             return None
         begins = not output.requires_grad
-        if begins:  # not as a leaf: an activation may work on it in place
+        if begins:  # a clone, since an activation may change its input in place, which a leaf does not allow
             output = output.detach().requires_grad_(True).clone()
-        sums.expect()
+        sums.pending += 1
         output.register_hook(lambda delta: sums.add(call, delta))
         return output if begins else None
 
     def reached(self, layer: PrunableLayer) -> bool:
-        """Whether a call of the layer was seen."""
+        """Whether a call of the layer was observed."""
         return layer.name in self.inputs.of_layer
 
     def forget(self, layer: PrunableLayer) -> None:
-        """Let go of what was gathered for a layer."""
+        """Release the statistics of a layer."""
         self.inputs.take(layer.name)
         self.gradients.pop(layer.name, None)
 
     def tokens(self, layer: PrunableLayer) -> Tensor:
-        """How many tokens each expert of a layer has read, int64 [groups]."""
+        """The number of tokens that each expert of a layer has read, int64 [groups]."""
         return self.inputs.of_layer[layer.name].statistics[TokenCounts].result()
 
     def sums(self, layer: PrunableLayer) -> Tensor:
-        """The sums over a layer's inputs as they are now, which `take` will give: G or its diagonal, by group."""
+        """The present sums over a layer's inputs, which `take` will return: G or its diagonal, by group."""
         return self.inputs.of_layer[layer.name].statistics[self.kind].result()
 
     def take(self, layer: PrunableLayer) -> LayerStatistics:
-        """What was gathered for a layer, checked, and forgotten here, so that its memory ends with the caller's use.
+        """Check a layer's statistics, release them here, and return them.
 
         Raises:
             MoonshotError: the calibration data never reached the layer, or gave NaN or infinity.
         """
-        name, kind = layer.name, self.kind
-        found, sums = self.inputs.take(name), self.gradients.pop(name, None)
-        sum_of_inputs = found[kind]
-        assert isinstance(sum_of_inputs, Gram | InputSquares)
-        _check_finite(all_finite(sum_of_inputs.squares()), f"{name}: its inputs (activations)")
-        tokens = found.pop(TokenCounts).result() if TokenCounts in found else None
-        extra = {other: statistic.result() for other, statistic in found.items() if other is not kind}
-        inputs = sum_of_inputs.result()
-        if sums is None:
-            return LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra, tokens=tokens)
-        gradients = None if sums.gradients is None else sums.gradients.result()
-        if gradients is not None:
-            finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
-            _check_finite(finite, f"{name}: its gradients")
-        extra |= {other: statistic.result() for other, statistic in sums.extra.items()}
-        return LayerStatistics(
-            inputs, gradients, self.samples, self.diagonal, totals=sums.totals, extra=extra, tokens=tokens
-        )
-
-
-def _check_finite(finite: bool, what: str) -> None:
-    require(finite, f"{what} hold NaN or infinite values", hint=NOT_FINITE)
+        name = layer.name
+        statistics, sums = dict(self.inputs.take(name)), self.gradients.pop(name, None)
+        inputs = statistics.pop(self.kind).result()
+        finite = all_finite(inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1))
+        require(finite, f"{name}: its inputs (activations) hold NaN or infinite values", hint=NOT_FINITE)
+        counts = statistics.pop(TokenCounts, None)
+        result = LayerStatistics(inputs, None, self.samples, self.diagonal, tokens=counts and counts.result())
+        extra = {kind: statistic.result() for kind, statistic in statistics.items()}
+        if sums is not None:
+            result.totals = sums.totals and sums.totals.result()
+            result.gradients = gradients = sums.gradients and sums.gradients.result()
+            finite = gradients is None or (all_finite(gradients) if self.diagonal else gradients.is_finite())
+            require(finite, f"{name}: its gradients hold NaN or infinite values", hint=NOT_FINITE)
+            extra |= {kind: statistic.result() for kind, statistic in sums.extra.items()}
+        result.extra = extra
+        return result

@@ -1,9 +1,9 @@
-"""Which layers show whose inputs they read: samples of a batch one after another, on the first axis of a call.
+"""Detects layers whose inputs do not show which sample they belong to.
 
-Gradients are gathered sample by sample, and padding counts in no statistic, so that it must be known which part of a
-layer's inputs belongs to which sample. Most layers read [samples, tokens, features]. Others read tokens first, what all
-samples share (tables of relative positions), the tokens that were sent to one expert, or patches of all images in one
-row. Shapes alone do not tell these apart: a batch of two samples and its second sample alone are compared.
+Gradients are collected sample by sample, and padding counts in no statistic, so the samples must be recognisable on the
+first axis of a layer's inputs. Most layers read [samples, tokens, features]. Others read tokens first, tensors that all
+samples share (tables of relative positions), the tokens of one expert, or the patches of all images in one row. Shapes
+alone do not distinguish these, so the calls with two samples are compared with those of the second sample alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,79 +21,52 @@ from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..model.losses import token_mask
 
-
-def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> list[str]:
-    """The names of the layers whose inputs do not show the samples of a batch.
-
-    Args:
-        model: in evaluation mode, its weights present while it is called.
-        layers: to ask; one that is not called shows all.
-        batch: two samples on the model's device.
-    """
-    both, alone = (
-        calls_seen(layers, token_mask(each), batch_size(each), partial(run_model, model, each))
-        for each in (batch, take(batch, 1, 2))
-    )
-    return unlike(layers, both, alone)
-
-
+# By layer, for each call: one number per element of the first axis of its inputs; None if it does not show the samples.
 Calls = dict[str, list[Tensor | None]]
 
 
-def unlike(layers: Sequence[PrunableLayer], both: Calls, alone: Calls) -> list[str]:
-    """The names of the layers whose calls do not show the samples.
+def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Batch) -> list[str]:
+    """The names of the layers whose inputs do not show the samples of a batch of two, on the model's device.
 
-    Args:
-        layers: that were asked.
-        both: their calls with two samples.
-        alone: with the second of them.
+    The model is in evaluation mode, with its weights onloaded while it is called.
     """
-    return [layer.name for layer in layers if not _follow(both[layer.name], alone[layer.name])]
+    both, second = (
+        calls_seen(layers, token_mask(each), batch_size(each), partial(run_model, model, each))
+        for each in (batch, take(batch, 1, 2))
+    )
+    return unlike(layers, both, second)
+
+
+def unlike(layers: Sequence[PrunableLayer], both: Calls, second: Calls) -> list[str]:
+    """The names of the layers where the second half of some call with both samples is not the second sample's call."""
+
+    def shows(two: Tensor | None, one: Tensor | None) -> bool:
+        return two is not None and one is not None and len(two) == 2 * len(one) and close(two[len(one) :], one)
+
+    pairs = {layer.name: (both[layer.name], second[layer.name]) for layer in layers}
+    return [name for name, (two, one) in pairs.items() if len(two) != len(one) or not all(map(shows, two, one))]
 
 
 @torch.no_grad()
 def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: int, run: Callable[[], Any]) -> Calls:
-    """One number for each element of the first axis of every call's inputs; None for a call that shows no samples.
+    """The calls of the layers while `run` is called with B `samples`.
 
-    Args:
-        layers: to watch.
-        mask: bool [B, T], True where a token counts; None where all do.
-        samples: B.
-        run: calls them.
+    `mask` is bool [B, T], True where a token counts; None where all do.
     """
-    found: Calls = {layer.name: [] for layer in layers}
+    calls: Calls = {layer.name: [] for layer in layers}
 
-    def see(name: str, form: LayerAdapter, inputs: Tensor, output: Tensor) -> None:
-        found[name].append(_print(inputs) if _accepts(form, inputs, output, mask, samples) else None)
+    def see(name: str, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> None:
+        try:
+            next(adapter.pairs(inputs, output, adapter.token_mask(inputs, mask), samples))
+        except MoonshotError:
+            calls[name].append(None)
+            return
+        rows = inputs.detach().float().flatten(1) if inputs.ndim > 1 else inputs.detach().float()[:, None]
+        calls[name].append(rows @ torch.arange(rows.shape[1], device=rows.device).cos())
 
     with ExitStack() as stack:
         for layer in layers:
             for module in layer.modules:
                 stack.callback(layer.adapter_of(module).watch(partial(see, layer.name)).remove)
         run()
-    return found
-
-
-def _accepts(form: LayerAdapter, inputs: Tensor, output: Tensor, mask: Tensor | None, samples: int) -> bool:
-    try:
-        kept = form.token_mask(inputs, mask)
-        next(form.pairs(inputs, output, kept, samples))
-    except MoonshotError:
-        return False
-    return True
-
-
-def _print(inputs: Tensor) -> Tensor:
-    """[first axis], each a weighted sum of what lies behind it."""
-    rows = inputs.detach().float().flatten(1) if inputs.ndim > 1 else inputs.detach().float()[:, None]
-    return rows @ torch.arange(rows.shape[1], device=rows.device).cos()
-
-
-def _follow(both: list[Tensor | None], alone: list[Tensor | None]) -> bool:
-    """Whether every call's second half is the second sample's."""
-    if len(both) != len(alone):
-        return False
-    for two, one in zip(both, alone, strict=True):
-        if two is None or one is None or len(two) != 2 * len(one) or not close(two[len(one) :], one):
-            return False
-    return True
+    return calls

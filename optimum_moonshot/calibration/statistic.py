@@ -1,14 +1,13 @@
 """The interface of a layer's statistics, and how to add one.
 
-The hooks of `Observer` convert every call of a layer to the normal form of model/layer_adapters.py and pass it on in
-pieces. A statistic is a class that is made for a layer, sees all of its pieces, and has a result. One that needs the
-inputs alone is an `InputStatistic`, shared by the layers that read the same tensor; one that needs the output gradients
-too is a `GradientStatistic`. Its partial results of several processes are merged by merging.py. To add one, write the
-class, in a file of its own, and name it where the observer is made:
+The hooks of `Observer` convert every call of a layer to the normal form of model/layer_adapters.py and pass it to the
+statistics in pieces. An `InputStatistic` needs the inputs only, and is shared by the layers that read the same tensor;
+a `GradientStatistic` needs the output gradients too. merging.py merges the partial results of several processes. To add
+a statistic, write a class, and pass it to the observer:
 
     Observer(layers, …, extra=(InputMean,))
 
-Its result is then in the layer's statistics, as ``observer.take(layer).extra[InputMean]``.
+Its result is then ``observer.take(layer).extra[InputMean]``.
 """
 
 from abc import ABC, abstractmethod
@@ -40,23 +39,23 @@ class Stacked:
 
     tensor: Tensor
     samples: int  # N, of all processes
-    empty: Callable[[tuple[int, ...]], Tensor]  # makes the memory of the result, by its shape
+    empty: Callable[[tuple[int, ...]], Tensor]  # allocates the result, by its shape
 
 
 @dataclass(frozen=True)
 class Small:
-    """A partial result that all processes get from each other, by rank: any value that `pickle` takes."""
+    """A partial result that all processes exchange, by rank: any value that `pickle` takes."""
 
     value: Any
 
 
 class InputStatistic(ABC):
-    """Of what a layer reads, over all tokens that count.
+    """A statistic of a layer's inputs, over all tokens except padding.
 
     Args:
         layer: the first of those that share it; all have its groups and its d_in.
-        storage: where large tensors live.
-        device: where the inputs are.
+        storage: allocates large tensors.
+        device: of the inputs.
     """
 
     def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
@@ -64,15 +63,15 @@ class InputStatistic(ABC):
 
     @abstractmethod
     def add(self, inputs: Tensor, groups: slice) -> None:
-        """Some tokens' inputs.
+        """Add the inputs of some tokens.
 
         Args:
             inputs: x, [groups, tokens, in] in float32; not to be changed.
-            groups: which of the layer's they are of: all, or one expert alone.
+            groups: the layer's groups that read them: all, or one expert alone.
         """
 
     def sums(self) -> Sequence[Tensor]:
-        """The tensors that add up over processes, each of which has seen samples of its own.
+        """The tensors that add up over processes with different samples.
 
         Raises:
             MoonshotError: this statistic cannot be merged.
@@ -81,53 +80,53 @@ class InputStatistic(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """What the data gave, once all of it has passed."""
+        """The statistic of all data."""
 
 
 class GradientStatistic(ABC):
-    """Of what a layer reads and the gradients at what it gives, sample by sample.
+    """A statistic of a layer's inputs and output gradients, sample by sample.
 
     Args:
         layer: the layer.
         samples: N, calibration samples in all.
-        storage: where large tensors live.
+        storage: allocates large tensors.
     """
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         self.layer, self.samples, self.storage = layer, samples, storage
 
-    def begin(self, first: int, count: int) -> None:  # noqa: B027 not all need to know
-        """A batch follows.
+    def begin(self, first: int, count: int) -> None:  # noqa: B027 optional
+        """Begin a batch.
 
         Args:
-            first: the number of its first sample among all.
+            first: the index of its first sample among all.
             count: its samples.
         """
 
     @abstractmethod
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
-        """A piece of the batch; a layer that is called several times, or in strips, has the sum of its pieces.
+        """Add a piece of the batch; a layer that is called several times, or in strips, has several.
 
         Args:
             inputs: x, [samples, groups, tokens, in] in float32; not to be changed.
             delta: δ, [samples, groups, tokens, out] in float32, 0 at padding; not to be changed.
-            done: no other piece of this batch follows.
-            groups: which of the layer's the piece is of: all, or one expert alone.
+            done: whether it is the last piece of the batch.
+            groups: the layer's groups that the piece belongs to: all, or one expert alone.
         """
 
-    def end(self) -> None:  # noqa: B027
-        """The batch is over."""
+    def end(self) -> None:  # noqa: B027 optional
+        """End the batch."""
 
     def partial(self) -> Summed | Stacked | Small:
-        """The result of this process's samples, for others.
+        """The result of this process's samples.
 
         Raises:
             MoonshotError: this statistic cannot be merged.
         """
         raise MoonshotError(f"{type(self).__name__}: {_NOT_MERGED.format('partial')}")
 
-    def combine(self, merged: Any) -> None:  # noqa: B027
-        """Take the result of all processes.
+    def combine(self, merged: Any) -> None:  # noqa: B027 optional
+        """Replace the partial result by that of all processes.
 
         Args:
             merged: the tensor of `Summed` or `Stacked` for all samples, perhaps of some rows; the values of `Small`.
@@ -135,4 +134,4 @@ class GradientStatistic(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """What the data gave, once all of it has passed."""
+        """The statistic of all data."""

@@ -1,9 +1,8 @@
-"""Where statistics and caches live: on the device while the budget lasts, then in host memory, then on disk."""
+"""Memory for statistics and caches: on the device within the budget, then in host memory, then on disk."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
@@ -13,8 +12,7 @@ from ..devices import free_bytes, is_gpu
 from ..errors import MoonshotError, Text
 from ..mapped import mapped_tensor
 
-Item = TypeVar("Item")
-# The share of free memory that is used where no budget is given: solvers and activations need the rest.
+# The fraction of the free memory that is used without a budget: solvers and activations need the rest.
 DEFAULT_SHARE = 0.6
 
 # The fix where the tensors of a run exceed the memory that it may use.
@@ -28,14 +26,14 @@ MORE_MEMORY = Text(
 
 
 class Storage:
-    """Hands out tensors by a budget and counts them until they are garbage.
+    """Allocates tensors within a budget, and counts them until they are garbage.
 
     Args:
-        device: the model's device, the first place tried.
-        max_memory: bytes allowed there; None is 60% of what is free now.
-        offload_dir: folder for memory-mapped files once host memory (60% of what is free now) is used up too. Files
-            are unlinked as soon as they are mapped, so a killed process leaves none behind.
-        free: bytes that are free on the device and in host memory; None asks the machine.
+        device: the model's device, the first choice.
+        max_memory: bytes allowed there; None is 60% of its free memory.
+        offload_dir: folder for memory-mapped files once 60% of the free host memory is used as well. Files are
+            unlinked as soon as they are mapped, so a killed process leaves none behind.
+        free: bytes that are free on the device and in host memory; None measures them.
     """
 
     def __init__(
@@ -52,66 +50,30 @@ class Storage:
             self.limits[self.device] = max_memory
         self.used = dict.fromkeys(self.limits, 0)
         self.offload_dir = None if offload_dir is None else Path(offload_dir)
-        self.spilled = 0  # bytes that went to disk
+        self.spilled = 0  # bytes on disk
         self.cached = 0  # bytes of caches on the device
-        # Where more has been too much: of what is available, and of caches on the device.
+        # Limits after an allocation failed: on the available bytes, and on the caches on the device.
         self.most: int | None = None
         self.caches: int | None = None
 
     def available(self) -> int:
-        """Bytes left on the model's device, for statistics that are gathered at once."""
+        """Bytes left on the model's device, for the statistics of one pass."""
         left = self.limits[self.device] - self.used[self.device]
         return left if self.most is None else min(left, self.most)
 
     @property
     def next_place(self) -> bool:
-        """Whether caches have another place behind the device."""
+        """Whether caches can be stored elsewhere than on the device."""
         return len(self.limits) > 1 or self.offload_dir is not None
 
-    def rounds(
-        self, items: Iterable[Item], size_of: Callable[[Item], int], available: Callable[[], int] | None = None
-    ) -> Iterator[list[Item]]:
-        """Items that half of what is left serves together, at least one; what is left is asked when a round begins.
-
-        Args:
-            items: in their order.
-            size_of: bytes of one.
-            available: says what is left; None is `Storage.available`.
-        """
-        available = self.available if available is None else available
-        together: list[Item] = []
-        room = 0
-        for item in items:
-            size = size_of(item)
-            if together and size > room:
-                yield together
-                together = []
-            if not together:
-                room = available() // 2
-            together.append(item)
-            room -= size
-        if together:
-            yield together
-
     def place(self, size: int, cache: bool = False) -> torch.device | None:
-        """The first place that has room for so many bytes; None where only the disk is left.
-
-        Args:
-            size: bytes.
-            cache: they are one of the caches, which may have less of the device.
-        """
+        """The first device with `size` bytes left, of which caches may have a lower limit; None if only disk is."""
         full = cache and self.caches is not None and self.cached + size > self.caches
         places = [place for place in self.limits if not (full and place == self.device)]
         return next((place for place in places if self.used[place] + size <= self.limits[place]), None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, what: str, cache: bool = False) -> Tensor:
-        """An uninitialised tensor in the first place that has room.
-
-        Args:
-            shape: any shape.
-            dtype: any.
-            what: it is for, in errors.
-            cache: as for `place`.
+        """An uninitialised tensor in the first place that has room; `what` names it in errors.
 
         Raises:
             MoonshotError: no room anywhere, or the disk is full.
@@ -129,43 +91,23 @@ class Storage:
             budget = f"{sum(self.limits.values()) / 2**30:.2f} GiB"
             message = f"{what} needs {size / 2**30:.2f} GiB more than the budget of {budget} has left"
             raise MoonshotError(message, field="max_memory", hint=MORE_MEMORY)
-        return self._on_disk(shape, dtype, size, what)
+        try:
+            tensor = mapped_tensor(shape, dtype, self.offload_dir)
+        except OSError as error:
+            message = f"no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
+            raise MoonshotError(message, field="offload_dir", value=self.offload_dir) from error
+        self.spilled += size
+        return tensor
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-        """As `empty`, filled with zeros.
-
-        Args:
-            shape: as for `empty`.
-            dtype: as for `empty`.
-            what: as for `empty`.
-
-        Raises:
-            MoonshotError: no room anywhere, or the disk is full.
-        """
         return self.empty(shape, dtype, what).zero_()
 
     def put(self, tensor: Tensor, what: str) -> Tensor:
-        """A stored copy of a tensor: a cache.
-
-        Args:
-            tensor: of any shape, on any device.
-            what: it is, in errors.
-
-        Raises:
-            MoonshotError: no room anywhere, or the disk is full.
-        """
+        """A cache: a stored copy of a tensor of any device."""
         return self.empty(tensor.shape, tensor.dtype, what, cache=True).copy_(tensor)
 
     def away(self, tensor: Tensor, what: str) -> Tensor:
-        """A cache at another place than the device, where it is on the device and there is one; else itself.
-
-        Args:
-            tensor: that `put` gave, of any shape.
-            what: it is, in errors.
-
-        Raises:
-            MoonshotError: no room anywhere, or the disk is full.
-        """
+        """Move a cache off the device, if it is there and can be stored elsewhere."""
         if tensor.device != self.device or not self.next_place:
             return tensor
         allowed, self.caches = self.caches, 0
@@ -178,17 +120,8 @@ class Storage:
         self.used[device] -= size
         self.cached -= cached
 
-    def _on_disk(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, what: str) -> Tensor:
-        try:
-            tensor = mapped_tensor(shape, dtype, self.offload_dir)
-        except OSError as error:
-            message = f"no room for {what}, {size / 2**30:.2f} GiB ({error.strerror})"
-            raise MoonshotError(message, field="offload_dir", value=self.offload_dir) from error
-        self.spilled += size
-        return tensor
-
 
 def free_memory(device: torch.device) -> dict[torch.device, int]:
-    """Bytes that are free now, of the device and then of the host, which for a CPU are one."""
+    """Bytes that are free on the device and, if it is a GPU, in host memory."""
     host = psutil.virtual_memory().available
     return {device: free_bytes(device), torch.device("cpu"): host} if is_gpu(device) else {device: host}

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from ..calibration.accumulators import GradientPlan
-from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.observer import Observer
+from ..calibration.observer import LayerStatistics, Observer
 from ..errors import MoonshotError, Text
 from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..data.batches import Batch
 from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..distributed.ranks import Ranks
 from ..errors import FactorizationError
 from ..model.layers import PrunableLayer

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..calibration.layer_statistics import LayerStatistics
-from ..calibration.observer import Observer
+from ..calibration.observer import LayerStatistics, Observer
 from ..errors import MoonshotError
 from ..model.experts import ExpertsAdapter
 from ..model.layers import PrunableLayer

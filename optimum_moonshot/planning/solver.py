@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..devices import is_gpu, wait_for
 from ..errors import FactorizationError
 from ..objective.fisher import Fisher, FisherMatrices, SampleGradients

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from ..allocation.block_scores import allocate, block_scores
 from ..allocation.fisher import fisher_patterns, gather_curves
 from ..allocation.outliers import input_squares
-from ..calibration.layer_statistics import LayerStatistics
+from ..calibration.observer import LayerStatistics
 from ..devices import peak_bytes, reset_peak
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer

@@ -8,7 +8,7 @@ import transformers as hf
 from models import token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.layer_statistics import LayerStatistics
+from optimum_moonshot.calibration.observer import LayerStatistics
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.model.calls import run_model

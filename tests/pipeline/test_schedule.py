@@ -9,7 +9,7 @@ from objectives import full, matrices
 from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
-from optimum_moonshot.calibration.accumulators import STAGED, GradientPlan, LayerTotals, Part, RowMatrices, Samples
+from optimum_moonshot.calibration.accumulators import STAGED, GradientPlan, LayerTotals, RowMatrices, Samples
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import FactorizationError
 from optimum_moonshot.model.layers import PrunableLayer
@@ -77,10 +77,10 @@ def test_every_form_gathers_the_same_gradients(block, rows, batches):
 def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
     layer = PrunableLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
     inputs, delta = torch.randn(4, 3, 5, 8), torch.randn(4, 3, 5, 2)
-    out = torch.zeros(4, len(range(6)[rows or slice(None)]), 8)
-    Part(layer, rows).add(out, inputs, delta, slice(None))
+    samples = Samples(layer, 4, storage(), GradientPlan(rows=rows))
+    samples.add(inputs, delta, True, slice(None))
     whole = (delta.mT @ inputs).flatten(1, 2)
-    torch.testing.assert_close(out, whole[:, rows or slice(None)])
+    torch.testing.assert_close(samples.result().gradients, whole[:, rows or slice(None)])
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.3, 0.9])

@@ -24,7 +24,8 @@ from models import GROUPED, image_batches, make, spread, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.calibration.sums import GradientSums, Gram
+from optimum_moonshot.calibration.accumulators import Gram
+from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.model.layers import visited
 from optimum_moonshot.model.onloading import all_onloaded
 from optimum_moonshot.pipeline.stages import BlockPipeline
