@@ -377,14 +377,15 @@ class Observer(AbstractContextManager["Observer"]):
         inputs = statistics.pop(self.kind).result()
         finite = all_finite(inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1))
         require(finite, f"{name}: its inputs (activations) hold NaN or infinite values", hint=NOT_FINITE)
-        counts = statistics.pop(TokenCounts, None)
-        result = LayerStatistics(inputs, None, self.samples, self.diagonal, tokens=counts and counts.result())
+        tokens = statistics.pop(TokenCounts).result() if TokenCounts in statistics else None
         extra = {kind: statistic.result() for kind, statistic in statistics.items()}
-        if sums is not None:
-            result.totals = sums.totals and sums.totals.result()
-            result.gradients = gradients = sums.gradients and sums.gradients.result()
-            finite = gradients is None or (all_finite(gradients) if self.diagonal else gradients.is_finite())
+        result = LayerStatistics(inputs, None, self.samples, self.diagonal, extra=extra, tokens=tokens)
+        if sums is None:
+            return result
+        result.totals = None if sums.totals is None else sums.totals.result()
+        if sums.gradients is not None:
+            result.gradients = gradients = sums.gradients.result()
+            finite = all_finite(gradients) if self.diagonal else gradients.is_finite()
             require(finite, f"{name}: its gradients hold NaN or infinite values", hint=NOT_FINITE)
-            extra |= {kind: statistic.result() for kind, statistic in sums.extra.items()}
-        result.extra = extra
+        extra |= {kind: statistic.result() for kind, statistic in sums.extra.items()}
         return result

@@ -9,8 +9,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, Prun
 from optimum_moonshot.allocation import fisher as fisher_allocation
 from optimum_moonshot.calibration.accumulators import Gram, InputSquares
 from optimum_moonshot.calibration.mixture_sums import MixtureSums
-from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.calibration.observer import GradientSums
+from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.devices import is_out_of_memory
 from optimum_moonshot.objective import row_slices
 from optimum_moonshot.pipeline import backoff
