@@ -16,7 +16,7 @@ from test_imports import ENTRY, FLOORS, folder, modules
 
 import optimum_moonshot
 import optimum_moonshot.solvers.base as solvers
-from optimum_moonshot.data import corpora
+from optimum_moonshot.data import sources
 
 NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks with a "not run" reason
 # Seconds each.
@@ -51,7 +51,7 @@ def stage(layout, server, tmp_path, monkeypatch):
     """Change into a folder to run a page in; returns the Hub on which it publishes."""
     shutil.copytree(layout, tmp_path / "stage")
     monkeypatch.chdir(tmp_path / "stage")
-    monkeypatch.setattr(corpora, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
     monkeypatch.setattr(solvers, "_SOLVERS", dict(solvers._SOLVERS))  # a page may register its own
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     address, hub = server

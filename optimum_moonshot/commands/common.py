@@ -127,7 +127,7 @@ def check_data(option: str, sources: list[str]) -> None:
         option: the option with the names.
         sources: names of corpora, paths, or names on the Hub.
     """
-    from ..data.corpora import CORPORA, is_hub_name
+    from ..data.sources import CORPORA, is_hub_name
 
     for source in sources:
         exists = source in CORPORA or os.path.exists(os.path.expanduser(source)) or is_hub_name(source)
@@ -137,7 +137,7 @@ def check_data(option: str, sources: list[str]) -> None:
 
 def check_source(name: str) -> None:
     """Raise `UsageError` unless this is a folder, or possibly a name on the Hub."""
-    from ..data.corpora import is_hub_name
+    from ..data.sources import is_hub_name
 
     valid = Path(name).is_dir() or (is_hub_name(name) and not Path(name).exists())
     expect(valid, f"{name}: not a folder, nor an owner/name on the Hub")

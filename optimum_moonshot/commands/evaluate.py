@@ -195,7 +195,7 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
 
 def _check_record(args: argparse.Namespace) -> None:
     from ..checkpoint.saving import saved_report
-    from ..data.corpora import short_name
+    from ..data.sources import short_name
 
     with _option_errors("record"):
         saved_report(Path(args.model))

@@ -55,7 +55,7 @@ class BeforeAndAfter:
         Args:
             record: called for each data set with the results after and before.
         """
-        from ..data.corpora import short_name
+        from ..data.sources import short_name
 
         lines, spec = [], self.metric.format
         for dataset, before in self.before.items():

@@ -173,7 +173,7 @@ def _metric(args: argparse.Namespace, pruner: "MoonshotPruner", config: "Moonsho
     def measure(model: Any) -> float:
         return metric.measure(args.metric).value
 
-    from ..data.corpora import short_name
+    from ..data.sources import short_name
 
     measure.__name__ = f"{metric.name} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": metric.name == "accuracy"}

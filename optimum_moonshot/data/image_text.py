@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..errors import MoonshotError, check_whole, reason
 from .batches import Batch, digest
-from .corpora import CORPORA, is_hub_name
 from .images import MODES, image_column, open_rows, picture, read_rows, shuffled, undecoded
-from .sources import TEXT_COLUMNS
+from .sources import CORPORA, TEXT_COLUMNS, is_hub_name
 from .text import CalibrationData, too_few, window_length
 
 MESSAGE_COLUMNS = ("messages", "conversations")

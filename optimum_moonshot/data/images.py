@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import MoonshotError, Option, Text, check_whole, reason
 from .batches import Batch, digest
-from .corpora import CORPORA, describe
+from .sources import CORPORA, describe
 from .text import CalibrationData, too_few
 
 IMAGE_COLUMNS = ("image", "img")

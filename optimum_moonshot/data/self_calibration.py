@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MoonshotError, Option, Text, check_number, check_path, check_whole, require, shown
-from .corpora import short_name
-from .sources import file_rows
+from .sources import file_rows, short_name
 from .text import tokenize
 
 SELF = "self"

@@ -1,4 +1,4 @@
-"""Opens data sources: texts, or model inputs.
+"""Data sources: the corpora of the pruning literature, files, data sets and iterables.
 
 `open_source` distinguishes three kinds:
 
@@ -9,8 +9,9 @@
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,16 +23,70 @@ from torch import Tensor
 
 from ..errors import MoonshotError, reason, require
 from .batches import INPUT_RANKS, Batch, as_batch, unpack
-from .corpora import CORPORA, FORMATS, Corpus, describe
 
-Load = Callable[[], Dataset | IterableDataset]
+Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
 
+FORMATS = (".txt", ".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 SHUFFLE_BUFFER = 10_000  # documents in the buffer that shuffles a streamed data set
 TEXT_COLUMNS = ("text", "sentence", "content")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A data set of the literature."""
+
+    path: str  # on the Hub
+    joiner: str  # between the records of its text
+    options: dict[str, Any]  # of `load_dataset`
+    files: dict[str, str] = field(default_factory=dict)  # by split; empty: all
+    test: str = "test"  # the evaluation split
+    documents: int | None = None  # number of documents of that split that the literature reads
+    windows: int | None = None  # number of evaluation windows in the literature
+    columns: frozenset[str] = frozenset()  # a file with exactly these columns has this corpus's format
+    running: bool = True  # calibration windows are drawn from the joined text, not one per document
+
+    def load(self, split: str) -> Dataset | IterableDataset:
+        files = {"data_files": {split: self.files[split]}} if self.files else {}
+        return load_dataset(self.path, split=split, **files, **self.options)
+
+
+C4_FILES = {"train": "en/c4-train.00000-of-01024.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"}
+CORPORA = {
+    "c4": Corpus(
+        "allenai/c4", " ", {"streaming": True}, C4_FILES, "validation",
+        documents=1100, windows=256, columns=frozenset({"text", "timestamp", "url"}), running=False,
+    ),
+    "wikitext2": Corpus("Salesforce/wikitext", "\n\n", {"name": "wikitext-2-raw-v1"}),
+    "ptb": Corpus(
+        "ptb-text-only/ptb_text_only", " ", {"revision": "refs/convert/parquet"}, columns=frozenset({"sentence"})
+    ),
+}  # fmt: skip
 ACCEPTED = (
     f"use {', '.join(CORPORA)}, the path of a {', '.join(FORMATS)} file, a list of strings, a datasets.Dataset, "
     "or an iterable of model inputs"
 )
+
+
+def describe(source: Any) -> str:
+    """A short name of a source for reports and messages."""
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    if isinstance(source, list | tuple):
+        strings = bool(source) and isinstance(source[0], str)
+        return f"{type(source).__name__} of {len(source)} {'strings' if strings else 'items'}"
+    return f"Dataset of {len(source)} rows" if isinstance(source, Dataset) else type(source).__name__
+
+
+def is_hub_name(source: str) -> bool:
+    """Whether this may be the owner/name of a data set on the Hub; a misspelt file path has a suffix."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(FORMATS)
+
+
+def short_name(source: str) -> str:
+    """A publishable form of `describe`: a file or folder by its name, without its path."""
+    if not os.path.exists(source) and is_hub_name(source):
+        return source
+    return Path(os.path.expanduser(source)).resolve().name or source
 
 
 @dataclass(frozen=True)
@@ -54,11 +109,7 @@ class ModelInputs:
     notes: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Batch]:
-        """One batch per item; all have the input names of the first, except for an optional attention mask.
-
-        Raises:
-            MoonshotError: an item that is not model inputs, or that has other names than the first.
-        """
+        """One batch per item; all have the input names of the first, except for an optional attention mask."""
         first: set[str] | None = None
         for index, item in enumerate(self._read()):
             what = f"item {index} of the data"
@@ -71,7 +122,7 @@ class ModelInputs:
             yield from unpack(batch, what)
 
     def _read(self) -> Iterator[Any]:
-        """The items; an exception of the user's iterable is reported with the number of the item."""
+        """The items; an exception of the user's iterable is raised with the number of the item."""
         count = 0
         try:
             for item in self.items:
@@ -86,7 +137,7 @@ class ModelInputs:
 
 
 def open_source(source: Any) -> Texts | ModelInputs:
-    """The kind of a source, without downloading it or reading more than a first row.
+    """Open a source of any kind, without downloading it or reading more than a first row.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is of an unknown kind.
@@ -96,7 +147,10 @@ def open_source(source: Any) -> Texts | ModelInputs:
         joiner = corpus.joiner if corpus.running else None
         return Texts(partial(read_texts, partial(corpus.load, "train"), source), joiner, long_only=not corpus.running)
     if isinstance(source, str | os.PathLike):
-        return _open_file(source)
+        load, running = _open_file(source)
+        if running:
+            return Texts(partial(read_texts, load, str(source)), joiner="")
+        return _open_dataset(load, str(source), counted=True)
     if isinstance(source, DatasetDict | IterableDatasetDict):
         raise MoonshotError(f"a {describe(source)} with splits {', '.join(source)}", hint="give one of them")
     if isinstance(source, Dataset | IterableDataset):
@@ -116,11 +170,7 @@ def open_source(source: Any) -> Texts | ModelInputs:
 
 
 def input_batches(source: Any) -> Iterator[Batch]:
-    """All batches of model inputs of a source, in its order.
-
-    Raises:
-        MoonshotError: text, or data that cannot be read.
-    """
+    """All batches of a source of model inputs, in order."""
     opened = open_source(source)
     if not isinstance(opened, ModelInputs):
         raise MoonshotError(f"{describe(source)} is text", hint="give model inputs")
@@ -128,30 +178,14 @@ def input_batches(source: Any) -> Iterator[Batch]:
 
 
 def file_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON, JSON lines or Parquet file; the non-blank lines of a .txt file, each as "text".
-
-    Raises:
-        MoonshotError: it does not exist, is empty, of an unknown format, or damaged.
-    """
-    path, suffix = _check_file(source)
-    if suffix != ".txt":
-        yield from _rows(_loader(path, suffix), str(source))
-        return
-    for row in _rows(partial(_whole_text, path), str(source)):
-        yield from ({"text": line} for line in row["text"].splitlines() if line.strip())
+    """The rows of a JSON, JSON lines or Parquet file; the non-blank lines of a .txt file, each as "text"."""
+    load, running = _open_file(source)
+    for row in _rows(load, str(source)):
+        yield from ({"text": line} for line in row["text"].splitlines() if line.strip()) if running else [row]
 
 
 def read_texts(load: Load, what: str, generator: torch.Generator | None = None) -> Iterator[str]:
-    """The text of every row; a missing one is empty.
-
-    Args:
-        load: returns the data set.
-        what: its name in errors.
-        generator: shuffles the rows; None keeps their order.
-
-    Raises:
-        MoonshotError: data that cannot be read, or without a column of text.
-    """
+    """The text of every row, shuffled if a generator is given; a missing one is empty. `what` names them in errors."""
     column = None
     for row in _rows(load, what, generator):
         column = column or _text_column(row)
@@ -161,39 +195,21 @@ def read_texts(load: Load, what: str, generator: torch.Generator | None = None) 
         yield text
 
 
-def _whole_text(path: Path) -> list[dict[str, Any]]:
-    return [{"text": path.read_text(encoding="utf-8")}]
-
-
-def _check_file(source: str | os.PathLike[str]) -> tuple[Path, str]:
-    """The path of a file, and its suffix out of `FORMATS`."""
+def _open_file(source: str | os.PathLike[str]) -> tuple[Load, bool]:
+    """A function that loads the rows of a file, and whether these are running text (.txt)."""
     path = Path(os.path.expanduser(source))
     if not os.path.isfile(path):
-        raise MoonshotError(f"{_quoted(source)} is neither the name of a data set nor a file", hint=ACCEPTED)
+        name = os.fspath(source)
+        name = name if len(name) <= 200 else f"{name[:50]}…"  # it may be a whole text, passed by mistake
+        raise MoonshotError(f'"{name}" is neither the name of a data set nor a file', hint=ACCEPTED)
     suffix = next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), "")
     require(bool(suffix), f'"{source}" is a file of unknown format', hint=f"use one of {', '.join(FORMATS)}")
     require(path.stat().st_size > 0, f'"{source}" is empty', hint="give a file that contains text")
-    return path, suffix
-
-
-def _loader(path: Path, suffix: str) -> Load:
-    # `load_dataset` would expand glob characters in an unescaped path.
-    builder = "parquet" if suffix == ".parquet" else "json"
-    where = {"data_files": glob.escape(str(path.resolve())), "split": "train", "streaming": True}
-    return partial(load_dataset, builder, **where)
-
-
-def _open_file(source: str | os.PathLike[str]) -> Texts | ModelInputs:
-    path, suffix = _check_file(source)
     if suffix == ".txt":
-        return Texts(partial(read_texts, partial(_whole_text, path), str(source)), joiner="")
-    return _open_dataset(_loader(path, suffix), str(source), counted=True)
-
-
-def _quoted(source: str | os.PathLike[str]) -> str:
-    """A name in a message, cut short: it may be a whole text passed by mistake."""
-    name = os.fspath(source)
-    return f'"{name}"' if len(name) <= 200 else f'"{name[:50]}…"'
+        return lambda: [{"text": path.read_text(encoding="utf-8")}], True
+    # `load_dataset` would expand glob characters in an unescaped path.
+    files, builder = glob.escape(str(path.resolve())), "parquet" if suffix == ".parquet" else "json"
+    return partial(load_dataset, builder, data_files=files, split="train", streaming=True), False
 
 
 def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | ModelInputs:
@@ -217,18 +233,16 @@ def _rows(load: Load, what: str, generator: torch.Generator | None = None) -> It
         rows = dataset = load()
         if isinstance(dataset, Dataset):
             rows = (dataset[i] for i in _order(len(dataset), generator))
-        elif generator is not None:
+        elif generator is not None and isinstance(dataset, IterableDataset):
             rows = dataset.shuffle(seed=generator.initial_seed(), buffer_size=SHUFFLE_BUFFER)
         yield from rows
     except Exception as error:
-        raise _unreadable(what, error) from error
-
-
-def _unreadable(what: str, error: Exception) -> MoonshotError:
-    if what in CORPORA:
-        message = f'"{what}": {CORPORA[what].path} cannot be loaded from the Hub ({reason(error)})'
-        return MoonshotError(message, hint=f"give the path of a local file ({', '.join(FORMATS)}) instead")
-    return MoonshotError(f'"{what}" cannot be read ({reason(error)})', hint="check its content and its extension")
+        if what in CORPORA:
+            message = f'"{what}": {CORPORA[what].path} cannot be loaded from the Hub ({reason(error)})'
+            hint = f"give the path of a local file ({', '.join(FORMATS)}) instead"
+        else:
+            message, hint = f'"{what}" cannot be read ({reason(error)})', "check its content and its extension"
+        raise MoonshotError(message, hint=hint) from error
 
 
 def _order(count: int, generator: torch.Generator | None) -> Iterable[int]:

@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from .batches import Batch, digest, take
 from .batches import batch_size as samples_of
-from .corpora import CORPORA, describe, short_name
-from .sources import ModelInputs, Texts, open_source, read_texts
+from .sources import CORPORA, ModelInputs, Texts, describe, open_source, read_texts, short_name
 
 Samples = tuple[list[Tensor], list[str]]  # token ids, and notes
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..data.corpora import describe, short_name
 from ..data.images import EVALUATION_SPLITS, class_numbers, image_batches, open_images
-from ..data.sources import input_batches
+from ..data.sources import describe, input_batches, short_name
 from ..errors import MoonshotError, check_whole, require
 from ..model.calls import Forward, called_by, evaluation_mode, model_device, run_model, to_device
 from ..model.losses import checked_labels

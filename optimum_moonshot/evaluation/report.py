@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..data.corpora import short_name
+from ..data.sources import short_name
 from ..errors import MoonshotError, require
 from ..files import replace_file, writing
 from ..reports.conform import check_fields

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..data.corpora import describe, short_name
+from ..data.sources import describe, short_name
 from ..data.text import evaluation_text, tokenize, window_length
 from ..errors import MoonshotError, Option, Text, check_whole, require
 from ..model.calls import evaluation_mode, model_device, run_model

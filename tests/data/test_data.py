@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from optimum_moonshot.data.corpora import CORPORA
+from optimum_moonshot.data.sources import CORPORA
 from optimum_moonshot.data.text import CalibrationData, evaluation_text, load_calibration
 from optimum_moonshot.errors import MoonshotError
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
 
-from optimum_moonshot.data import corpora
+from optimum_moonshot.data import sources
 from optimum_moonshot.data import text as data
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.evaluation import text as evaluation
@@ -138,7 +138,7 @@ class TestSources:
         for source in [*files, tmp_path / "a.txt", lines, dataset, dataset.to_iterable_dataset()]:
             found = perplexity(model, tokenizer, source)
             assert found.value == pytest.approx(expected, rel=1e-5)
-            assert found.dataset == corpora.describe(source)
+            assert found.dataset == sources.describe(source)
 
     def test_a_shard_of_c4_is_read_as_c4(self, model, tokenizer, tmp_path):
         rows = [{"text": f"{i} ", "timestamp": "2019-04-25T12:57:54Z", "url": "https://x.org"} for i in range(1300)]
@@ -189,7 +189,7 @@ class TestNamed:
     def test_running_text(self, model, tokenizer, monkeypatch, name, path, options, column, joiner):
         lines = TEXT.split(" ")
         hub = Hub(column, lines)
-        monkeypatch.setattr(corpora, "load_dataset", hub)
+        monkeypatch.setattr(sources, "load_dataset", hub)
         found = perplexity(model, tokenizer, name)
         assert found.dataset == name
         assert found.value == pytest.approx(by_hand(model, tokenizer, joiner.join(lines), 32), rel=1e-5)
@@ -201,7 +201,7 @@ class TestNamed:
     def test_c4_calibration(self, tokenizer, monkeypatch):
         texts = [f"{i}: " + "abcdefghij" * (3 + i) for i in range(12)]
         hub = Hub("text", ["short", *texts, ""])
-        monkeypatch.setattr(corpora, "load_dataset", hub)
+        monkeypatch.setattr(sources, "load_dataset", hub)
         found = data.load_calibration("c4", tokenizer, num_samples=12, sequence_length=32)
         windows = [tokenizer.decode(ids) for batch in found.batches for ids in batch["input_ids"]]
         assert all(len(window) == 32 and any(window in text for text in texts) for window in windows)
@@ -211,7 +211,7 @@ class TestNamed:
 
     def test_c4_evaluation(self, model, tokenizer, monkeypatch):
         hub = Hub("text", [str(i) for i in range(1200)])
-        monkeypatch.setattr(corpora, "load_dataset", hub)
+        monkeypatch.setattr(sources, "load_dataset", hub)
         assert data.evaluation_text("c4") == (" ".join(str(i) for i in range(1100)), 256)
         assert hub.calls == [(("allenai/c4",), C4_TEST)]
         assert perplexity(model, tokenizer, "c4", sequence_length=8).windows == 256
@@ -226,9 +226,9 @@ class TestNamed:
         def fail(*args, **options):
             raise ConnectionError("Couldn't reach it\nat all")
 
-        monkeypatch.setattr(corpora, "load_dataset", fail)
+        monkeypatch.setattr(sources, "load_dataset", fail)
         for read in (lambda: data.load_calibration(name, tokenizer), lambda: perplexity(model, tokenizer, name)):
-            with pytest.raises(MoonshotError, match=f'"{name}": {corpora.CORPORA[name].path} .*local file') as caught:
+            with pytest.raises(MoonshotError, match=f'"{name}": {sources.CORPORA[name].path} .*local file') as caught:
                 read()
             assert "(Couldn't reach it)" in str(caught.value) and ".txt, .json" in str(caught.value)
 
@@ -237,14 +237,14 @@ class TestNamed:
             yield {"text": "abc"}
             raise OSError("gone")
 
-        monkeypatch.setattr(corpora, "load_dataset", lambda *args, **options: IterableDataset.from_generator(rows))
+        monkeypatch.setattr(sources, "load_dataset", lambda *args, **options: IterableDataset.from_generator(rows))
         with pytest.raises(MoonshotError, match='"c4": allenai/c4 .*gone'):
             data.load_calibration("c4", tokenizer)
 
     def test_tokenizer_is_asked_for_first(self, monkeypatch):
         hub = Hub("text", [TEXT])
-        monkeypatch.setattr(corpora, "load_dataset", hub)
-        for name in corpora.CORPORA:
+        monkeypatch.setattr(sources, "load_dataset", hub)
+        for name in sources.CORPORA:
             with pytest.raises(MoonshotError, match="tokenizer=None"):
                 data.load_calibration(name, None)
         assert hub.calls == []
