@@ -21,12 +21,10 @@ INPUTS = "give dictionaries of model inputs, such as {'input_ids': tensor}, or p
 
 
 def as_batch(item: Any, what: str, single: bool) -> Batch:
-    """A dictionary of tensors with a batch dimension, on the CPU.
+    """A dictionary of tensors with a batch dimension, on the CPU, from such a dictionary, or inputs and labels.
 
-    Args:
-        item: such a dictionary, or a pair of inputs and labels.
-        what: its name in errors.
-        single: one sample without a batch dimension; for the inputs in `INPUT_RANKS` it follows from the rank.
+    `what` names it in errors. `single` declares a sample without a batch dimension; for the inputs in `INPUT_RANKS`
+    this follows from the rank.
 
     Raises:
         MoonshotError: anything else, tensors of unequal length, or NaN.
@@ -45,31 +43,19 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
     equal = len({shape[:1] for name, shape in shapes.items() if name not in packed}) == 1
     one_sample = main == "input_ids" and len(batch[main]) == 1
     require(equal or one_sample, f"{what} has the shapes {shapes}", hint="dim 0 of every tensor must be the sample")
-    _check_mask(batch, what)
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or mask is None or mask.ndim != 2:
+        return batch
+    if mask.shape != ids.shape[:2]:
+        message = f"{what}: attention_mask of {shapes['attention_mask']} for input_ids of {shapes['input_ids']}"
+        raise MoonshotError(message, hint="give one entry for each token")
+    visible = bool((mask != 0).any(1).all())
+    require(visible, f"{what}: attention_mask hides all tokens of a sample", hint="leave that sample out")
     return batch
 
 
-def _check_mask(batch: Batch, what: str) -> None:
-    """Raise unless a mask [B, T] has one entry per token and leaves some token of every sample visible."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or mask is None or mask.ndim != 2:
-        return
-    shapes = f"{tuple(mask.shape)} for input_ids of {tuple(ids.shape)}"
-    require(mask.shape == ids.shape[:2], f"{what}: attention_mask of {shapes}", hint="give one entry for each token")
-    visible = bool((mask != 0).any(1).all())
-    require(visible, f"{what}: attention_mask hides all tokens of a sample", hint="leave that sample out")
-
-
 def unpack(batch: Batch, what: str) -> list[Batch]:
-    """Split a batch whose images are packed into one row of patches into batches of one sample; return others as is.
-
-    Args:
-        batch: from `as_batch`.
-        what: its name in errors.
-
-    Raises:
-        MoonshotError: several samples with other than one image each.
-    """
+    """Split a batch whose images are packed into one row of patches into single samples; return others unchanged."""
     grids = [(grid, patches) for grid, patches in PACKED.items() if grid in batch]
     samples = batch_size(batch)
     if not grids or samples == 1:
@@ -119,13 +105,7 @@ def batch_size(batch: Batch) -> int:
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:
-    """The samples `start` to `stop` of a batch; a batch of one sample is returned whole.
-
-    Args:
-        batch: any.
-        start: the first sample.
-        stop: the sample after the last.
-    """
+    """The samples `start` to `stop` of a batch; a batch of one sample is returned whole."""
     if batch_size(batch) == 1:
         return batch
     return {name: tensor[start:stop] for name, tensor in batch.items()}
@@ -135,12 +115,7 @@ TOKEN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 
 
 def shorten(batch: Batch, samples: int = 1) -> Batch:
-    """A batch's first samples, cut to a few tokens if tokens are the only inputs.
-
-    Args:
-        batch: any.
-        samples: their largest number.
-    """
+    """A batch's first `samples` at most, cut to a few tokens if tokens are the only inputs."""
     first = take(batch, 0, samples)
     if "input_ids" in first and set(first) <= TOKEN_INPUTS and all(tensor.ndim == 2 for tensor in first.values()):
         return {name: tensor[:, :PROBE_TOKENS] for name, tensor in first.items()}
@@ -148,23 +123,12 @@ def shorten(batch: Batch, samples: int = 1) -> Batch:
 
 
 def split_batches(batches: list[Batch], size: int) -> list[Batch]:
-    """The same samples in smaller batches, in the same order.
-
-    Args:
-        batches: any.
-        size: samples of a batch, at most.
-    """
+    """The same samples in batches of at most `size`, in the same order."""
     return [take(batch, start, start + size) for batch in batches for start in range(0, batch_size(batch), size)]
 
 
 def samples_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
-    """The samples `start` to `stop` of all batches, in their order and batches.
-
-    Args:
-        batches: any.
-        start: the index of the first sample among all.
-        stop: the index after the last.
-    """
+    """The samples `start` to `stop` of all, in the same order and batches."""
     selected, first = [], 0
     for batch in batches:
         size = batch_size(batch)
@@ -188,23 +152,15 @@ def without_padding(batch: Batch) -> Batch:
 
 
 def spread_samples(batches: list[Batch], count: int) -> list[Batch]:
-    """Some of the samples, evenly spaced, in their order and in batches no larger than the original ones.
-
-    Args:
-        batches: any.
-        count: number of samples; all, if there are no more.
-    """
+    """At most `count` samples, evenly spaced, in order, in batches no larger than the original ones."""
     size = max(map(batch_size, batches))
     samples = split_batches(batches, 1)
     count = min(count, len(samples))
     merged: list[list[Batch]] = []
+    shapes: dict[str, torch.Size] | None = None
     for sample in (samples[index * len(samples) // count] for index in range(count)):
-        fits = merged and len(merged[-1]) < size and _shapes(merged[-1][0]) == _shapes(sample)
-        if not fits:
+        previous, shapes = shapes, {name: tensor.shape for name, tensor in sample.items()}
+        if shapes != previous or len(merged[-1]) == size:
             merged.append([])
         merged[-1].append(sample)
     return [{name: torch.cat([one[name] for one in some]) for name in some[0]} for some in merged]
-
-
-def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in batch.items()}

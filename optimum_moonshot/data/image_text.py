@@ -41,13 +41,12 @@ def reads_both(processor: Any) -> bool:
 
 
 def open_image_text(source: Any) -> ImageTextSource | None:
-    """A source of images with text; None if `source` is anything else: text, model inputs, images alone.
-
-    Raises:
-        MoonshotError: a data set that cannot be read.
-    """
-    if isinstance(source, str | os.PathLike) and not _may_hold_both(os.fspath(source)):
-        return None
+    """Open a source of images with text; None if it is anything else: text, model inputs, images alone."""
+    if isinstance(source, str | os.PathLike):
+        name, path = os.fspath(source), Path(source).expanduser()
+        readable = path.is_dir() or path.suffix.lower() == ".parquet"
+        if not (readable if path.exists() else name not in CORPORA and is_hub_name(name)):
+            return None
     opened = open_rows(source)
     if opened is None:
         return None
@@ -57,13 +56,6 @@ def open_image_text(source: Any) -> ImageTextSource | None:
     if image is None or text is None or "input_ids" in row or "pixel_values" in row:
         return None
     return ImageTextSource(rows, image, text, name)
-
-
-def _may_hold_both(name: str) -> bool:
-    path = Path(name).expanduser()
-    if path.exists():
-        return path.is_dir() or path.suffix.lower() == ".parquet"
-    return name not in CORPORA and is_hub_name(name)
 
 
 def load_image_text(
@@ -112,7 +104,6 @@ def load_image_text(
 
 
 def _inputs(source: ImageTextSource, row: Mapping[str, Any], index: int, processor: Any) -> Batch:
-    """Model inputs of a row."""
     what, value = f"row {index} of {source.name}", row[source.image]
     pictures = [picture(each, MODES[3], what) for each in (value if isinstance(value, list | tuple) else [value])]
     try:
@@ -140,13 +131,11 @@ def _with_images(messages: Iterable[Mapping[str, Any]], images: int) -> list[dic
     converted: list[dict[str, Any]] = []
     for message in messages:
         content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        # A table has every field in every row, None where a part has none.
+        parts = [{name: value for name, value in part.items() if value is not None} for part in content]
         converted.append({"role": message["role"], "content": parts})
     if not any(part.get("type") == "image" for message in converted for part in message["content"]):
         converted[0]["content"] = [{"type": "image"}] * images + converted[0]["content"]
     return converted
-
-
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part without its None fields: a table has every field in every row."""
-    return {name: value for name, value in part.items() if value is not None}

@@ -10,7 +10,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,9 @@ class ImageSource:
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """A source of images; None if it contains model inputs.
+    """Open a source of images; None if it contains model inputs.
 
-    Args:
-        source: a folder, a .parquet file, the name of a data set on the Hub, a `datasets` object, or model inputs.
-        splits: of a data set with several, in order of preference.
+    A data set with several `splits` is read from the first of these that it has.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
@@ -75,44 +73,32 @@ def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> Im
 def open_rows(
     source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS
 ) -> tuple[Dataset | IterableDataset, Mapping[str, Any], str] | None:
-    """A data set, its first row and its name; None if `source` is not a data set.
-
-    Args:
-        source: a folder, a .parquet file, the name of a data set on the Hub, or a data set.
-        splits: of a data set with several, in order of preference.
-
-    Raises:
-        MoonshotError: data that does not exist, cannot be read, or has no rows.
-    """
+    """A data set, its first row and its name; None if `source` is not a data set."""
     name = describe(source)
     if isinstance(source, str | os.PathLike):
         source = _load(source)
     if isinstance(source, DatasetDict | IterableDatasetDict):
-        source = _split(source, splits, name)
+        split = next((split for split in splits if split in source), next(iter(source)) if len(source) == 1 else None)
+        if split is None:
+            message = f"{name} has the splits {', '.join(source)}"
+            raise MoonshotError(message, hint="give one of them as a datasets.Dataset")
+        source = source[split]
     if not isinstance(source, Dataset | IterableDataset):
         return None
-    return source, _first(source, name), name
+    row = next(read_rows(source, name), None)
+    if row is None:
+        raise MoonshotError(f"{name} has no rows", hint=ACCEPTED)
+    return source, row, name
 
 
 def image_column(rows: Dataset | IterableDataset, row: Mapping[str, Any]) -> str | None:
-    """The name of the column of images, by its feature type or its name; None without one.
-
-    Args:
-        rows: of a data set.
-        row: the first of them.
-    """
+    """The column of images, by its feature type or by its name in the first `row`; None without one."""
     typed = [column for column, feature in (rows.features or {}).items() if isinstance(feature, datasets.Image)]
     return next(iter(typed or [column for column in IMAGE_COLUMNS if column in row]), None)
 
 
 def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> Dataset | IterableDataset:
-    """Rows in random order; a stream is shuffled within a buffer of `shuffle_buffer` rows.
-
-    Args:
-        rows: of a data set.
-        seed: of the order.
-        count: the largest number of rows; None is all.
-    """
+    """At most `count` rows in random order; a stream is shuffled within a buffer of `shuffle_buffer` rows."""
     if isinstance(rows, Dataset):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
         return rows.select(order.tolist())
@@ -121,7 +107,7 @@ def shuffled(rows: Dataset | IterableDataset, seed: int, count: int | None) -> D
 
 
 def shuffle_buffer(count: int | None) -> int:
-    """The rows in the buffer from which `count` rows of a stream are drawn."""
+    """Rows in the buffer from which `count` rows of a stream are drawn."""
     return max(SHUFFLE_LEAST, SHUFFLE_BUFFER * (count or 0))
 
 
@@ -150,15 +136,13 @@ def load_images(
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
     """
     check_whole("num_samples", num_samples, 1)
-    rows, notes = source.rows, []
-    if isinstance(rows, Dataset):
-        if num_samples > len(rows):
-            raise too_few(num_samples, f"{source.name} has {len(rows)} images", len(rows))
-    else:
+    notes = []
+    if not isinstance(source.rows, Dataset):
         notes.append(f"images drawn from a stream, shuffled {shuffle_buffer(num_samples)} at a time")
-    rows = shuffled(rows, seed, num_samples)
+    elif num_samples > len(source.rows):
+        raise too_few(num_samples, f"{source.name} has {len(source.rows)} images", len(source.rows))
     numbers, note = class_numbers(source, model) if labels else (None, None)
-    drawn = ImageSource(rows, source.image, source.label, source.classes, source.name)
+    drawn = replace(source, rows=shuffled(source.rows, seed, num_samples))
     batches = list(image_batches(drawn, model, processor, numbers, batch_size))
     taken = sum(len(batch["pixel_values"]) for batch in batches)
     if taken != num_samples:
@@ -170,18 +154,7 @@ def load_images(
 def image_batches(
     source: ImageSource, model: nn.Module, processor: Any, numbers: Callable[[Any], int] | None, batch_size: int
 ) -> Iterator[Batch]:
-    """All images of a source in order, processed, in batches.
-
-    Args:
-        source: from `open_images`.
-        model: its configuration determines the number of channels.
-        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
-        numbers: maps a row's label to the model's class; None leaves labels out.
-        batch_size: images of a batch, at most.
-
-    Raises:
-        MoonshotError: no processor, an image that cannot be processed, or a label that is not a class.
-    """
+    """All images of a source in order, processed, in batches; `numbers` maps labels to classes, None omits them."""
     if processor is None:
         message, hint = "images need the model's image processor", "give it, or batches of pixel_values"
         raise MoonshotError(message, field="processor", value=None, hint=hint)
@@ -190,7 +163,11 @@ def image_batches(
     while chunk := list(islice(rows, batch_size)):
         pictures = [picture(row[source.image], mode, f"image {i} of {source.name}") for i, row in chunk]
         try:
-            batch = _process(processor, pictures)
+            if hasattr(processor, "model_input_names"):
+                inputs = processor(images=pictures, return_tensors="pt")
+                batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            else:
+                batch = {"pixel_values": torch.stack([processor(picture) for picture in pictures])}
         except Exception as error:
             part = f"images {chunk[0][0]} to {chunk[-1][0]}" if len(chunk) > 1 else f"image {chunk[0][0]}"
             raise MoonshotError(f"{part} of {source.name} cannot be processed ({reason(error)})") from error
@@ -206,10 +183,6 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     Numeric names are used as numbers: sorted as text, "10" would come before "2". The function raises `MoonshotError`
     for a label that is not a class.
 
-    Args:
-        source: from `open_images`, with labels.
-        model: its configuration's `label2id` and `num_labels` define the classes.
-
     Raises:
         MoonshotError: no labels, or more classes than the model has.
     """
@@ -222,8 +195,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
                 Option("allocation", "fisher"),
             ),
         )
-    config = getattr(model, "config", None)
-    names = source.classes
+    config, names = getattr(model, "config", None), source.classes
     label2id = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     table: list[int] = []  # the data's class number → the model's; empty if the data have no class names
     note = None
@@ -240,11 +212,11 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     if limit and largest >= limit:
         message = f"{source.name}: class {largest} is beyond the model's {limit} classes"
         raise MoonshotError(message, hint="give data of the model's classes")
+    count = len(table) if table else limit
 
     def number(label: Any) -> int:
         if isinstance(label, str) and label in label2id:
             return label2id[label]
-        count = len(table) if table else limit
         whole = isinstance(label, int) and not isinstance(label, bool)
         if not whole or label < 0 or (count is not None and label >= count):
             hint = "give a class number" + (f" from 0 to {count - 1}" if count else "")
@@ -273,57 +245,25 @@ def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | Dataset
         raise MoonshotError(f'"{name}" cannot be read ({reason(error)})', hint=ACCEPTED) from error
 
 
-def _split(data: DatasetDict | IterableDatasetDict, splits: tuple[str, ...], name: str) -> Any:
-    split = next((split for split in splits if split in data), None)
-    if split is None and len(data) == 1:
-        split = next(iter(data))
-    if split is None:
-        raise MoonshotError(f"{name} has the splits {', '.join(data)}", hint="give one of them as a datasets.Dataset")
-    return data[split]
-
-
 def read_rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
-    """The rows, in order.
-
-    Args:
-        rows: of a data set.
-        name: of their source, for errors.
-
-    Raises:
-        MoonshotError: a row cannot be read.
-    """
+    """The rows, in order; an error while reading names the source."""
     try:
         yield from rows
     except Exception as error:
         raise MoonshotError(f"{name} cannot be read ({reason(error)})") from error
 
 
-def _first(rows: Dataset | IterableDataset, name: str) -> Mapping[str, Any]:
-    row = next(read_rows(rows, name), None)
-    if row is None:
-        raise MoonshotError(f"{name} has no rows", hint=ACCEPTED)
-    return row
-
-
 def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
-    """The rows with undecoded images if they are not streamed: a decoding error can then name the image.
-
-    Args:
-        rows: of a data set.
-        column: of the images.
-    """
+    """The rows with undecoded images if they are not streamed: a decoding error can then name the image."""
     if isinstance(rows, Dataset) and isinstance(rows.features.get(column), datasets.Image):
         return rows.cast_column(column, datasets.Image(decode=False))
     return rows
 
 
 def picture(value: Any, mode: str | None, what: str) -> Any:
-    """A PIL image in the model's colours.
+    """A PIL image from an image, its bytes, its path, or a dictionary of these.
 
-    Args:
-        value: an image, its bytes, its path, or a dictionary of the last two.
-        mode: PIL's name of the colours, such as "RGB"; None does not convert them.
-        what: its name in errors.
+    `mode` is PIL's name of the colours to convert it to, such as "RGB"; None keeps them. `what` names it in errors.
 
     Raises:
         MoonshotError: it is missing or damaged.
@@ -342,11 +282,3 @@ def picture(value: Any, mode: str | None, what: str) -> Any:
     except Exception as error:  # PIL's plugins raise anything
         file = f" ({os.path.basename(path)})" if path else ""
         raise MoonshotError(f"{what}{file} cannot be processed ({reason(error)})", hint="leave it out") from error
-
-
-def _process(processor: Any, pictures: list[Any]) -> Batch:
-    """Images converted by a transformers image processor, or by a function from an image to a tensor [C, H, W]."""
-    if hasattr(processor, "model_input_names"):
-        inputs = processor(images=pictures, return_tensors="pt")
-        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    return {"pixel_values": torch.stack([processor(picture) for picture in pictures])}

@@ -65,13 +65,13 @@ class SelfCalibration:
 
     @classmethod
     def of(cls, calibration: Any) -> "SelfCalibration | None":
-        """The settings if a caller's calibration data are generated; None for other data."""
+        """The settings if a caller's calibration data are to be generated; None for other data."""
         if isinstance(calibration, cls):
             return calibration
         return cls() if isinstance(calibration, str) and calibration == SELF else None
 
     def describe(self) -> str:
-        """The description in reports. These may be published, so a file appears by its name, without its path."""
+        """The description in reports, in publishable form."""
         sampling = f"temperature {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
         if isinstance(self.prompts, str | os.PathLike):
             start = f"prompts of {short_name(os.fspath(self.prompts))}"
@@ -80,12 +80,12 @@ class SelfCalibration:
         return f"{SELF} ({sampling}, from {start})"
 
     def beginnings(self, tokenizer: Any, bos: int | None, length: int) -> list[list[int]]:
-        """The tokens of the prompts.
+        """The tokens of the prompts, or the BOS token, if the model has one, without prompts.
 
         Args:
             tokenizer: the model's; may be None without prompts.
-            bos: the model's BOS token, if it has one.
-            length: tokens of a sample.
+            bos: the model's BOS token; None if it has none.
+            length: tokens of a sample; a prompt must be shorter.
 
         Raises:
             MoonshotError: no BOS token and no prompts, no tokenizer or chat template for prompts, or prompts that
@@ -144,7 +144,7 @@ class SelfCalibration:
 
 
 def _checked(prompt: Any) -> Prompt:
-    """A string, or a list of messages; raise for anything else."""
+    """A string, or a list of messages."""
     if isinstance(prompt, str):
         return prompt
     conversation = isinstance(prompt, Sequence) and all(

@@ -42,10 +42,9 @@ class CalibrationData:
     model_inputs: bool = False  # the source contained model inputs, not text
 
     def describe(self) -> dict[str, Any]:
-        """JSON types for reports. These may be published, so a file appears by its name, without its path."""
-        source = short_name(self.source)
-        facts = {name: getattr(self, name) for name in ("num_samples", "sequence_length", "digest")}
-        return {"source": source, **facts}
+        """JSON types for reports, in publishable form."""
+        sizes = {"num_samples": self.num_samples, "sequence_length": self.sequence_length}
+        return {"source": short_name(self.source), **sizes, "digest": self.digest}
 
 
 def load_calibration(
@@ -81,10 +80,8 @@ def load_calibration(
     if isinstance(opened, ModelInputs):
         batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), [*opened.notes]
     else:
-        if tokenizer is None:
-            raise MoonshotError(
-                "text calibration needs one", field="tokenizer", value=None, hint="give the model's tokenizer"
-            )
+        give = "give the model's tokenizer"
+        require(tokenizer is not None, "text calibration needs one", field="tokenizer", value=None, hint=give)
         generator = torch.Generator().manual_seed(seed)
         draw = _documents if opened.joiner is None else _windows
         samples, notes = draw(opened, tokenizer, num_samples, length, generator)
@@ -95,16 +92,10 @@ def load_calibration(
 
 
 def evaluation_text(source: Any) -> tuple[str, int | None]:
-    """The text to evaluate a model on, and how many of its windows the literature reads.
+    """The text to evaluate a model on, and the number of its windows in the literature; None is all.
 
     Of a named corpus this is the test split as the literature reads it. Records of files, data sets and lists are
     joined by a blank line; those with the columns of C4 (text, timestamp, url) or PTB (sentence) as in that corpus.
-
-    Args:
-        source: as of `load_calibration`, but for model inputs.
-
-    Returns:
-        The text, and the number of windows; None is all.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or is not text.
@@ -124,11 +115,7 @@ def evaluation_text(source: Any) -> tuple[str, int | None]:
 
 
 def window_length(sequence_length: int | None, max_positions: int | None) -> int:
-    """Tokens of a window.
-
-    Args:
-        sequence_length: the requested length; None is the model's longest, at most 2048.
-        max_positions: the model's longest sequence in tokens; None if it has no limit.
+    """Tokens of a window; None is the model's longest, `max_positions`, but at most 2048.
 
     Raises:
         MoonshotError: a length below 2, or beyond the model's positions.
@@ -143,24 +130,12 @@ def window_length(sequence_length: int | None, max_positions: int | None) -> int
 
 
 def tokenize(tokenizer: Any, text: str | list[str]) -> Any:
-    """Token ids of a text, or of each of a list, without the tokenizer's warning about long texts.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        text: one, or a list of them.
-    """
+    """Token ids of a text, or of each of a list, without the tokenizer's warning about long texts."""
     return tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"]
 
 
 def too_few(num_samples: int, message: str, available: int, more: str = "give more") -> MoonshotError:
-    """The error of a source with fewer samples than requested.
-
-    Args:
-        num_samples: the requested number.
-        message: the number that the source has.
-        available: the largest number that works; 0 if none does.
-        more: the first part of the hint.
-    """
+    """The error of a source with fewer samples than requested; `available` is the number that works, or 0."""
     hint = Text(more + " or set {}", Option("num_samples", available)) if available else more
     return MoonshotError(message, field="num_samples", value=num_samples, hint=hint)
 
@@ -174,7 +149,6 @@ def _window(ids: list[int], length: int, generator: torch.Generator) -> Tensor:
 
 
 def _windows(texts: Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
-    """Random windows of running text, and notes."""
     assert texts.joiner is not None  # running text
     ids = tokenize(tokenizer, texts.joiner.join(texts.read(None)))
     if len(ids) < length:
@@ -190,7 +164,7 @@ def _windows(texts: Texts, tokenizer: Any, num_samples: int, length: int, genera
 
 
 def _documents(texts: Texts, tokenizer: Any, num_samples: int, length: int, generator: torch.Generator) -> Samples:
-    """Windows of long documents if there are enough; else `num_samples` documents of any length; and notes."""
+    """Windows of long documents if there are enough; else `num_samples` documents of any length."""
     count = num_samples if texts.count is None else texts.count(num_samples)
     if count < num_samples:  # before tokenizing, which may take minutes
         raise too_few(num_samples, f"the data has {count} documents", count, "give more text")
@@ -241,7 +215,6 @@ def _collate(samples: list[Tensor], batch_size: int, tokenizer: Any) -> list[Bat
 
 
 def _take(inputs: ModelInputs, num_samples: int, batch_size: int, seed: int, longest: int | None) -> list[Batch]:
-    """The first `num_samples` samples of model inputs."""
     batches, taken = [], 0
     # A DataLoader draws from the global random state, even without shuffling.
     with torch.random.fork_rng(devices=[]):

@@ -33,7 +33,6 @@ class EvalReport:
     versions: dict[str, str] = dataclasses.field(default_factory=versions)
 
     def add(self, result: Perplexity | Accuracy | ZeroShot) -> None:
-        """Add a result."""
         if isinstance(result, ZeroShot):
             self.zero_shot, self.versions = result, {**self.versions, **result.versions}
         elif isinstance(result, Accuracy):
@@ -48,20 +47,17 @@ class EvalReport:
         return {name: figure for result in results for name, figure in result.measurements().items()}
 
     def of(self, dataset: str) -> Perplexity | Accuracy | None:
-        """The result on a data set, whatever the path of its file."""
-        return {short_name(name): result for name, result in self._by_dataset().items()}.get(short_name(dataset))
-
-    def _by_dataset(self) -> dict[str, Perplexity | Accuracy]:
-        return {**self.perplexity, **self.accuracy}
+        """The result on a data set, of any path to its file."""
+        results = {**self.perplexity, **self.accuracy}
+        return {short_name(name): result for name, result in results.items()}.get(short_name(dataset))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: values by data set, and the settings of each; an infinite perplexity is None."""
-        results = self._by_dataset()
         return {
             "model": self.model,
             "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
-            "accuracy": {dataset: result.value for dataset, result in self.accuracy.items()},
-            "measured_on": {dataset: _settings(result) for dataset, result in results.items()},
+            "accuracy": {d: result.value for d, result in self.accuracy.items()},
+            "measured_on": {d: _settings(result) for d, result in {**self.perplexity, **self.accuracy}.items()},
             "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
             "versions": self.versions,
         }
@@ -83,12 +79,7 @@ class EvalReport:
         )
 
     def save(self, path: str | os.PathLike[str], **more: Any) -> None:
-        """Write a JSON file.
-
-        Args:
-            path: of the file.
-            more: additional entries, as JSON types.
-        """
+        """Write a JSON file, with further entries as JSON types."""
         with writing("output", path):
             replace_file(path, json.dumps({**self.to_dict(), **more}, indent=2, ensure_ascii=False) + "\n")
 
@@ -108,12 +99,10 @@ class EvalReport:
 
 
 def _read(kind: type[Result], value: Any, dataset: str, settings: dict[str, Any]) -> Result:
-    """A result whose fields are checked."""
     fields = {"value": value, "dataset": dataset, **settings[dataset]}
     check_fields(kind, fields, dataset)
     return kind(**fields)
 
 
 def _settings(result: Perplexity | Accuracy) -> dict[str, Any]:
-    values = dataclasses.asdict(result)
-    return {name: value for name, value in values.items() if name not in ("value", "dataset")}
+    return {name: value for name, value in dataclasses.asdict(result).items() if name not in ("value", "dataset")}

@@ -73,13 +73,13 @@ def perplexity(
     length = window_length(sequence_length, max_positions(model))
     text, most = evaluation_text(dataset)
     windows = _windows(tokenize(tokenizer, text), length, max_windows or most, describe(dataset))
-    _check(model, windows)
+    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    needed = "perplexity of text needs a causal language model"
+    require(not encoder, f"{type(model).__name__} is an encoder-decoder", hint=needed)
+    check_tokens(model, windows, "tokenizer")
     total = torch.zeros((), dtype=torch.float64)
-    with (
-        evaluation_mode(model),
-        torch.no_grad(),
-        progress_bar(total=len(windows), desc="perplexity", shown=progress) as bar,
-    ):
+    bar = progress_bar(total=len(windows), desc="perplexity", shown=progress)
+    with evaluation_mode(model), torch.no_grad(), bar:
         for batch in windows.split(batch_size):
             total += _loss(model, batch)
             bar.update(len(batch))
@@ -88,7 +88,7 @@ def perplexity(
 
 
 def _windows(ids: list[int], length: int, most: int | None, name: str) -> Tensor:
-    """Non-overlapping windows [W, length], without the remainder of the text."""
+    """At most `most` non-overlapping windows [W, length], without the remainder of the text."""
     count = len(ids) // length
     if count == 0:
         short = Text(f"{name}: the text has {len(ids)} tokens, fewer than {{}}", Option("sequence_length", length))
@@ -96,13 +96,6 @@ def _windows(ids: list[int], length: int, most: int | None, name: str) -> Tensor
         raise MoonshotError(short, hint=shorter if len(ids) >= 2 else "give more text")
     count = min(count, most or count)
     return torch.tensor(ids[: count * length]).view(count, length)
-
-
-def _check(model: nn.Module, windows: Tensor) -> None:
-    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    needed = "perplexity of text needs a causal language model"
-    require(not encoder, f"{type(model).__name__} is an encoder-decoder", hint=needed)
-    check_tokens(model, windows, "tokenizer")
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:

@@ -31,13 +31,7 @@ METRIC = "acc,none"
 
 
 def win_rate(accuracy: Mapping[str, float], baseline: Mapping[str, float], tasks: Iterable[str]) -> float:
-    """Fraction of the tasks, in [0, 1], where one model is above another; a tie counts half.
-
-    Args:
-        accuracy: of the model, by task.
-        baseline: the accuracy of the other model, by task.
-        tasks: to count; both models were measured on all of them.
-    """
+    """Fraction of the `tasks`, in [0, 1], where one model is above another; a tie counts half."""
     pairs = [(accuracy[task], baseline[task]) for task in tasks]
     return statistics.mean(1.0 if value > other else 0.5 if value == other else 0.0 for value, other in pairs)
 
@@ -67,13 +61,7 @@ class ZeroShot:
         return win_rate(self.accuracy, baseline.accuracy, self.accuracy)
 
     def check_comparable(self, tasks: Sequence[str], num_fewshot: int, limit: int | None) -> None:
-        """Raise `MoonshotError` unless another result has the same tasks and settings.
-
-        Args:
-            tasks: names, in any order.
-            num_fewshot: solved examples before each question.
-            limit: documents per task; None is all.
-        """
+        """Raise `MoonshotError` unless another result has the same tasks, in any order, and the same settings."""
         names, others = ", ".join(sorted(self.accuracy)), ", ".join(sorted(tasks))
         require(names == others, f"one is of the tasks {names}, the other of {others}", field="baseline")
         for name, value in (("num_fewshot", num_fewshot), ("limit", limit)):
@@ -145,8 +133,9 @@ def find_tasks(tasks: str | Sequence[str | os.PathLike[str]]) -> Tasks:
         install = "pip install 'optimum-moonshot[eval]'"
         raise MoonshotError(f"zero-shot accuracy needs lm-eval ({error})", hint=install) from error
     names, folders = _names(tasks)
-    only_files = len(folders) == len(names)  # reading lm-eval's list takes seconds
-    manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
+    # Only with names of lm-eval's list, because reading that takes seconds.
+    defaults = len(folders) < len(names)
+    manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=defaults)
     for name in names:
         give = "give a name of its list or a YAML file"
         require(name in manager.all_tasks, f"lm-eval has no {name!r}", field="tasks", hint=give)
@@ -201,7 +190,6 @@ def zero_shot(
 def _measure(
     model: nn.Module, tokenizer: Any, tasks: Tasks, batch_size: int, progress: bool, **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """lm-eval's results by task."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -232,15 +220,12 @@ def _names(tasks: Any) -> tuple[list[str], list[str]]:
             names.append(str(task))
             continue
         require(path.is_file(), f"{task}: no such file", field="tasks")
-        names.append(_task_name(path))
+        # By lines, because a YAML parser would need lm-eval's `!function` tags.
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line for line in lines if line.startswith("task:")), None)
+        if name is None:
+            raise MoonshotError(f"{path} has no task name", field="tasks")
+        names.append(name.partition(":")[2].strip().strip("'\""))
         folders.append(str(path.resolve().parent))
     require(len(set(names)) == len(names), f"duplicates in {', '.join(names)}", field="tasks")
     return names, folders
-
-
-def _task_name(path: Path) -> str:
-    """The name in a YAML task file, read by lines because a YAML parser would need lm-eval's `!function` tags."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("task:"):
-            return line.partition(":")[2].strip().strip("'\"")
-    raise MoonshotError(f"{path} has no task name", field="tasks")
