@@ -7,7 +7,7 @@ layer's gradients; accumulators.py has the statistics themselves, and statistic.
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,12 @@ class LayerStatistics:
             tokens = None if self.tokens is None else self.tokens[index : index + 1]
             if index in self.unknown:
                 zeros = torch.zeros_like(self.inputs[index])
-                yield LayerStatistics(zeros, None, self.samples, self.diagonal, tokens=tokens)
+                yield replace(self, inputs=zeros, gradients=None, extra={}, unknown=frozenset(), tokens=tokens)
                 continue
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
             inputs = self.inputs if shared else self.inputs[index]
-            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal, tokens=tokens)
+            yield replace(self, inputs=inputs, gradients=gradients, extra={}, unknown=frozenset(), tokens=tokens)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
         """The layer's quadratic at its dense weight [d_out, d_in], as a whole or for column blocks."""

@@ -48,7 +48,7 @@ class EvalReport:
 
     def of(self, dataset: str) -> Perplexity | Accuracy | None:
         """The result on a data set, of any path to its file."""
-        results = {**self.perplexity, **self.accuracy}
+        results: dict[str, Perplexity | Accuracy] = {**self.perplexity, **self.accuracy}
         return {short_name(name): result for name, result in results.items()}.get(short_name(dataset))
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class EvalReport:
             "model": self.model,
             "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
             "accuracy": {d: result.value for d, result in self.accuracy.items()},
-            "measured_on": {d: _settings(result) for d, result in {**self.perplexity, **self.accuracy}.items()},
+            "measured_on": {r.dataset: _settings(r) for r in (*self.perplexity.values(), *self.accuracy.values())},
             "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
             "versions": self.versions,
         }

@@ -32,13 +32,7 @@ class PatternRules:
     ) -> PatternRules:
         """Parse four fields of a configuration.
 
-        Args:
-            pattern: "unstructured", "structured", "n:m" or, with a literal n, "n:4".
-            sparsity: fraction of the weights (or of the groups of columns) to remove; None for n:m.
-            group_size: columns of a group, for "structured".
-            allocation: the name of a method, or a dict of layer name or expression → sparsity or "n:m".
-            allocated: layer → sparsity as set by an allocation method; for "n:4" it determines n for each layer, and
-                all other layers are dense.
+        With "n:4", the sparsities `allocated` by a method determine n for each of these layers, and others are dense.
 
         Raises:
             MoonshotError: an unknown pattern or method, a sparsity outside [0, 1], or an invalid entry.
@@ -53,18 +47,14 @@ class PatternRules:
         return cls(default, rules)
 
     def of(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """The pattern of each layer, by name.
-
-        Raises:
-            MoonshotError: a layer without an entry or default, or an entry without effect.
-        """
+        """The pattern of each layer, by name; raises `MoonshotError` as `apply_rules` does."""
         if self.rules:
             return apply_rules(self.rules, names, self.default)
         assert self.default is not None  # only an allocation by name can do without
         return dict.fromkeys(names, self.default)
 
     def nm(self) -> list[NM]:
-        """The n:m patterns among them, those with small m first."""
+        """The n:m patterns among them, in order of m and n."""
         patterns = {pattern for pattern in (self.default, *self.rules.values()) if isinstance(pattern, NM)}
         return sorted(patterns, key=lambda pattern: (pattern.m, pattern.n))
 
@@ -110,12 +100,7 @@ def apply_rules(
 ) -> dict[str, Pattern | MixedNM]:
     """The pattern of each layer: the entry with its exact name, else the first whose expression matches part of it.
 
-    A key that is the whole name of a layer is not an expression: it applies to that layer only.
-
-    Args:
-        rules: name or regular expression → pattern; the first matching expression applies.
-        names: of all layers.
-        default: for layers without an entry; None raises an error for them.
+    A key that is the whole name of a layer applies to that layer only. Without a default, every layer needs an entry.
 
     Raises:
         MoonshotError: a layer without an entry or default, or an entry without effect.

@@ -54,15 +54,7 @@ class Fisher(ABC):
 
     @abstractmethod
     def matrices(self, rows: slice, device: torch.device) -> Tensor:
-        """``A_k A_kᵀ`` of some rows.
-
-        Args:
-            rows: r of the rows.
-            device: of the result.
-
-        Returns:
-            [r, size, size] in float64: a new tensor.
-        """
+        """``A_k A_kᵀ`` of r rows, as a new tensor [r, size, size] in float64 on `device`."""
 
     @abstractmethod
     def losses(self, deltas: Tensor) -> Tensor:
@@ -84,30 +76,17 @@ class Fisher(ABC):
         """Whether no value is NaN or infinite."""
 
     def factors(self, rows: slice, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Factors B of some rows with ``Bᵀ B = A_k A_kᵀ``, for algorithms that work on few vectors per row.
+        """Factors B [r, rank, size] of r rows, ``Bᵀ B = A_k A_kᵀ``, for algorithms that work on few vectors per row.
 
-        Args:
-            rows: r of the rows.
-            device: of the result.
-            dtype: of the result.
-
-        Returns:
-            [r, rank, size]; read-only, since it may share the memory of the stored values.
+        They are read-only, since they may share the memory of the stored values.
         """
         values, vectors = torch.linalg.eigh(self.matrices(rows, device))
         return (vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]).to(dtype)
 
     def combined(self, shared: Tensor, rows: slice, a: float, b: float) -> Tensor:
-        """``a·shared + b·A_k A_kᵀ`` of some rows.
+        """``a·shared + b·A_k A_kᵀ`` of r rows, as a new tensor.
 
-        Args:
-            shared: [r, size, size] in float64.
-            rows: r of the rows.
-            a: scale of `shared`.
-            b: scale of the Fisher term.
-
-        Returns:
-            [r, size, size] in float64, on the device of `shared`: a new tensor.
+        `shared` and the result are [r, size, size] in float64, on the same device.
         """
         return self.matrices(rows, shared.device).mul_(b).add_(shared, alpha=a)
 

@@ -1,10 +1,11 @@
-"""Damped Cholesky factorisations of symmetric positive definite matrices.
+"""Damped Cholesky factorisations of symmetric positive definite matrices, and parallel small products on a CPU.
 
 Factors are computed in float64: the shared matrix of a layer is factored only once, and its condition number often
 exceeds 10⁷, the limit of float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from ..errors import FactorizationError
 MAX_DAMPING = 1.0
 
 T = TypeVar("T")
+Piece = TypeVar("Piece")
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -26,15 +28,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """The diagonal blocks of matrices.
-
-    Args:
-        matrix: [d, d], or several, [g, d, d].
-        size: of a block, a divisor of d.
-
-    Returns:
-        [g, d / size, size, size], with g = 1 for a single matrix.
-    """
+    """The diagonal blocks of matrices [d, d] or [g, d, d], as [g or 1, d / size, size, size]."""
     matrices = matrix if matrix.ndim == 3 else matrix[None]
     blocks = matrices.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3)
     return blocks.permute(0, 3, 1, 2).contiguous()
@@ -68,15 +62,7 @@ def inverse_factor(matrix: Tensor, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
 
 
 def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor:
-    """U with ``(matrix + damping·unit·I)⁻¹ = Uᵀ U``.
-
-    Args:
-        matrix: symmetric, [d, d].
-        unit: added to the diagonal by a damping of 1.
-        damping: in (0, 1].
-
-    Returns:
-        U, [d, d] in float64.
+    """U [d, d] in float64 with ``(matrix + damping·unit·I)⁻¹ = Uᵀ U``.
 
     Raises:
         FactorizationError: the matrix is not positive definite at this damping.
@@ -87,15 +73,7 @@ def damped_inverse_factor(matrix: Tensor, unit: float, damping: float) -> Tensor
 
 
 def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
-    """Raise `FactorizationError` unless all of `ok` is True.
-
-    Args:
-        ok: bool, any shape: whether each factorisation succeeded.
-        what: the factored matrix, for the message.
-
-    Raises:
-        FactorizationError: a factorisation has failed.
-    """
+    """Raise `FactorizationError` unless all of `ok` is True: whether each factorisation succeeded."""
     if not ok.all():
         raise FactorizationError(f"{what} is not positive definite")
 
@@ -103,12 +81,7 @@ def check_factored(ok: Tensor, what: str = "a row's Hessian") -> None:
 def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
     """Call `attempt` with increasing damping until it succeeds; returns its result and the damping.
 
-    Args:
-        damping: the first value, in (0, 1]; it increases tenfold, up to `MAX_DAMPING`, after each failure.
-        attempt: raises `FactorizationError` on failure.
-
-    Raises:
-        FactorizationError: it fails even at a damping of `MAX_DAMPING`.
+    After each `FactorizationError`, the damping increases tenfold, up to `MAX_DAMPING`, where the error is final.
     """
     tried = []
     while True:
@@ -120,3 +93,22 @@ def escalate(damping: float, attempt: Callable[[float], T]) -> tuple[T, float]:
                 hint = "more or longer calibration samples improve its condition number"
                 raise FactorizationError(f"{error} at any damping of {tried}", hint=hint) from None
         damping = min(10 * damping, MAX_DAMPING)
+
+
+def parallel_map(work: Callable[[Piece], T], pieces: Sequence[Piece], device: torch.device) -> list[T]:
+    """Call `work` on every piece; on a CPU, concurrently, with one thread of torch each.
+
+    torch parallelises within an operation, which costs more than it gains on small batched products, and its batched
+    factorisations use a single thread anyway. Calls must write to disjoint memory, so that results do not depend on the
+    number of threads; they are in the order of `pieces`. The first exception is raised after all calls have ended.
+    """
+    threads = min(torch.get_num_threads(), len(pieces)) if device.type == "cpu" else 1
+    if threads <= 1:
+        with torch.no_grad():
+            return [work(piece) for piece in pieces]
+    total = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(torch.no_grad()(work), pieces))
+    finally:
+        torch.set_num_threads(total)  # threads started later would inherit the workers' setting

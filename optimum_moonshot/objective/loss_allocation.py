@@ -55,13 +55,9 @@ def bounds(sparsity: float) -> tuple[float, float]:
 
 
 def divide_sparsity(curves: Mapping[str, LossCurve], sparsity: float) -> dict[str, float]:
-    """Sparsities within `bounds` that minimise the sum of the losses at a fixed overall sparsity.
+    """Sparsities within `bounds` that minimise the sum of the losses at a fixed overall sparsity in [0, 1].
 
     Matrices with equal slopes get equal sparsities.
-
-    Args:
-        curves: of all matrices, by name.
-        sparsity: of all weights together, in [0, 1].
     """
     low, high = bounds(sparsity)
     width = (high - low) / CELLS

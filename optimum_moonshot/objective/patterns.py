@@ -22,8 +22,24 @@ from .row_slices import row_slices
 SELECTION_BYTES = 24
 
 
+class _Pattern:
+    kind: ClassVar[str]
+
+    @property
+    def width(self) -> int:
+        """The number of inputs of a row must be a multiple of it."""
+        return 1
+
+    def fits(self, shape: tuple[int, int]) -> bool:
+        """Whether the pattern can be applied to a weight [d_out, d_in]."""
+        return shape[-1] % self.width == 0
+
+    def __str__(self) -> str:
+        return self.kind
+
+
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(_Pattern):
     """Any weight of a comparison group can be removed: ``Unstructured(0.6)`` removes 60% of it.
 
     With ``exact``, exactly ``round(sparsity · total)`` weights of a layer are removed, although it has several
@@ -35,17 +51,11 @@ class Unstructured:
     exact: bool = False
 
     kind: ClassVar[str] = "unstructured"
-    width: ClassVar[int] = 1  # the number of inputs of a row must be a multiple
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        """The mask of one comparison group.
+        """The mask of one comparison group of any shape: bool, False for the smallest scores.
 
-        Args:
-            scores: any shape, one comparison group.
-            before: number of weights in the layer's previous comparison groups.
-
-        Returns:
-            Bool, like `scores`: False for the smallest.
+        `before` is the number of weights in the layer's previous comparison groups.
         """
         count = round(self.sparsity * scores.numel())
         if self.exact:
@@ -71,15 +81,9 @@ class Unstructured:
         """Number of weights to remove from the first `total` of a layer."""
         return math.floor(self.sparsity * total + 0.5)
 
-    def fits(self, shape: tuple[int, int]) -> bool:
-        return True
-
     def times(self, fraction: float) -> "Unstructured":
         """The pattern with `fraction`, in [0, 1], of its sparsity."""
         return replace(self, sparsity=fraction * self.sparsity)
-
-    def __str__(self) -> str:
-        return "unstructured"
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,16 @@ class PerExpert(Unstructured):
     experts: tuple[float, ...] = ()  # sparsity of each
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        """As `Unstructured.keep`, for the whole layer, where each expert is a comparison group."""
+        """The mask of the whole layer, where each expert is a comparison group."""
         parts = scores.chunk(len(self.experts))
         return torch.cat([self.of(expert).keep(part) for expert, part in enumerate(parts)])
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
-        """As `Unstructured.keep_per_row`, for the whole layer."""
         parts = scores.chunk(len(self.experts))
         return torch.cat([self.of(expert).keep_per_row(part) for expert, part in enumerate(parts)])
 
     def of(self, expert: int) -> Unstructured:
-        """The pattern of one expert, which is pruned as a matrix of its own."""
+        """The pattern of one expert, which is pruned as a separate matrix."""
         return Unstructured(self.experts[expert], exact=True)
 
     def times(self, fraction: float) -> "PerExpert":
@@ -108,7 +111,7 @@ class PerExpert(Unstructured):
 
 
 @dataclass(frozen=True)
-class NM:
+class NM(_Pattern):
     """``NM(2, 4)`` retains 2 of every 4 consecutive inputs of each row."""
 
     n: int
@@ -131,16 +134,12 @@ class NM:
 
     keep_per_row = keep
 
-    def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether every row of a [d_out, d_in] weight divides into groups of m."""
-        return shape[-1] % self.m == 0
-
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
 
 @dataclass(frozen=True)
-class Structured:
+class Structured(_Pattern):
     """Removes whole input columns from all rows: ``Structured(0.25, group=64)`` removes a quarter of the heads.
 
     Columns are removed in groups of ``group`` consecutive ones, exactly ``round(sparsity · groups)`` of them.
@@ -171,19 +170,14 @@ class Structured:
         return groups.repeat_interleave(self.group)
 
     def times(self, fraction: float) -> "Structured":
-        """As `Unstructured.times`."""
         return replace(self, sparsity=fraction * self.sparsity)
-
-    def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether the columns of a [d_out, d_in] weight divide into groups."""
-        return shape[-1] % self.group == 0
 
     def __str__(self) -> str:
         return self.kind if self.group == 1 else f"{self.kind} in {self.group} columns"
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(_Pattern):
     """Removes whole experts of a mixture: ``Experts(0.25)`` removes a quarter of them.
 
     A mixture has one row of weights, a 1 for each expert. If its router first selects among ``groups`` equal runs of
@@ -194,7 +188,6 @@ class Experts:
     groups: int = 1
 
     kind: ClassVar[str] = "experts"
-    width: ClassVar[int] = 1
 
     def keep(self, scores: Tensor) -> Tensor:
         """Bool, like `scores` [..., experts] with groups | experts: False for the smallest of every group."""
@@ -208,18 +201,14 @@ class Experts:
         return self.groups * round(self.sparsity * (experts // self.groups))
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether the experts of a [rows, experts] weight divide into groups."""
         return shape[-1] % self.groups == 0
-
-    def __str__(self) -> str:
-        return self.kind
 
 
 Pattern = Unstructured | NM | Structured | Experts
 
 
 @dataclass(frozen=True)
-class MixedNM:
+class MixedNM(_Pattern):
     """``pattern="n:4"`` for a whole model: each matrix is assigned 1:4, 2:4, 3:4, or is left dense.
 
     The overall sparsity is at most `sparsity`. An allocation replaces it by an `NM` for each layer, before solvers run.
@@ -243,10 +232,6 @@ class MixedNM:
     def nearest(self) -> NM:
         """The choice whose sparsity is nearest to `sparsity`, as an estimate before the allocation."""
         return min(self.choices, key=lambda choice: abs(choice.sparsity - self.sparsity))
-
-    def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether every row of a [d_out, d_in] weight divides into groups of m."""
-        return shape[-1] % self.m == 0
 
     def __str__(self) -> str:
         return f"n:{self.m}"
@@ -273,12 +258,8 @@ class _StackedNM(NM):
 def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
     """One pattern for several copies of a matrix, stacked along the rows, each with its own pattern.
 
-    Args:
-        patterns: of the copies, in order.
-
-    Returns:
-        A pattern whose `keep` takes the scores of all copies; None unless all patterns are unstructured (and not
-        exact), or n:m with the same m.
+    Its `keep` takes the scores of all copies. None unless all patterns are unstructured and not exact, or n:m with
+    equal m.
     """
     unstructured = tuple(pattern for pattern in patterns if isinstance(pattern, Unstructured) and not pattern.exact)
     nm = tuple(pattern for pattern in patterns if isinstance(pattern, NM))
@@ -290,15 +271,7 @@ def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
-    """Select exactly `count` smallest scores of each comparison group; ties by index.
-
-    Args:
-        scores: [comparison groups, size].
-        count: number to select in each group.
-
-    Returns:
-        Bool, like `scores`: True for the smallest.
-    """
+    """Select exactly `count` smallest scores of each comparison group [groups, size]; of ties, the first."""
     if count <= 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     if count >= scores.shape[-1]:
@@ -316,15 +289,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 
 def kth_smallest(values: Tensor, count: int) -> Tensor:
-    """The `count`-th smallest value of each row.
-
-    Args:
-        values: [rows, size].
-        count: in [1, size].
-
-    Returns:
-        [rows, 1].
-    """
+    """The `count`-th smallest value, counted from 1, of each row [rows, size], as [rows, 1]."""
     # On a GPU, `kthvalue` processes a row on a single multiprocessor, whereas `sort` uses all of them.
     if is_gpu(values.device) and len(values) < 8:
         return values.sort(-1).values[:, count - 1, None]
@@ -352,42 +317,35 @@ def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> 
     if group_size != 1 and pattern != Structured.kind:
         message = Text("{} has no groups of columns", Option("pattern", pattern))
         raise MoonshotError(message, field="group_size", value=group_size, hint="leave it out")
-    if pattern in (Unstructured.kind, Structured.kind, Experts.kind):
-        if sparsity is None:
-            raise _missing_sparsity(pattern)
+    parts = re.fullmatch(r"(n|\d+):(\d+)", pattern)
+    if parts is None:
+        kinds = (Unstructured.kind, Structured.kind, Experts.kind)
+        require(pattern in kinds, usage, field="pattern", value=pattern)
+        fraction = _given(pattern, sparsity)
         usage = "the fraction of weights to remove must be between 0 and 1"
-        require(0 <= sparsity <= 1, usage, field="sparsity", value=sparsity)
-        fraction = float(sparsity)
-        if pattern == Experts.kind:
-            return Experts(fraction)
-        return Unstructured(fraction) if pattern == Unstructured.kind else Structured(fraction, group_size)
-    mixed = re.fullmatch(r"n:(\d+)", pattern)
-    if mixed is not None:
-        return _parse_mixed(pattern, sparsity, int(mixed[1]))
-    match = re.fullmatch(r"(\d+):(\d+)", pattern)
-    if match is None:
-        raise MoonshotError(usage, field="pattern", value=pattern)
-    n, m = int(match[1]), int(match[2])
+        require(0 <= fraction <= 1, usage, field="sparsity", value=sparsity)
+        if pattern == Structured.kind:
+            return Structured(fraction, group_size)
+        return Experts(fraction) if pattern == Experts.kind else Unstructured(fraction)
+    m = int(parts[2])
+    if parts[1] == "n":
+        require(m > 1, "m must be at least 2", field="pattern", value=pattern)
+        fraction, most = _given(pattern, sparsity), 1 - 1 / m
+        if not 0 <= fraction <= most:
+            message = Text(f"{{}} keeps at least 1 of every {m}", Option("pattern", pattern))
+            raise MoonshotError(message, field="sparsity", value=sparsity, hint=f"give 0 to {most:g}")
+        return MixedNM(fraction, m)
     usage = "n:m keeps n of every m, so n must be between 1 and m"
-    require(0 < n <= m, usage, field="pattern", value=pattern)
-    parsed = NM(n, m)
+    require(0 < int(parts[1]) <= m, usage, field="pattern", value=pattern)
+    parsed = NM(int(parts[1]), m)
     if sparsity is not None and not abs(sparsity - parsed.sparsity) < 1e-9:
         message = Text(f"it contradicts {{}}, which has sparsity {parsed.sparsity:g}", Option("pattern", pattern))
         raise MoonshotError(message, field="sparsity", value=sparsity, hint="leave it out")
     return parsed
 
 
-def _parse_mixed(pattern: str, sparsity: float | None, m: int) -> MixedNM:
-    require(m > 1, "m must be at least 2", field="pattern", value=pattern)
+def _given(pattern: str, sparsity: float | None) -> float:
     if sparsity is None:
-        raise _missing_sparsity(pattern)
-    most = 1 - 1 / m
-    if not 0 <= sparsity <= most:
-        message = Text(f"{{}} keeps at least 1 of every {m}", Option("pattern", pattern))
-        raise MoonshotError(message, field="sparsity", value=sparsity, hint=f"give 0 to {most:g}")
-    return MixedNM(float(sparsity), m)
-
-
-def _missing_sparsity(pattern: str) -> MoonshotError:
-    message = Text("{} needs one, such as {}", Option("pattern", pattern), Option("sparsity", 0.5))
-    return MoonshotError(message, field="sparsity", value=None)
+        message = Text("{} needs one, such as {}", Option("pattern", pattern), Option("sparsity", 0.5))
+        raise MoonshotError(message, field="sparsity", value=None)
+    return float(sparsity)

@@ -24,7 +24,6 @@ class ProblemSize:
 
     @property
     def weights(self) -> int:
-        """Number of weights."""
         return self.rows * self.inputs
 
     @property
@@ -40,9 +39,7 @@ class ProblemSize:
     def slices(self, bytes_per_row: int, limit: int | None = None) -> int:
         """Bytes of the slices of rows that are processed concurrently, one per thread.
 
-        Args:
-            bytes_per_row: of intermediates.
-            limit: bytes of a slice; None for the limit of `row_slices`.
+        `limit` is that of a slice in bytes; None is the limit of `row_slices`.
         """
         limit = slice_bytes(self.device) if limit is None else limit
         one = max(bytes_per_row, min(limit, self.rows * bytes_per_row))
@@ -58,12 +55,7 @@ class Work:
 
 
 def ruler_bytes(size: ProblemSize, diagonal: bool) -> int:
-    """Bytes to build an objective and to evaluate the losses of two weights, the pruned and the masked one.
-
-    Args:
-        size: of the matrix.
-        diagonal: whether the objective is diagonal; its losses are evaluated by slices of rows.
-    """
+    """Bytes to build an objective and to evaluate the losses of two weights, the pruned and the masked one."""
     if diagonal:
         return 15 * size.weights + 2 * size.slices(24 * size.inputs) // 3
     return (61 if size.compressed else 53) * size.weights

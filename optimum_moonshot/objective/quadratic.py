@@ -58,26 +58,23 @@ class Scales(NamedTuple):
     notes: tuple[str, ...]
 
 
-def scales(lam: float, reconstruction: float, fisher: float | None, samples: int) -> Scales:
-    """Compute a and b from L_R(0) and L_F(0); if one of these is 0, only the other term is used, with a note.
+def scales(lam: float, reconstruction: float, fisher: float | None, samples: int, dead: int = 0) -> Scales:
+    """Compute a and b from L_R(0) and L_F(0) (None without gradients) of N samples.
 
-    Args:
-        lam: λ in [0, 1], the weight of the reconstruction term.
-        reconstruction: L_R(0).
-        fisher: L_F(0); None without gradients.
-        samples: N.
+    If one of these is 0, only the other term is used, with a note, as on the `dead` inputs.
     """
-    notes = []
+    note = None
     if lam < 1 and not fisher:
-        lam, notes = 1.0, ["no Fisher loss at W = 0: reconstruction alone"]
+        lam, note = 1.0, "no Fisher loss at W = 0: reconstruction alone"
     if lam > 0 and not reconstruction:
-        if fisher and not notes:
-            lam, notes = 0.0, ["no reconstruction loss at W = 0: Fisher alone"]
+        if fisher and not note:
+            lam, note = 0.0, "no reconstruction loss at W = 0: Fisher alone"
         else:
-            return Scales(0.0, 0.0, lam, ("no loss at W = 0: weights are removed by magnitude",))
-    a = lam / reconstruction if lam > 0 else 0.0
+            note = "no loss at W = 0: weights are removed by magnitude"
+    a = lam / reconstruction if lam > 0 and reconstruction else 0.0
     b = (1 - lam) / (samples * fisher) if fisher and lam < 1 else 0.0
-    return Scales(a, b, lam, tuple(notes))
+    notes = (f"{dead} dead inputs" if dead else None, note)
+    return Scales(a, b, lam, tuple(filter(None, notes)))
 
 
 @dataclass(frozen=True)
@@ -121,22 +118,18 @@ class Quadratic:
             FactorizationError: G is far from positive semidefinite.
         """
         gram = gram if column_block is None else diagonal_blocks(gram, column_block)
-        weight, dead = _without_dead_inputs(weight, _input_squares(gram))
+        squares = gram.diagonal(dim1=-2, dim2=-1)
+        weight, dead = _without_dead_inputs(weight, squares if gram.ndim < 4 else squares.flatten(1))
         fisher = None if fisher is None else fisher.column_blocks(gram.shape[-1])
         at_zero = totals[:2] if totals else _first(_terms(weight[None], gram, fisher))
-        if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * gram.diagonal(dim1=-2, dim2=-1).max()):
+        if at_zero[0] < -ROUNDING * float(weight.double().square().sum() * squares.max()):
             raise FactorizationError("gram is not positive semidefinite: the reconstruction loss at W = 0 is negative")
         source = totals or fisher
-        scalars = scales(lam, *at_zero, samples=source.samples if source else 0)
-        return cls(weight, gram, fisher, _with_note(scalars, dead), at_zero, totals)
+        scalars = scales(lam, *at_zero, samples=source.samples if source else 0, dead=dead)
+        return cls(weight, gram, fisher, scalars, at_zero, totals)
 
     def part(self, rows: slice, fisher: Fisher) -> Quadratic:
-        """The quadratic of some rows of the weight.
-
-        Args:
-            rows: a whole number of groups, or within one.
-            fisher: of these rows, as for `build`.
-        """
+        """The quadratic of some rows of the weight: a whole number of groups, or some within one."""
         gram = self.gram
         if gram.ndim > 2:
             size = len(self.weight) // len(gram)
@@ -189,7 +182,6 @@ class Quadratic:
         return self.fisher_term.combined(shared, rows, self.scales.a, self.scales.b)
 
     def losses(self, *weights: Tensor) -> list[RelativeLoss]:
-        """Relative losses of pruned weights [d_out, d_in], as in reports."""
         deltas = torch.stack([weight.float() - self.weight for weight in weights])
         return _relative(_terms(deltas, self.gram, self.fisher), self.losses_at_zero, self.scales.lam)
 
@@ -197,12 +189,6 @@ class Quadratic:
 def _by_group(gram: Tensor) -> Tensor:
     """G as [groups, blocks, size, size]."""
     return gram if gram.ndim == 4 else gram.reshape(-1, 1, *gram.shape[-2:])
-
-
-def _input_squares(gram: Tensor) -> Tensor:
-    """diag G, [d_in] or [groups, d_in]."""
-    squares = gram.diagonal(dim1=-2, dim2=-1)
-    return squares if gram.ndim < 4 else squares.flatten(1)
 
 
 @dataclass(frozen=True)
@@ -234,7 +220,7 @@ class DiagonalQuadratic:
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
-        scalars = _with_note(scales(lam, *at_zero, samples=samples), dead)
+        scalars = scales(lam, *at_zero, samples=samples, dead=dead)
         return cls(weight, input_squares, gradient_squares, samples, scalars, at_zero)
 
     def diagonal(self) -> Tensor:
@@ -255,20 +241,12 @@ Objective = Quadratic | DiagonalQuadratic
 
 
 def of_rows(groups: Tensor, d_out: int) -> Tensor:
-    """Values of groups of rows, repeated for each row.
-
-    Args:
-        groups: [groups, …].
-        d_out: number of rows, a multiple of the groups.
-
-    Returns:
-        [d_out, …].
-    """
+    """Values of groups of rows [groups, …], repeated for each of the rows, [d_out, …]."""
     return groups.repeat_interleave(d_out // len(groups), 0)
 
 
 def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor, int]:
-    """A copy of the weight with 0 at dead inputs, and their number; `input_squares` is [d_in] or [groups, d_in]."""
+    """A copy of the weight with 0 at dead inputs, and their number."""
     dead = input_squares == 0
     if dead.all():  # magnitude decides then (`scales`), so the weights must remain
         return weight.detach().float(), 0
@@ -276,18 +254,8 @@ def _without_dead_inputs(weight: Tensor, input_squares: Tensor) -> tuple[Tensor,
     return weight.detach().to(torch.float32, copy=True).masked_fill_(of_weight, 0), int(dead.sum())
 
 
-def _with_note(scales: Scales, dead: int) -> Scales:
-    return scales if not dead else scales._replace(notes=(f"{dead} dead inputs", *scales.notes))
-
-
 def reconstruction(weight: Tensor, gram: Tensor, column_block: int | None = None) -> float:
-    """The reconstruction loss L_R(0).
-
-    Args:
-        weight: ŵ, [d_out, d_in].
-        gram: G, [d_in, d_in] or [groups, d_in, d_in].
-        column_block: inputs of a column block of the quadratic; None for no blocks.
-    """
+    """The reconstruction loss L_R(0), of `build`'s arguments."""
     gram = gram if column_block is None else diagonal_blocks(gram, column_block)
     return float(_terms(weight.float()[None], gram, None)[0])
 

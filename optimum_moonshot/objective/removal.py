@@ -35,15 +35,7 @@ class Removal:
 
     @classmethod
     def build(cls, gram: Tensor, gradients: Tensor | None, norms: Tensor, tokens: Tensor, lam: float) -> Removal:
-        """Build the quadratic from the statistics of a mixture.
-
-        Args:
-            gram: C, [E, E].
-            gradients: Bᵀ, [N, E]; ignored at λ = 1, where it may be None.
-            norms: Σ_t ‖c_e(t)‖, [E].
-            tokens: number of tokens of each expert, [E].
-            lam: λ in [0, 1].
-        """
+        """Build the quadratic from the statistics of a mixture; `gradients` are ignored at λ = 1."""
         gram, norms, tokens = gram.double(), norms.double(), tokens.double()
         gradients = None if gradients is None or lam == 1 else gradients.double()
         fisher = None if gradients is None else float(gradients.sum(1).square().mean())
@@ -60,7 +52,7 @@ class Removal:
         return (matrix + matrix.T) / 2
 
     def losses(self, *keeps: Tensor) -> list[RelativeLoss]:
-        """Relative losses of masks, bool [E], True for a remaining expert, as in reports."""
+        """Relative losses of masks, bool [E], True for a remaining expert."""
         losses = []
         for keep in keeps:
             removed = (~keep).to(self.gram)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ..devices import is_gpu
-from ..objective.linalg import check_factored
-from ..objective.parallel import parallel_map
+from ..objective.linalg import check_factored, parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..devices import free_bytes
-from ..objective.linalg import check_factored, escalate
-from ..objective.parallel import parallel_map
+from ..objective.linalg import check_factored, escalate, parallel_map
 from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic

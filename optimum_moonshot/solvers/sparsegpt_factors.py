@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..objective.linalg import check_factored, inverse_factor
-from ..objective.parallel import parallel_map
+from ..objective.linalg import check_factored, inverse_factor, parallel_map
 from ..objective.patterns import NM, Pattern
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range

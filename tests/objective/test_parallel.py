@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimum_moonshot import MoonshotConfig, prune_weight
-from optimum_moonshot.objective.parallel import parallel_map
+from optimum_moonshot.objective.linalg import parallel_map
 
 CPU = torch.device("cpu")
 
