@@ -92,12 +92,7 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
     """
 
     def __init__(
-        self,
-        mixtures: Sequence[Mixture],
-        gradients: bool,
-        samples: int,
-        storage: Storage,
-        here: int | None = None,
+        self, mixtures: Sequence[Mixture], gradients: bool, samples: int, storage: Storage, here: int | None = None
     ):
         self.sums = {mixture.name: MixtureSums(mixture, gradients, samples, storage, here) for mixture in mixtures}
         self.gradients = self.sums if gradients else {}

@@ -182,29 +182,18 @@ class InputSums:
             self.of_layer[name] = by_reads[tuple(reads)]
             by_reads[tuple(reads)].readers[name] = []
 
-    def made(self, layer: PrunableLayer) -> SharedSums:
-        """The statistics of a layer, also if no sample of this process has reached it."""
-        if layer.name in self.of_layer:
-            return self.of_layer[layer.name]
-        device = layer.parameter.device
-        return self._make(layer, self.storage.device if device.type == "meta" else device)
-
     def forget(self) -> None:
         """Release the batch's inputs."""
         self.by_key.clear()
         self.added.clear()
         self.held.clear()
 
-    def take(self, name: str) -> dict[type, InputStatistic]:
-        """Remove and return the statistics of a layer.
-
-        Raises:
-            MoonshotError: no call of the layer was observed.
-        """
-        if name not in self.of_layer:
-            hint = Text("add its name to {} to skip it", "ignore")
-            raise MoonshotError(f"{name}: no calibration data reached this layer", hint=hint)
-        return self.of_layer.pop(name).statistics
+    def made(self, layer: PrunableLayer) -> SharedSums:
+        """The statistics of a layer, also if no sample of this process has reached it."""
+        if layer.name in self.of_layer:
+            return self.of_layer[layer.name]
+        device = layer.parameter.device
+        return self._make(layer, self.storage.device if device.type == "meta" else device)
 
 
 class GradientSums:
@@ -355,7 +344,7 @@ class Observer(AbstractContextManager["Observer"]):
 
     def forget(self, layer: PrunableLayer) -> None:
         """Release the statistics of a layer."""
-        self.inputs.take(layer.name)
+        self.inputs.of_layer.pop(layer.name)
         self.gradients.pop(layer.name, None)
 
     def tokens(self, layer: PrunableLayer) -> Tensor:
@@ -373,7 +362,10 @@ class Observer(AbstractContextManager["Observer"]):
             MoonshotError: the calibration data never reached the layer, or gave NaN or infinity.
         """
         name = layer.name
-        statistics, sums = dict(self.inputs.take(name)), self.gradients.pop(name, None)
+        if not self.reached(layer):
+            hint = Text("add its name to {} to skip it", "ignore")
+            raise MoonshotError(f"{name}: no calibration data reached this layer", hint=hint)
+        statistics, sums = dict(self.inputs.of_layer.pop(name).statistics), self.gradients.pop(name, None)
         inputs = statistics.pop(self.kind).result()
         finite = all_finite(inputs if self.diagonal else inputs.diagonal(dim1=-2, dim2=-1))
         require(finite, f"{name}: its inputs (activations) hold NaN or infinite values", hint=NOT_FINITE)

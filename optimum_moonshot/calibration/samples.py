@@ -39,12 +39,14 @@ def unshown_samples(model: nn.Module, layers: Sequence[PrunableLayer], batch: Ba
 
 def unlike(layers: Sequence[PrunableLayer], both: Calls, second: Calls) -> list[str]:
     """The names of the layers where the second half of some call with both samples is not the second sample's call."""
-
-    def shows(two: Tensor | None, one: Tensor | None) -> bool:
-        return two is not None and one is not None and len(two) == 2 * len(one) and close(two[len(one) :], one)
-
-    pairs = {layer.name: (both[layer.name], second[layer.name]) for layer in layers}
-    return [name for name, (two, one) in pairs.items() if len(two) != len(one) or not all(map(shows, two, one))]
+    names = []
+    for layer in layers:
+        calls, alone = both[layer.name], second[layer.name]
+        pairs = [(two, one) for two, one in zip(calls, alone, strict=False) if two is not None and one is not None]
+        shown = len(pairs) == len(calls) == len(alone)
+        if not shown or not all(len(two) == 2 * len(one) and close(two[len(one) :], one) for two, one in pairs):
+            names.append(layer.name)
+    return names
 
 
 @torch.no_grad()

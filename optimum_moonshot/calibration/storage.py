@@ -28,12 +28,9 @@ MORE_MEMORY = Text(
 class Storage:
     """Allocates tensors within a budget, and counts them until they are garbage.
 
-    Args:
-        device: the model's device, the first choice.
-        max_memory: bytes allowed there; None is 60% of its free memory.
-        offload_dir: folder for memory-mapped files once 60% of the free host memory is used as well. Files are
-            unlinked as soon as they are mapped, so a killed process leaves none behind.
-        free: bytes that are free on the device and in host memory; None measures them.
+    `max_memory` is the budget on the device in bytes; None is 60% of the `free` memory there, of which None measures
+    it. Once 60% of the free host memory is used as well, tensors are memory-mapped files in `offload_dir`. These are
+    unlinked as soon as they are mapped, so a killed process leaves none behind.
     """
 
     def __init__(

@@ -23,11 +23,8 @@ INPUTS = "give dictionaries of model inputs, such as {'input_ids': tensor}, or p
 def as_batch(item: Any, what: str, single: bool) -> Batch:
     """A dictionary of tensors with a batch dimension, on the CPU, from such a dictionary, or inputs and labels.
 
-    `what` names it in errors. `single` declares a sample without a batch dimension; for the inputs in `INPUT_RANKS`
-    this follows from the rank.
-
-    Raises:
-        MoonshotError: anything else, tensors of unequal length, or NaN.
+    `what` names it in errors; NaN or tensors of unequal length are errors too. `single` declares a sample without a
+    batch dimension; for the inputs in `INPUT_RANKS` this follows from the rank.
     """
     if isinstance(item, list | tuple) and len(item) == 2 and hasattr(item[0], "ndim"):
         item = {"pixel_values" if item[0].ndim in (3, 4) else "inputs": item[0], "labels": item[1]}

@@ -67,15 +67,10 @@ def load_image_text(
     sequence_length: int | None = None,
     max_positions: int | None = None,
 ) -> CalibrationData:
-    """Exactly `num_samples` random rows as model inputs, one sample a batch.
+    """Exactly `num_samples` random rows as model inputs of the model's `processor`, one sample a batch.
 
-    Args:
-        source: from `open_image_text`.
-        processor: the model's, for images and text.
-        num_samples: rows to draw, without repetition.
-        seed: of the draw.
-        sequence_length: rows of more tokens, image tokens included, are skipped; None is the model's longest.
-        max_positions: the model's longest sequence in tokens; None if it has no limit.
+    Rows of more than `sequence_length` tokens, image tokens included, are skipped; None is the model's longest,
+    `max_positions`, which is None without a limit.
 
     Raises:
         MoonshotError: too few rows, or rows that cannot be read or processed.

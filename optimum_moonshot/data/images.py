@@ -50,9 +50,7 @@ class ImageSource:
 
 
 def open_images(source: Any, splits: tuple[str, ...] = CALIBRATION_SPLITS) -> ImageSource | None:
-    """Open a source of images; None if it contains model inputs.
-
-    A data set with several `splits` is read from the first of these that it has.
+    """Open a source of images, by the first of its `splits` if it has several; None if it contains model inputs.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, or has no column of images.
@@ -80,8 +78,8 @@ def open_rows(
     if isinstance(source, DatasetDict | IterableDatasetDict):
         split = next((split for split in splits if split in source), next(iter(source)) if len(source) == 1 else None)
         if split is None:
-            message = f"{name} has the splits {', '.join(source)}"
-            raise MoonshotError(message, hint="give one of them as a datasets.Dataset")
+            hint = "give one of them as a datasets.Dataset"
+            raise MoonshotError(f"{name} has the splits {', '.join(source)}", hint=hint)
         source = source[split]
     if not isinstance(source, Dataset | IterableDataset):
         return None
@@ -112,25 +110,11 @@ def shuffle_buffer(count: int | None) -> int:
 
 
 def load_images(
-    source: ImageSource,
-    model: nn.Module,
-    processor: Any,
-    *,
-    num_samples: int,
-    batch_size: int,
-    seed: int,
-    labels: bool,
+    source: ImageSource, model: nn.Module, processor: Any, *, num_samples: int, batch_size: int, seed: int, labels: bool
 ) -> CalibrationData:
-    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and optionally `labels` [B].
+    """Exactly `num_samples` random images, in batches of `pixel_values` [B, C, H, W] and, with `labels`, `labels` [B].
 
-    Args:
-        source: from `open_images`.
-        model: its configuration determines the classes and channels.
-        processor: the model's image processor, or a function from an image to its tensor [C, H, W].
-        num_samples: images to draw, without repetition.
-        batch_size: images of a batch, at most.
-        seed: of the draw.
-        labels: whether to add each image's class.
+    The `processor` is the model's image processor, or a function from an image to its tensor [C, H, W].
 
     Raises:
         MoonshotError: no processor, too few images, images that cannot be read, or labels that are missing or unknown.
@@ -181,10 +165,7 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
     """A function from a row's label to the model's class, and a note if the class names do not agree.
 
     Numeric names are used as numbers: sorted as text, "10" would come before "2". The function raises `MoonshotError`
-    for a label that is not a class.
-
-    Raises:
-        MoonshotError: no labels, or more classes than the model has.
+    for a label that is not a class; this raises it without labels, or for more classes than the model has.
     """
     if source.label is None:
         raise MoonshotError(
@@ -264,9 +245,6 @@ def picture(value: Any, mode: str | None, what: str) -> Any:
     """A PIL image from an image, its bytes, its path, or a dictionary of these.
 
     `mode` is PIL's name of the colours to convert it to, such as "RGB"; None keeps them. `what` names it in errors.
-
-    Raises:
-        MoonshotError: it is missing or damaged.
     """
     if value is None:
         raise MoonshotError(f"{what} is missing", hint="leave its row out")

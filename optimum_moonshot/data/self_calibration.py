@@ -80,12 +80,7 @@ class SelfCalibration:
         return f"{SELF} ({sampling}, from {start})"
 
     def beginnings(self, tokenizer: Any, bos: int | None, length: int) -> list[list[int]]:
-        """The tokens of the prompts, or the BOS token, if the model has one, without prompts.
-
-        Args:
-            tokenizer: the model's; may be None without prompts.
-            bos: the model's BOS token; None if it has none.
-            length: tokens of a sample; a prompt must be shorter.
+        """The tokens of the prompts, fewer than `length`, or the BOS token without prompts.
 
         Raises:
             MoonshotError: no BOS token and no prompts, no tokenizer or chat template for prompts, or prompts that
@@ -123,8 +118,8 @@ class SelfCalibration:
                 raise MoonshotError(message, field="prompts", value=path, hint=hint)
             if row[column]:
                 prompts.append(_checked(row[column]))
-        some = len(prompts) > 0
-        require(some, "it has no prompts", field="prompts", value=path, hint="give some, or leave it out")
+        give = "give some, or leave it out"
+        require(len(prompts) > 0, "it has no prompts", field="prompts", value=path, hint=give)
         return prompts
 
     def _tokens(self, tokenizer: Any, prompt: Prompt, chat: bool, number: int) -> list[int]:
@@ -147,9 +142,7 @@ def _checked(prompt: Any) -> Prompt:
     """A string, or a list of messages."""
     if isinstance(prompt, str):
         return prompt
-    conversation = isinstance(prompt, Sequence) and all(
-        isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt
-    )
-    if not conversation or not prompt:
+    listed = isinstance(prompt, Sequence) and len(prompt) > 0
+    if not listed or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt):
         raise MoonshotError(f"{shown(prompt)} is neither a string nor a list of messages", field="prompts")
     return [*map(dict, prompt)]

@@ -57,18 +57,10 @@ def load_calibration(
     seed: int = 0,
     max_positions: int | None = None,
 ) -> CalibrationData:
-    """Exactly `num_samples` samples of `source`, in batches.
+    """Exactly `num_samples` samples of `source` (as for `MoonshotPruner.prune`), in batches of at most `batch_size`.
 
-    Args:
-        source: "c4", "wikitext2" or "ptb"; the path of a .txt, .json, .jsonl, .json.gz, .jsonl.gz or .parquet file; a
-            list of strings; a `datasets.Dataset` or `IterableDataset`; or an iterable of model inputs, dictionaries of
-            tensors with a batch dimension, or pairs of inputs and labels.
-        tokenizer: a Hugging Face tokenizer; may be None for model inputs.
-        num_samples: number of samples.
-        sequence_length: tokens of a window; None is the model's longest, at most 2048. Model inputs keep their length.
-        batch_size: samples of a batch, at most. Batches of model inputs are split but never joined.
-        seed: of every random choice.
-        max_positions: the model's longest sequence in tokens; None if it has no limit.
+    A window has `sequence_length` tokens; None is the model's longest, `max_positions`, but at most 2048. Model inputs
+    keep their length, and their batches are split but never joined. The tokenizer may be None for them.
 
     Raises:
         MoonshotError: data that does not exist, cannot be read, is too little, or contains NaN.
@@ -76,7 +68,7 @@ def load_calibration(
     for name, value, least in (("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
         check_whole(name, value, least)
     length = window_length(sequence_length, max_positions)
-    description, opened = describe(source), open_source(source)
+    opened = open_source(source)
     if isinstance(opened, ModelInputs):
         batches, notes = _take(opened, num_samples, batch_size, seed, max_positions), [*opened.notes]
     else:
@@ -87,8 +79,8 @@ def load_calibration(
         samples, notes = draw(opened, tokenizer, num_samples, length, generator)
         batches = _collate(samples, batch_size, tokenizer)
     tokens = [batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch]
-    longest, model_inputs = max(tokens, default=None), isinstance(opened, ModelInputs)
-    return CalibrationData(batches, num_samples, longest, description, digest(batches), tuple(notes), model_inputs)
+    name, longest, model_inputs = describe(source), max(tokens, default=None), isinstance(opened, ModelInputs)
+    return CalibrationData(batches, num_samples, longest, name, digest(batches), tuple(notes), model_inputs)
 
 
 def evaluation_text(source: Any) -> tuple[str, int | None]:
@@ -135,7 +127,7 @@ def tokenize(tokenizer: Any, text: str | list[str]) -> Any:
 
 
 def too_few(num_samples: int, message: str, available: int, more: str = "give more") -> MoonshotError:
-    """The error of a source with fewer samples than requested; `available` is the number that works, or 0."""
+    """The error of a source with fewer samples than requested, of which `available` would work."""
     hint = Text(more + " or set {}", Option("num_samples", available)) if available else more
     return MoonshotError(message, field="num_samples", value=num_samples, hint=hint)
 
@@ -158,8 +150,8 @@ def _windows(texts: Texts, tokenizer: Any, num_samples: int, length: int, genera
     if num_samples > distinct:
         message = f"the text has {len(ids)} tokens, {distinct} different windows of {length}"
         raise too_few(num_samples, message, distinct, "give more text, a shorter sequence,")
-    overlap = f"the text has {len(ids)} tokens: {num_samples} windows of {length} overlap"
-    notes = [overlap] if len(ids) < num_samples * length else []
+    overlap = len(ids) < num_samples * length
+    notes = [f"the text has {len(ids)} tokens: {num_samples} windows of {length} overlap"] * overlap
     return [_window(ids, length, generator) for _ in range(num_samples)], notes
 
 

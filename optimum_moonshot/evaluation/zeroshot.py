@@ -84,11 +84,7 @@ class ZeroShot:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ZeroShot:
-        """The inverse of `to_dict`.
-
-        Raises:
-            MoonshotError: a field is missing, or of another type.
-        """
+        """The inverse of `to_dict`; a field that is missing, or of another type, raises `MoonshotError`."""
         names = {field.name for field in dataclasses.fields(cls)}
         missing = sorted(names - set(values))
         require(not missing, f"not a zero-shot result, {', '.join(missing)} is missing", field="baseline")

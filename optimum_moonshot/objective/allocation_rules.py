@@ -61,22 +61,15 @@ class PatternRules:
 
 def check_allocation(allocation: object) -> None:
     """Raise `MoonshotError` unless `allocation` is the name of a method or a dict with entries."""
-    named = isinstance(allocation, dict)
-    require(
-        named or (isinstance(allocation, str) and allocation in METHODS),
-        'use "uniform", "owl", "alpha", "fisher", or a dict of layer → sparsity or "n:m"',
-        field="allocation",
-        value=allocation,
-    )
-    require(not named or bool(allocation), "it has no entry", field="allocation", value=allocation, hint="leave it out")
+    if isinstance(allocation, dict):
+        require(bool(allocation), "it has no entry", field="allocation", value=allocation, hint="leave it out")
+    elif not isinstance(allocation, str) or allocation not in METHODS:
+        usage = 'use "uniform", "owl", "alpha", "fisher", or a dict of layer → sparsity or "n:m"'
+        raise MoonshotError(usage, field="allocation", value=allocation)
 
 
 def parse_rules(rules: dict[str, Any]) -> dict[str, Pattern]:
-    """Parse an allocation by name: layer or expression → sparsity or "n:m".
-
-    Raises:
-        MoonshotError: an invalid value, or a key that is not a regular expression.
-    """
+    """Parse an allocation by name: layer or expression → sparsity or "n:m"."""
     parsed: dict[str, Pattern] = {}
     for key, value in rules.items():
         named = isinstance(key, str) and key != ""

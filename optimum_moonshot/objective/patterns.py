@@ -94,8 +94,7 @@ class PerExpert(Unstructured):
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
         """The mask of the whole layer, where each expert is a comparison group."""
-        parts = scores.chunk(len(self.experts))
-        return torch.cat([self.of(expert).keep(part) for expert, part in enumerate(parts)])
+        return _keep_parts([self.of(expert) for expert in range(len(self.experts))], scores)
 
     def keep_per_row(self, scores: Tensor) -> Tensor:
         parts = scores.chunk(len(self.experts))
@@ -242,8 +241,7 @@ class _StackedUnstructured(Unstructured):
     parts: tuple[Unstructured, ...] = ()
 
     def keep(self, scores: Tensor, before: int = 0) -> Tensor:
-        parts = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
-        return torch.cat([pattern.keep(part) for pattern, part in parts])
+        return _keep_parts(self.parts, scores)
 
 
 @dataclass(frozen=True)
@@ -251,8 +249,13 @@ class _StackedNM(NM):
     parts: tuple[NM, ...] = ()
 
     def keep(self, scores: Tensor) -> Tensor:
-        parts = zip(self.parts, scores.chunk(len(self.parts)), strict=True)
-        return torch.cat([pattern.keep(part) for pattern, part in parts])
+        return _keep_parts(self.parts, scores)
+
+
+def _keep_parts(patterns: Sequence[Unstructured | NM], scores: Tensor) -> Tensor:
+    """The mask of matrices that are stacked along the rows, each with its own pattern."""
+    parts = zip(patterns, scores.chunk(len(patterns)), strict=True)
+    return torch.cat([pattern.keep(part) for pattern, part in parts])
 
 
 def stacked(patterns: Sequence[Pattern]) -> Pattern | None:
@@ -304,10 +307,7 @@ def own_sparsity(pattern: object) -> bool:
 def parse_pattern(pattern: str, sparsity: float | None, group_size: int = 1) -> "Pattern | MixedNM":
     """Parse ``pattern``, ``sparsity`` and ``group_size`` of a configuration.
 
-    Args:
-        pattern: "unstructured", "structured", "experts", "n:m", such as "2:4", or "n:4" with a literal n.
-        sparsity: fraction to remove, in [0, 1]; for "2:4" None or the implied one.
-        group_size: columns of a group, for "structured" only.
+    `sparsity` may be None for "2:4", which implies it; `group_size` is for "structured" only.
 
     Raises:
         MoonshotError: an unknown pattern, a sparsity outside [0, 1], or one that contradicts n:m.

@@ -50,7 +50,7 @@ class Totals(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scalars of F_k, and notes on them for the user."""
+    """The scalars of F_k, with notes for the user."""
 
     a: float  # of G
     b: float  # of A_k A_kᵀ; 0 without a Fisher term
@@ -155,8 +155,7 @@ class Quadratic:
 
     @property
     def fisher_term(self) -> Fisher:
-        """`fisher`, which is not None where b > 0."""
-        assert self.fisher is not None
+        assert self.fisher is not None  # b > 0
         return self.fisher
 
     def mean_diagonal(self) -> float:
@@ -208,15 +207,7 @@ class DiagonalQuadratic:
     def build(
         cls, weight: Tensor, input_squares: Tensor, gradient_squares: Tensor | None, samples: int, lam: float
     ) -> DiagonalQuadratic:
-        """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
-
-        Args:
-            weight: ŵ, [d_out, d_in].
-            input_squares: diag G, [d_in] or [groups, d_in].
-            gradient_squares: Σ_n A_n², [d_out, d_in]; None at λ = 1.
-            samples: N, of the gradients.
-            lam: λ in [0, 1].
-        """
+        """As `Quadratic.build`, from diag G, [d_in] or [groups, d_in], and Σ_n A_n² (None at λ = 1) of N samples."""
         weight, dead = _without_dead_inputs(weight, input_squares)
         input_squares = of_rows(input_squares, len(weight)) if input_squares.ndim == 2 else input_squares
         at_zero = _first(_diagonal_terms([weight], None, input_squares, gradient_squares, samples))
@@ -292,8 +283,7 @@ def _diagonal_terms(
 
 
 def _first(terms: tuple[Tensor, Tensor | None]) -> tuple[float, float | None]:
-    reconstruction, fisher = terms
-    return float(reconstruction[0]), None if fisher is None else float(fisher[0])
+    return float(terms[0][0]), None if terms[1] is None else float(terms[1][0])
 
 
 def _relative(
