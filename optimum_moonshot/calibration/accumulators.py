@@ -24,7 +24,17 @@ from .storage import Storage
 STAGED = 64
 
 
-class InputSum(InputStatistic):
+class _Total(InputStatistic):
+    value: Tensor
+
+    def sums(self) -> Sequence[Tensor]:
+        return [self.value]
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+class InputSum(_Total):
     """A sum over tokens, [groups, d_in, …] or, for one group, [d_in, …]; in `into`, which is zeroed first, if given."""
 
     axes: ClassVar[int]  # of length d_in
@@ -35,12 +45,6 @@ class InputSum(InputStatistic):
             self.value = storage.zeros(shape, torch.float32, f"{layer.name}: Gram matrix").to(device)
         else:
             self.value = into.zero_()
-
-    def result(self) -> Tensor:
-        return self.value
-
-    def sums(self) -> Sequence[Tensor]:
-        return [self.value]
 
 
 class Gram(InputSum):
@@ -68,7 +72,7 @@ class InputSquares(InputSum):
             self.value[groups] += squares
 
 
-class TokenCounts(InputStatistic):
+class TokenCounts(_Total):
     """The number of tokens that each group reads, int64 [groups]."""
 
     def __init__(self, layer: PrunableLayer, storage: Storage, device: torch.device):
@@ -76,12 +80,6 @@ class TokenCounts(InputStatistic):
 
     def add(self, inputs: Tensor, groups: slice) -> None:
         self.value[groups] += inputs.shape[1]
-
-    def sums(self) -> Sequence[Tensor]:
-        return [self.value]
-
-    def result(self) -> Tensor:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,21 @@ choices (0 and 1, [k, E]) scatters: no sum depends on the scheduling of threads,
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..errors import Option, Text, require
+from ..errors import MoonshotError, Option, Text, require
 from ..model.mixtures import Mixture, MixtureCall
 from ..objective.linalg import all_finite
 from .statistic import NOT_FINITE
 from .storage import Storage
 
 
-@dataclass(frozen=True)
-class MixtureStatistics:
+class MixtureStatistics(NamedTuple):
     """The statistics of a mixture, in float64."""
 
     gram: Tensor  # C  [E, E]
@@ -72,11 +70,8 @@ class MixtureSums:
     def result(self) -> MixtureStatistics:
         """The statistics of all data; raise `MoonshotError` if they have NaN or infinity."""
         for what, tensor in (("contributions", self.gram), ("gradients", self.gradients)):
-            require(
-                tensor is None or all_finite(tensor),
-                f"{self.mixture.name}: the {what} of its experts hold NaN or infinite values",
-                hint=NOT_FINITE,
-            )
+            message = f"{self.mixture.name}: the {what} of its experts hold NaN or infinite values"
+            require(tensor is None or all_finite(tensor), message, hint=NOT_FINITE)
         return MixtureStatistics(self.gram, self.gradients, self.norms, self.tokens)
 
 
@@ -112,12 +107,9 @@ class MixtureObserver(AbstractContextManager["MixtureObserver"]):
         Raises:
             MoonshotError: the experts' inputs do not show the sample or the padding that they belong to.
         """
-        alone = count == 1 or not self.gradients
-        require(
-            alone and (mask is None or bool(mask.all())),
-            "the tokens that an expert reads do not show which sample they belong to",
-            hint=Text("use {}", Option("batch_size", 1)),
-        )
+        if (count > 1 and self.gradients) or not (mask is None or bool(mask.all())):
+            message = "the tokens that an expert reads do not show which sample they belong to"
+            raise MoonshotError(message, hint=Text("use {}", Option("batch_size", 1)))
         for sums in self.sums.values():
             sums.sample = first
 

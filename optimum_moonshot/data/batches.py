@@ -14,7 +14,7 @@ from ..errors import MoonshotError, require
 
 Batch = dict[str, Tensor]
 
-INPUT_RANKS = {"input_ids": 1, "pixel_values": 3}  # main model inputs → the dimensions of one sample
+SAMPLE_DIMS = {"input_ids": 1, "pixel_values": 3}  # main model inputs → the dimensions of one sample
 PACKED = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}  # rows [t, h, w] → their patches
 PROBE_TOKENS = 16
 INPUTS = "give dictionaries of model inputs, such as {'input_ids': tensor}, or pairs of inputs and labels"
@@ -24,7 +24,7 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
     """A dictionary of tensors with a batch dimension, on the CPU, from such a dictionary, or inputs and labels.
 
     `what` names it in errors; NaN or tensors of unequal length are errors too. `single` declares a sample without a
-    batch dimension; for the inputs in `INPUT_RANKS` this follows from the rank.
+    batch dimension; for the inputs in `SAMPLE_DIMS` this follows from the rank.
     """
     if isinstance(item, list | tuple) and len(item) == 2 and hasattr(item[0], "ndim"):
         item = {"pixel_values" if item[0].ndim in (3, 4) else "inputs": item[0], "labels": item[1]}
@@ -32,9 +32,9 @@ def as_batch(item: Any, what: str, single: bool) -> Batch:
         raise MoonshotError(f"{what} is a {type(item).__name__}", hint=INPUTS)
     batch = {name: _as_tensor(value, f"{what}: {name}") for name, value in item.items() if value is not None}
     require(len(batch) > 0, f"{what} is empty", hint=INPUTS)
-    main = next((name for name in INPUT_RANKS if name in batch), next(iter(batch)))
+    main = next((name for name in SAMPLE_DIMS if name in batch), next(iter(batch)))
     packed = {name for pair in PACKED.items() if pair[0] in batch for name in pair}
-    if single or batch[main].ndim <= INPUT_RANKS.get(main, 1):
+    if single or batch[main].ndim <= SAMPLE_DIMS.get(main, 1):
         batch = {name: tensor if name in packed else tensor[None] for name, tensor in batch.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     equal = len({shape[:1] for name, shape in shapes.items() if name not in packed}) == 1
@@ -98,7 +98,7 @@ def digest(batches: list[Batch]) -> str:
 
 def batch_size(batch: Batch) -> int:
     """The number of samples, by the main input: tensors of a single sample may have other lengths."""
-    return len(batch[next((name for name in INPUT_RANKS if name in batch), next(iter(batch)))])
+    return len(batch[next((name for name in SAMPLE_DIMS if name in batch), next(iter(batch)))])
 
 
 def take(batch: Batch, start: int, stop: int) -> Batch:

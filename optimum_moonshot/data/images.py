@@ -189,9 +189,8 @@ def class_numbers(source: ImageSource, model: nn.Module) -> tuple[Callable[[Any]
         if not all(name.startswith("LABEL_") for name in label2id):
             note = f"the class names {', '.join(names[:3])}, … are not the model's: mapped by position"
     limit = getattr(config, "num_labels", None)
-    largest = max(table) if table else 0
-    if limit and largest >= limit:
-        message = f"{source.name}: class {largest} is beyond the model's {limit} classes"
+    if limit and table and max(table) >= limit:
+        message = f"{source.name}: class {max(table)} is beyond the model's {limit} classes"
         raise MoonshotError(message, hint="give data of the model's classes")
     count = len(table) if table else limit
 
@@ -211,17 +210,16 @@ def _load(source: str | os.PathLike[str]) -> Dataset | IterableDataset | Dataset
     path, name = Path(os.path.expanduser(source)), os.fspath(source)
     if name in CORPORA:
         raise MoonshotError(f'"{name}" is text', hint=ACCEPTED)
+    parquet = path.suffix.lower() == ".parquet" and path.is_file()
+    if path.exists() and not parquet and not path.is_dir():
+        raise MoonshotError(f'"{name}" is neither a folder nor a .parquet file', hint=ACCEPTED)
     try:
-        if path.is_dir():
-            return load_dataset(str(path.resolve()))
-        if path.suffix.lower() == ".parquet" and path.is_file():
+        if parquet:
             # Not streamed, for a uniform draw; `load_dataset` would expand glob characters in an unescaped path.
             return load_dataset("parquet", data_files=glob.escape(str(path.resolve())), split="train")
         if path.exists():
-            raise MoonshotError(f'"{name}" is neither a folder nor a .parquet file', hint=ACCEPTED)
+            return load_dataset(str(path.resolve()))
         return load_dataset(name, streaming=True)  # a download could take hundreds of gigabytes
-    except MoonshotError:
-        raise
     except Exception as error:
         raise MoonshotError(f'"{name}" cannot be read ({reason(error)})', hint=ACCEPTED) from error
 

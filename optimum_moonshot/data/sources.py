@@ -22,7 +22,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from torch import Tensor
 
 from ..errors import MoonshotError, reason, require
-from .batches import INPUT_RANKS, Batch, as_batch, unpack
+from .batches import SAMPLE_DIMS, Batch, as_batch, unpack
 
 Load = Callable[[], Iterable[dict[str, Any]]]  # of the rows
 
@@ -217,7 +217,7 @@ def _open_dataset(load: Load, what: str, counted: bool = False) -> Texts | Model
     row = next(_rows(load, what), None)
     if row is None:
         raise MoonshotError(f"{what} has no rows", hint="give data that contains text or model inputs")
-    if not any(name in row for name in INPUT_RANKS):
+    if not any(name in row for name in SAMPLE_DIMS):
         _text_column(row)
         corpus = next((corpus for corpus in CORPORA.values() if corpus.columns == row.keys()), None)
         count = (lambda most: sum(1 for _ in islice(read_texts(load, what), most))) if counted else None

@@ -53,11 +53,12 @@ class EvalReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: values by data set, and the settings of each; an infinite perplexity is None."""
+        results: list[Perplexity | Accuracy] = [*self.perplexity.values(), *self.accuracy.values()]
         return {
             "model": self.model,
             "perplexity": {d: r.value if math.isfinite(r.value) else None for d, r in self.perplexity.items()},
             "accuracy": {d: result.value for d, result in self.accuracy.items()},
-            "measured_on": {r.dataset: _settings(r) for r in (*self.perplexity.values(), *self.accuracy.values())},
+            "measured_on": {result.dataset: _settings(result) for result in results},
             "zero_shot": self.zero_shot.to_dict() if self.zero_shot else None,
             "versions": self.versions,
         }
@@ -67,13 +68,12 @@ class EvalReport:
         """The inverse of `to_dict`; also accepts the result of `ZeroShot.to_dict`."""
         if "num_fewshot" in values:
             values = {"zero_shot": values}
-        settings = values.get("measured_on", {})
+        settings, zero_shot = values.get("measured_on", {}), values.get("zero_shot")
         perplexities = {d: math.inf if v is None else v for d, v in values.get("perplexity", {}).items()}
-        zero_shot = values.get("zero_shot")
         return cls(
             model=values.get("model", ""),
-            perplexity={d: _read(Perplexity, value, d, settings) for d, value in perplexities.items()},
-            accuracy={d: _read(Accuracy, value, d, settings) for d, value in values.get("accuracy", {}).items()},
+            perplexity={d: _read(Perplexity, v, d, settings) for d, v in perplexities.items()},
+            accuracy={d: _read(Accuracy, v, d, settings) for d, v in values.get("accuracy", {}).items()},
             zero_shot=ZeroShot.from_dict(zero_shot) if zero_shot else None,
             versions=values.get("versions", {}),
         )

@@ -96,14 +96,10 @@ def _ascending(slopes: list[float]) -> list[float]:
 def divide_steps(losses: Mapping[str, Sequence[float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
     """Number of removal steps, such as 3:4 → 2:4, of each matrix that approximately minimises the sum of the losses.
 
-    Greedy by loss per weight, along the lower convex hulls. A segment of a hull that would exceed the budget is
-    skipped, with all later ones of its matrix; the remaining budget is spent on single steps, the cheapest first. The
-    result never exceeds the budget, and no further step fits.
-
-    Args:
-        losses: matrix → its losses after 0, 1, 2 … steps.
-        sizes: matrix → weights that a step removes.
-        budget: weights to remove at most.
+    `losses` are those after 0, 1, 2 … steps, and `sizes` the weights that a step removes; their sum is at most the
+    `budget`, and no further step fits. Greedy by loss per weight, along the lower convex hulls. A segment of a hull
+    that would exceed the budget is skipped, with all later ones of its matrix; the remaining budget is spent on single
+    steps, the cheapest first.
     """
     taken, left = dict.fromkeys(losses, 0), budget
     moves = []

@@ -106,13 +106,9 @@ class Quadratic:
     ) -> Quadratic:
         """Build it from a dense weight and its statistics; the weights of inputs that are always 0 are set to 0.
 
-        Args:
-            weight: ŵ, [d_out, d_in].
-            gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
-            fisher: of the weight's rows, or of their column blocks of the same size; None at λ = 1.
-            lam: λ in [0, 1].
-            totals: of the layer; with them, `fisher` can be passed to `part`, for some rows at a time.
-            column_block: inputs of a column block, a divisor of d_in; None for no blocks.
+        `gram` is [d_in, d_in] or [groups, d_in, d_in] in float32, and `fisher` of the weight's rows, or of their column
+        blocks of `column_block` inputs, a divisor of d_in; None at λ = 1. With the `totals` of the layer, `fisher` can
+        be passed to `part`, for some rows at a time.
 
         Raises:
             FactorizationError: G is far from positive semidefinite.

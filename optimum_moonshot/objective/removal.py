@@ -40,8 +40,10 @@ class Removal:
         gradients = None if gradients is None or lam == 1 else gradients.double()
         fisher = None if gradients is None else float(gradients.sum(1).square().mean())
         at_one = float(gram.sum()), fisher
-        count = 0 if gradients is None else len(gradients)
-        return cls(gram, gradients, norms, tokens, _noted(scales(lam, *at_one, samples=count)), at_one)
+        factors = scales(lam, *at_one, samples=0 if gradients is None else len(gradients))
+        if not (factors.a or factors.b):
+            factors = factors._replace(notes=("its experts contribute nothing: the first ones are removed",))
+        return cls(gram, gradients, norms, tokens, factors, at_one)
 
     @property
     def matrix(self) -> Tensor:
@@ -63,13 +65,6 @@ class Removal:
             total = float(removed @ self.matrix @ removed)
             losses.append(RelativeLoss(reconstruction, fisher, total))
         return losses
-
-
-def _noted(scales: Scales) -> Scales:
-    """The scales with the note on vanishing losses reworded for experts."""
-    if scales.a or scales.b:
-        return scales
-    return scales._replace(notes=("its experts contribute nothing: the first ones are removed",))
 
 
 def mean_norms(removal: Removal) -> Tensor:
