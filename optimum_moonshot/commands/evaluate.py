@@ -3,34 +3,31 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import MoonshotError, Option, Text, check_whole
+from ..errors import Option, Text, check_whole
 from .common import (
     IMAGES_HELP,
-    UsageError,
+    add_data_option,
     add_model_options,
     check_data,
     expect,
     find_device,
     load,
+    make_metric,
     remote_code,
     usage_errors,
 )
-from .measuring import make_metric
-from .messages import guard
+from .launch import guard
 
 if TYPE_CHECKING:
     import torch
 
     from ..evaluation.report import EvalReport
-
-RUNTIMES = ("dense", "auto", "packed")
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
@@ -38,27 +35,18 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     parser.add_argument(
         "--runtime",
-        choices=RUNTIMES,
+        choices=("dense", "auto", "packed"),
         default="dense",
         help="for a pruned MODEL: auto keeps layers packed in memory if their product is faster on this device, packed "
         "keeps all that it can, dense none (the default)",
     )
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DATA",
-        help=f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
-    parser.add_argument(
+    add_data_option(parser, "--dataset", f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}")
+    add_data_option(
+        parser,
         "--tasks",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TASK",
-        help='zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
+        'zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
         "needs pip install optimum-moonshot[eval]",
+        metavar="TASK",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
@@ -114,7 +102,11 @@ def evaluate(args: argparse.Namespace) -> None:
             print(*_lines(result, baseline), sep="\n", flush=True)
         if args.output:
             report.save(args.output)
-    comparison = _comparison(args, report, baseline)
+    comparison: dict[str, Any] = {}
+    if baseline is not None:
+        tasks, others = report.zero_shot, baseline.zero_shot
+        win_rate = None if tasks is None or others is None else tasks.win_rate(others)
+        comparison = {"baseline": args.baseline, "win_rate": win_rate}
     if args.output:
         report.save(args.output, **comparison)
     if args.json:
@@ -122,7 +114,12 @@ def evaluate(args: argparse.Namespace) -> None:
     elif comparison.get("win_rate") is not None:
         print(f"win rate    {comparison['win_rate']:.2%} against {args.baseline}")
     if args.record:
-        _record(args, report, dense)
+        from ..checkpoint.saving import record
+
+        card = record(args.model, report, dense)
+        places = "the report and the model card" if card else "the report; the model card is not one of this package"
+        if not args.json:
+            print(f"recorded    in {places}")
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -142,26 +139,17 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _reference(args: argparse.Namespace, option: str) -> "EvalReport | None":
-    """Return the results of another model, which must include a requested data set or zero-shot tasks."""
+    """The results of another model, which must include a requested data set or zero-shot tasks."""
     from ..evaluation.report import EvalReport
 
     path = getattr(args, option)
     if path is None:
         return None
-    with _option_errors(option):
+    with usage_errors(option):
         report = EvalReport.load(path)
     common = any(report.of(dataset) for dataset in args.dataset) or (args.tasks and report.zero_shot)
     expect(bool(common), "it has none of the results to measure", field=option, value=path)
     return report
-
-
-@contextmanager
-def _option_errors(option: str) -> Iterator[None]:
-    """Turn every `MoonshotError` raised inside into a `UsageError` about an option."""
-    try:
-        yield
-    except MoonshotError as error:
-        raise UsageError.of(error).within(Option(option)) from None
 
 
 def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
@@ -172,11 +160,8 @@ def _check_windows(args: argparse.Namespace, option: str, reference: Any, model:
     length = window_length(args.sequence_length, max_positions(model))
     for dataset in args.dataset if reference is not None else ():
         other = getattr(reference.of(dataset), "sequence_length", length)
-        message, hint = (
-            f"it has windows of {other} tokens of {dataset}",
-            Text("use {}", Option("sequence_length", other)),
-        )
-        expect(other == length, message, field=option, value=getattr(args, option), hint=hint)
+        message, hint = f"it has windows of {other} tokens of {dataset}", Option("sequence_length", other)
+        expect(other == length, message, field=option, value=getattr(args, option), hint=Text("use {}", hint))
 
 
 def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
@@ -197,7 +182,7 @@ def _check_record(args: argparse.Namespace) -> None:
     from ..checkpoint.saving import saved_report
     from ..data.corpora import short_name
 
-    with _option_errors("record"):
+    with usage_errors("record"):
         saved_report(Path(args.model))
     names = [short_name(dataset) for dataset in args.dataset]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -231,23 +216,6 @@ def _lines(result: Any, baseline: Any) -> list[str]:
             other = f" (baseline {references[name].value:{spec}}{note})"
         lines.append(f"{metric:<12}{value:{spec}}{spread} on {getattr(result, 'dataset', name)}{other}")
     return lines
-
-
-def _comparison(args: argparse.Namespace, report: Any, baseline: Any) -> dict[str, Any]:
-    """Return the entries of the JSON on the baseline."""
-    if baseline is None:
-        return {}
-    both = report.zero_shot is not None and baseline.zero_shot is not None
-    return {"baseline": args.baseline, "win_rate": report.zero_shot.win_rate(baseline.zero_shot) if both else None}
-
-
-def _record(args: argparse.Namespace, report: Any, dense: Any) -> None:
-    from ..checkpoint.saving import record
-
-    card = record(args.model, report, dense)
-    places = "the report and the model card" if card else "the report; the model card is not one of this package"
-    if not args.json:
-        print(f"recorded    in {places}")
 
 
 def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, Any]:
