@@ -60,7 +60,6 @@ def add_model_options(
 
 
 def add_offload_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--offload`, for models that are larger than the memory."""
     parser.add_argument(
         "--offload",
         choices=("cpu", "disk"),
@@ -69,13 +68,11 @@ def add_offload_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_options(parser: argparse.ArgumentParser, help: str, required: bool = True) -> None:
-    """Add `--output` and `--overwrite`."""
     parser.add_argument("--output", required=required, metavar="DIR", help=help)
     parser.add_argument("--overwrite", action="store_true", help="write to the output even if it is not empty")
 
 
 def add_format_option(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add `--format`, of the weights that are saved."""
     text = "dense loads anywhere; packed stores the surviving weights and one bit for each weight"
     parser.add_argument("--format", choices=("dense", "packed"), help=text, **options)
 
@@ -86,11 +83,7 @@ def add_data_option(parser: argparse.ArgumentParser, name: str, help: str, metav
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules of `--import`, also from the current folder, as ``python -m`` does.
-
-    Raises:
-        UsageError: a module cannot be imported.
-    """
+    """Import the modules of `--import`, also from the current folder, as ``python -m`` does."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -102,11 +95,7 @@ def import_modules(names: list[str]) -> None:
 
 
 def find_device(name: str | None) -> "torch.device":
-    """The device of this name; without a name a GPU if there is one, else the CPU.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
+    """The device of this name; without a name a GPU if there is one, else the CPU."""
     import torch
 
     from ..devices import default_device
@@ -140,11 +129,7 @@ def check_source(name: str) -> None:
 
 
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Call a loader, of a model or a part of it, with ``dtype`` and, if the user requests it, ``trust_remote_code``.
-
-    Raises:
-        MoonshotError: loading failed, with the reason in one line.
-    """
+    """Call a loader, of a model or a part of it, with ``dtype`` and, if the user requests it, ``trust_remote_code``."""
     try:
         return loader(dtype=args.dtype, **remote_code(args))
     except MoonshotError:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
 from ..errors import Option, Text, check_whole
 from .common import (
     IMAGES_HELP,
@@ -22,7 +20,6 @@ from .common import (
     remote_code,
     usage_errors,
 )
-from .launch import guard
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot eval`."""
     add_model_options(parser)
     parser.add_argument(
         "--runtime",
@@ -50,9 +46,8 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
-    parser.add_argument(
-        "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
-    )
+    text = "tokens per window; default: the model's longest, at most 2048"
+    parser.add_argument("--sequence-length", type=int, help=text)
     parser.add_argument("--batch-size", type=int, default=4, help="windows, images or requests at a time (4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="RESULT.json", help="write the results, with versions, after each one")
@@ -74,20 +69,13 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: measure, print, and write each result at once.
-
-    Raises:
-        UsageError: invalid options, detected before anything is loaded.
-        MoonshotError: a model or data that cannot be loaded or measured.
-    """
+    """`moonshot eval`: measure, print, and write each result at once; options are checked before anything is loaded."""
     device = find_device(args.device)
     _check_options(args)
     from ..evaluation.report import EvalReport
 
     references = {option: _reference(args, option) for option in ("baseline", "dense")}
     tasks = _tasks(args, list(references.values()))
-    if args.record:
-        _check_record(args)
     model, tokenizer, processor = _load_for_evaluation(args, device)
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
@@ -104,8 +92,8 @@ def evaluate(args: argparse.Namespace) -> None:
             report.save(args.output)
     comparison: dict[str, Any] = {}
     if baseline is not None:
-        tasks, others = report.zero_shot, baseline.zero_shot
-        win_rate = None if tasks is None or others is None else tasks.win_rate(others)
+        scores, others = report.zero_shot, baseline.zero_shot
+        win_rate = None if scores is None or others is None else scores.win_rate(others)
         comparison = {"baseline": args.baseline, "win_rate": win_rate}
     if args.output:
         report.save(args.output, **comparison)
@@ -136,6 +124,15 @@ def _check_options(args: argparse.Namespace) -> None:
         valid = not path.is_dir() and path.parent.is_dir()
         expect(valid, "give a file in a folder", field="output", value=args.output)
     check_data("dataset", args.dataset)
+    if args.record:
+        from ..checkpoint.saving import saved_report
+        from ..data.corpora import short_name
+
+        with usage_errors("record"):
+            saved_report(Path(args.model))
+        names = [short_name(dataset) for dataset in args.dataset]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        expect(twice is None, f"two data sets have the name {twice}, which is their key in the report", field="record")
 
 
 def _reference(args: argparse.Namespace, option: str) -> "EvalReport | None":
@@ -178,17 +175,6 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
     return tasks
 
 
-def _check_record(args: argparse.Namespace) -> None:
-    from ..checkpoint.saving import saved_report
-    from ..data.corpora import short_name
-
-    with usage_errors("record"):
-        saved_report(Path(args.model))
-    names = [short_name(dataset) for dataset in args.dataset]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    expect(twice is None, f"two data sets have the name {twice}, which is their key in the report", field="record")
-
-
 def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any) -> Iterator[Any]:
     """Yield one result after another."""
     from ..evaluation.zeroshot import zero_shot
@@ -202,19 +188,18 @@ def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: An
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
-    """Format a result, with that of the baseline; notes a different way of measuring."""
+    """Format a result and that of the baseline, with a note if it was measured differently."""
     references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():
         spec = ".2%" if metric == "accuracy" else ".3f"
         stderr = getattr(result, "stderr", {}).get(name)
-        spread = "" if stderr is None else f" ± {stderr:{spec}}"
-        other = ""
+        line = f"{metric:<12}{value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
+        line += f" on {getattr(result, 'dataset', name)}"
         if name in references:
-            same = references[name][::2] == (metric, settings)
-            note = "" if same else ", measured in another way"
-            other = f" (baseline {references[name].value:{spec}}{note})"
-        lines.append(f"{metric:<12}{value:{spec}}{spread} on {getattr(result, 'dataset', name)}{other}")
+            note = "" if references[name][::2] == (metric, settings) else ", measured in another way"
+            line += f" (baseline {references[name].value:{spec}}{note})"
+        lines.append(line)
     return lines
 
 
@@ -233,19 +218,10 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     if args.runtime == "dense":
         loader = (cls if images else AutoModelForCausalLM).from_pretrained
     else:
-        pruned = PruningRecord.read(config) is not None
         message = f"{args.model} is not pruned; leave the option out"
-        expect(pruned, message, field="runtime", value=args.runtime)
+        expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
         loader = partial(load_pruned, runtime=args.runtime, device_map=device)
     model = load(lambda **kwargs: loader(args.model, **kwargs), args)
     if images:
         return model, None, load_processor(model, args.model, **remote_code(args))
     return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
-
-
-class EvalCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="eval", help="Measure a model's perplexity, zero-shot accuracy, or accuracy on images.")
-    parse_args = staticmethod(add_eval_options)
-
-    def run(self) -> None:
-        guard(evaluate, self.args)

@@ -19,20 +19,22 @@ LONGEST_VALUE = 200  # characters
 def guard(
     work: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
-    plurals: Mapping[str, str] | None = None,
     shared: bool = False,
+    plurals: Mapping[str, str] = {},
 ) -> None:
     """Run a command; print an error that users can fix as one line, without a traceback unless MOONSHOT_DEBUG=1.
 
-    `plurals` are those of `option_formatter`; the processes of a launcher can share the work of a `shared` command.
-
-    Raises:
-        SystemExit: the work failed: with status 2 for a `UsageError`, 130 for an interruption, else 1.
+    The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals` are those of
+    `option_formatter`; the processes of a launcher can share the work of a `shared` command.
     """
     try:
         _join(getattr(args, "device", None), shared)
         work(args)
-        _leave()
+        if _several():
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
         return
     except (MoonshotError, OSError, KeyboardInterrupt) as error:
         if os.environ.get("MOONSHOT_DEBUG") == "1":
@@ -46,9 +48,7 @@ def guard(
     sys.exit(status)
 
 
-def option_formatter(
-    args: argparse.Namespace | None, plurals: Mapping[str, str] | None = None
-) -> Callable[[Option], str]:
+def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str] = {}) -> Callable[[Option], str]:
     """The function that formats a field as the option of a command, for `MoonshotError.render`.
 
     `plurals` maps fields to the options that take several values of them. A field that the command has no option for
@@ -63,7 +63,7 @@ def option_formatter(
             name, value = "output", value if value is UNSET else options["output"]
         elif name == "model" or name not in (*CONFIG_OPTIONS, *options):
             return str(option)
-        text = flag((plurals or {}).get(name, name)) + bracket + key
+        text = flag(plurals.get(name, name)) + bracket + key
         without_value = any(value is each for each in (UNSET, None, True))
         return text if without_value else f"{text} {_argument(value)}"
 
@@ -127,14 +127,6 @@ def _join(device: str | None, shared: bool) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     except (RuntimeError, ValueError, OSError) as error:
         raise MoonshotError(f"{count} processes: they cannot connect ({reason(error)})") from error
-
-
-def _leave() -> None:
-    if _several():
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _failure(message: str) -> str | None:

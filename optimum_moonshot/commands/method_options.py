@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from ..data.self_calibration import SelfCalibration
 
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
-RECIPE = (
-    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a better "
-    "solver, a learned basis and a sparsity budget for each layer, recovered also tunes the weights; other options "
-    "override it"
-)
 # One option per field of MoonshotConfig. The defaults are those of the fields: only the options given are passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
@@ -83,10 +78,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "help": "tokens per sample, also for --eval; default: the model's longest, at most 2048",
     },
-    "batch_size": {
-        "type": int,
-        "help": "samples at a time (8); changes memory and speed, not the result",
-    },
+    "batch_size": {"type": int, "help": "samples at a time (8); changes memory and speed, not the result"},
     "seed": {"type": int, "help": "seed of the sampling of calibration data (0)"},
     "max_memory": {
         "metavar": "SIZE",
@@ -128,7 +120,13 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
     """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
     group = parser.add_argument_group("method", "fields of MoonshotConfig, with its defaults")
     if not without:
-        group.add_argument("--recipe", choices=BUDGETS, help=RECIPE)
+        group.add_argument(
+            "--recipe",
+            choices=BUDGETS,
+            help="the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot "
+            "adds a better solver, a learned basis and a sparsity budget for each layer, recovered also tunes the "
+            "weights; other options override it",
+        )
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
@@ -143,11 +141,7 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def make_config(args: argparse.Namespace) -> "MoonshotConfig":
-    """Build the configuration from the options of a command.
-
-    Raises:
-        UsageError: the options do not make a valid configuration.
-    """
+    """The configuration of a command; `UsageError` if its options do not make a valid one."""
     from .. import MoonshotConfig
 
     fields = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
@@ -224,11 +218,7 @@ def add_calibration_options(parser: argparse.ArgumentParser, default: str = "the
 
 
 def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> "str | SelfCalibration | None":
-    """The data of `--calibration`; by default C4 if the method needs data, else None.
-
-    Raises:
-        UsageError: there is no such data, or an option that belongs to another kind of data.
-    """
+    """The data of `--calibration`; by default C4 if the method needs data, else None."""
     from ..objective.allocation_rules import NEEDING_DATA
     from ..solvers import solver_class
 

@@ -1,12 +1,14 @@
 """`optimum-cli moonshot`: its subcommands, of which `prune`, `convert` and `verify` are in this file.
 
-`optimum-cli` imports this module on every call, so torch and transformers are imported in `run`.
+`optimum-cli` imports this module on every call, so torch and transformers are imported when a command runs. Commands
+raise a `UsageError` for invalid options before a model is loaded, and a `MoonshotError` for other input.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +32,12 @@ from .common import (
     pruner_metric,
     remote_code,
 )
-from .evaluate import EvalCommand
+from .evaluate import add_eval_options, evaluate
 from .launch import guard, is_first
 from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import RESUMED_HELP, Output, open_output
-from .rotate import RotateCommand
-from .sweep import SweepCommand
+from .rotate import add_rotate_options, rotate
+from .sweep import SWEPT, add_sweep_options, sweep
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +50,6 @@ _MEMORY_OPTIONS = ("device_memory", "host_memory")
 
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot prune`."""
     add_model_options(parser)
     add_output_options(parser, f"folder for the pruned model; {RESUMED_HELP}")
     add_format_option(parser, default="dense")
@@ -76,12 +77,7 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prune(args: argparse.Namespace) -> None:
-    """`moonshot prune`: load, measure, prune, measure, save, report; with `--dry-run`, print the plan.
-
-    Raises:
-        UsageError: invalid options, detected before the model is loaded.
-        MoonshotError: a model or data that cannot be loaded, pruned or saved.
-    """
+    """`moonshot prune`: load, measure, prune, measure, save, report; with `--dry-run`, print the plan."""
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
@@ -146,7 +142,6 @@ def _compact(pruner: "MoonshotPruner", report: "PruneReport") -> str:
 
 
 def add_convert_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot convert`."""
     add_model_options(parser, "DIR", "folder of a pruned checkpoint, or name on the Hub", loaded=False)
     add_format_option(parser, required=True)
     text = "folder for the new checkpoint; default: DIR-FORMAT, for a name on the Hub its last part"
@@ -154,12 +149,7 @@ def add_convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: save the same weights in the other format.
-
-    Raises:
-        UsageError: a model that is neither a folder nor a name on the Hub, or an invalid output.
-        MoonshotError: no pruned checkpoint, one that already has the format, or a damaged one.
-    """
+    """`moonshot convert`: save the same weights in the other format."""
     check_source(args.model)
     name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]
     args.output = args.output or f"{name}-{args.format}"
@@ -177,7 +167,6 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def add_verify_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot verify`."""
     text = "folder of a pruned checkpoint, written by any program, or name on the Hub"
     add_model_options(parser, "DIR", text, loaded=False)
     parser.add_argument("--revision", help="branch, tag or commit of a name on the Hub")
@@ -185,11 +174,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """`moonshot verify`: compare the weights with the declared metadata; exit status 1 if they do not match.
-
-    Raises:
-        UsageError: a model that is neither a folder nor a name on the Hub.
-    """
+    """`moonshot verify`: compare the weights with the declared metadata; exit status 1 if they do not match."""
     check_source(args.model)
     from .. import verify as verify_checkpoint
 
@@ -200,33 +185,29 @@ def verify(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-class PruneCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="prune", help="Prune a language or image model in one shot and save it.")
-    parse_args = staticmethod(add_prune_options)
+def _subcommand(
+    name: str,
+    work: Callable[[argparse.Namespace], None],
+    options: Callable[[argparse.ArgumentParser], None],
+    help: str,
+) -> CommandInfo:
+    class Subcommand(BaseOptimumCLICommand):
+        COMMAND = CommandInfo(name=name, help=help)
+        parse_args = staticmethod(options)
 
-    def run(self) -> None:
-        guard(prune, self.args, shared=True)
+        def run(self) -> None:
+            guard(work, self.args, shared=work in (prune, sweep, rotate), plurals=SWEPT if work is sweep else {})
 
-
-class ConvertCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="convert", help="Pack the checkpoint of a pruned model, or unpack it.")
-    parse_args = staticmethod(add_convert_options)
-
-    def run(self) -> None:
-        guard(convert, self.args)
-
-
-class VerifyCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="verify", help="Compare the weights of a pruned checkpoint with its metadata.")
-    parse_args = staticmethod(add_verify_options)
-
-    def run(self) -> None:
-        guard(verify, self.args)
+    return CommandInfo(name=name, help=help, subcommand_class=Subcommand)
 
 
 class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
-    SUBCOMMANDS = tuple(
-        CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, SweepCommand, RotateCommand, EvalCommand, ConvertCommand, VerifyCommand)
+    SUBCOMMANDS = (
+        _subcommand("prune", prune, add_prune_options, "Prune a language or image model in one shot and save it."),
+        _subcommand("sweep", sweep, add_sweep_options, "Find the best λ, at several sparsities, on one calibration."),
+        _subcommand("rotate", rotate, add_rotate_options, "Rotate a model so that pruning loses less, and save it."),
+        _subcommand("eval", evaluate, add_eval_options, "Measure perplexity, zero-shot accuracy, or top-1 accuracy."),
+        _subcommand("convert", convert, add_convert_options, "Pack the checkpoint of a pruned model, or unpack it."),
+        _subcommand("verify", verify, add_verify_options, "Compare a pruned checkpoint's weights with its metadata."),
     )

@@ -9,7 +9,6 @@ DIR.partial/seed-N.json    the report of a finished seed
 import argparse
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ class Output:
     def finish(self) -> None:
         """Remove the partial results once everything is written."""
         if self.writes:
-            for folder in (self.work(), *self.partial.glob("seed-*/")):
-                _remove(folder)
+            self._remove(self.work(), *self.partial.glob("seed-*/"))
             for path in [path for pattern in _WRITTEN for path in self.partial.glob(pattern)]:
                 path.unlink()
 
@@ -58,7 +56,7 @@ class Output:
     def discard(self, seed: int) -> None:
         """Remove the results of a seed whose report is stored."""
         if self.writes:
-            _remove(self.work(seed))
+            self._remove(self.work(seed))
 
     def report(self, seed: int) -> dict[str, Any] | None:
         """The report that `keep_report` stored for the same request, if any."""
@@ -74,6 +72,12 @@ class Output:
             with writing("output", self.args.output):
                 text = json.dumps({"request": self.seed_request, "report": report})
                 replace_file(self.partial / f"seed-{seed}.json", text)
+
+    def _remove(self, *folders: Path) -> None:
+        from ..results.run_folder import RunFolder
+
+        for folder in folders:
+            RunFolder.remove_all(folder)
 
     def _expect(self, condition: bool, message: str | Text) -> None:
         expect(condition, message, field="output", value=self.args.output)
@@ -93,11 +97,7 @@ class Output:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Check and lock the folder; at the end, remove DIR.partial if it has nothing to resume from.
-
-        Raises:
-            UsageError: DIR cannot be written to, another command writes there, or DIR.partial has other files.
-        """
+        """Check and lock the folder; at the end, remove DIR.partial if it has nothing to resume from."""
         with usage_errors():
             check_folder("output", self.args.output)
         model = Path(self.args.model)
@@ -137,9 +137,8 @@ class Output:
             return
 
     def _clean_up(self) -> None:
-        for folder in (self.work(), *self.partial.glob("seed-*/")):
-            if not any(folder.rglob("*.safetensors")):
-                _remove(folder)
+        folders = (self.work(), *self.partial.glob("seed-*/"))
+        self._remove(*(folder for folder in folders if not any(folder.rglob("*.safetensors"))))
         with contextlib.suppress(OSError):
             written = self._begun() and self.path.is_dir() and _filled(self.path)
             if {path.name for path in self.partial.iterdir()} - {_LOCK} == {_MANIFEST} and not written:
@@ -148,24 +147,13 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(args: argparse.Namespace) -> Iterator[Output]:
-    """The output folder of a command, which the first process locks.
-
-    Raises:
-        UsageError: it is a file, a dangling link, in the model's folder, or not empty without `--overwrite`, or another
-            command writes there.
-    """
+    """The output folder of a command, which the first process checks and locks as `Output.held` does."""
     output = Output(args)
     with contextlib.ExitStack() as stack:
         if output.writes:
             with writing("output", args.output):
                 stack.enter_context(output.held())
         yield output
-
-
-def _remove(folder: Path) -> None:
-    from ..results.run_folder import RunFolder
-
-    RunFolder.remove_all(folder)
 
 
 def _filled(folder: Path) -> bool:
@@ -177,9 +165,7 @@ def _filled(folder: Path) -> bool:
 def _request(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The options that change the result of a command, with size and time of their files, as JSON types."""
     options = {k: v for k, v in vars(args).items() if k not in (*_NEUTRAL, *without) and not callable(v)}
-    files = {
-        name: _files(Path(os.path.expanduser(str(options[name])))) for name in _PATHS if options.get(name) is not None
-    }
+    files = {name: _files(Path(str(options[name])).expanduser()) for name in _PATHS if options.get(name) is not None}
     return json.loads(json.dumps({"options": options, "files": files}, default=str))
 
 

@@ -3,8 +3,6 @@
 import argparse
 import time
 
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
 from .common import (
     add_data_option,
     add_model_options,
@@ -16,7 +14,7 @@ from .common import (
     load_pruner,
     pruner_metric,
 )
-from .launch import guard, is_first
+from .launch import is_first
 from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import RESUMED_HELP, open_output
 
@@ -25,7 +23,6 @@ WITHOUT = ("group_size", "recompute", "recover", "recover_steps", "recover_lr", 
 
 
 def add_rotate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot rotate`."""
     add_model_options(parser)
     add_output_options(parser, f"folder for the rotated model; {RESUMED_HELP}")
     add_calibration_options(parser)
@@ -35,12 +32,7 @@ def add_rotate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rotate(args: argparse.Namespace) -> None:
-    """`moonshot rotate`: load, measure, rotate, measure, save.
-
-    Raises:
-        UsageError: invalid options, detected before the model is loaded.
-        MoonshotError: a model or data that cannot be loaded, or that has nothing to rotate.
-    """
+    """`moonshot rotate`: load, measure, rotate, measure, save."""
     start = time.perf_counter()
     import_modules(args.imports)
     args.rotation = getattr(args, "rotation", "learned")
@@ -59,11 +51,3 @@ def rotate(args: argparse.Namespace) -> None:
         output.finish()
     if is_first():
         print(*lines, f"saved       {args.output}", f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
-
-
-class RotateCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="rotate", help="Change a model's basis so that pruning costs less, and save it.")
-    parse_args = staticmethod(add_rotate_options)
-
-    def run(self) -> None:
-        guard(rotate, self.args, shared=True)

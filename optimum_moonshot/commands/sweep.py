@@ -5,8 +5,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
 from ..errors import Text, require
 from .common import (
     add_format_option,
@@ -21,7 +19,7 @@ from .common import (
     pruner_metric,
     usage_errors,
 )
-from .launch import by_first, guard, is_first
+from .launch import by_first, is_first
 from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import Output, open_output
 
@@ -36,7 +34,6 @@ SWEPT = {"lam": "lambdas", "sparsity": "sparsities", "pattern": "patterns", "see
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot sweep`."""
     add_model_options(parser)
     add_output_options(
         parser,
@@ -46,9 +43,8 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lambdas", nargs="+", type=float, metavar="LAMBDA", help="default: 0 .1 .25 .5 .75 .9 1")
     parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="fractions of the weights to remove")
     parser.add_argument("--patterns", nargs="+", default=["unstructured"], help='default: "unstructured"; or 2:4, …')
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], help="seeds of the calibration samples, one sweep each (0)"
-    )
+    text = "seeds of the calibration samples, one sweep each (0)"
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help=text)
     add_calibration_options(parser)
     parser.add_argument(
         "--metric",
@@ -57,21 +53,15 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         help="select by perplexity or loss on the calibration data (the default), or by perplexity or accuracy on "
         "other data",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
-    )
+    text = "save the model with the best λ, of the last seed, to DIR/model"
+    parser.add_argument("--save", action="store_true", help=text)
     add_format_option(parser, default="dense")
     add_offload_option(parser)
     add_method_options(parser, without=tuple(SWEPT))
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots.
-
-    Raises:
-        UsageError: invalid options, detected before the model is loaded.
-        MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
-    """
+    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
     from ..objective.patterns import own_sparsity
 
     started = time.perf_counter()
@@ -93,11 +83,7 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def _sweep(
-    args: argparse.Namespace,
-    configs: "list[MoonshotConfig]",
-    device: "torch.device",
-    calibration: Any,
-    output: Output,
+    args: argparse.Namespace, configs: "list[MoonshotConfig]", device: "torch.device", calibration: Any, output: Output
 ) -> None:
     """Sweep every unfinished seed, write the table and plots, and save the best model."""
     from ..reports.seeds import choice, table
@@ -140,7 +126,7 @@ def _sweep(
 
 
 def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
-    """Return the configuration that the variants of a seed share; checks all variants before anything is loaded."""
+    """The configuration that the variants of a seed share; checks all variants before anything is loaded."""
     from ..objective.patterns import own_sparsity
     from ..runs.sweep import variants
 
@@ -169,11 +155,3 @@ def _metric(args: argparse.Namespace, pruner: "MoonshotPruner") -> dict[str, Any
 
     measure.__name__ = f"{metric.name} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": metric.name == "accuracy"}
-
-
-class SweepCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="sweep", help="Find the best λ, at several sparsities, on one calibration.")
-    parse_args = staticmethod(add_sweep_options)
-
-    def run(self) -> None:
-        guard(sweep, self.args, SWEPT, shared=True)

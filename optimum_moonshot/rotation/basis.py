@@ -39,58 +39,48 @@ class _Change:
             [(space, place.at.axis, None if place.index is None else place.index.tolist()) for space, place in places]
             for places in (self.places, other.places)
         )
-        return here == there and not self.gains and not other.gains
+        return self is other or (here == there and not self.gains and not other.gains)
 
 
 class Basis:
-    """The basis of a dense model's weights in some spaces; offloaded blocks are onloaded one at a time.
-
-    Raises:
-        MoonshotError: a parameter that two modules share and need in different bases, and that cannot be untied.
-    """
+    """The basis of a dense model's weights in some spaces; offloaded blocks are onloaded one at a time."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], spaces: Sequence[Space]):
         self.model, self.blocks, self.spaces = model, blocks, list(spaces)
         self.changes = _changes(self.spaces, model)
-        self.untied: list[tuple[nn.Module, str, nn.Parameter]] = []  # with the shared parameter
+        self.untied: list[tuple[Axis, nn.Parameter]] = []  # with the shared parameter
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
         self.dense: dict[int, Tensor] = {}  # id of a parameter → its dense value, in host memory
         self.offloaded: dict[Offloaded, Changes] = {}  # weights of a block → their dense state
         inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
-        for holder, name, parameter in self._to_untie():
-            tied = holder is outputs and getattr(inputs, name, None) is parameter and bool(_tying(model))
-            kind = type(holder).__name__
-            require(tied, f"{name} of a {kind} is shared by modules that would need it in different bases")
+        for at in self._to_untie():
+            tied = at.holder is outputs and getattr(inputs, at.name, None) is at.parameter and bool(_tying(model))
+            message = f"{at.name} of a {type(at.holder).__name__} is shared by modules that would need it in different"
+            require(tied, f"{message} bases")
 
     @property
     def untied_bytes(self) -> int:
         """The additional memory of the parameters that `keep` unties."""
-        return sum(parameter.nbytes for _, _, parameter in self._to_untie())
+        return sum(at.parameter.nbytes for at in self._to_untie())
 
-    def _to_untie(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def _to_untie(self) -> list[Axis]:
         """The uses of shared parameters that change differently from the input embeddings, else from the first use."""
         inputs = _embeddings(self.model, "get_input_embeddings")
         first: dict[int, _Change] = {}
         for change in sorted(self.changes, key=lambda change: change.at.holder is not inputs):
             first.setdefault(id(change.at.parameter), change)
-        pairs = [(change, first[id(change.at.parameter)]) for change in self.changes]
-        return [
-            (change.at.holder, change.at.name, change.at.parameter)
-            for change, other in pairs
-            if change is not other and not change.same(other)
-        ]
+        return [change.at for change in self.changes if not change.same(first[id(change.at.parameter)])]
 
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory."""
-        for holder, name, parameter in self._to_untie():
-            untied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(holder, name, untied)
-            mark_written(holder, name)
-            self.untied.append((holder, name, parameter))
-        if self.untied:
-            self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model)]
-            for config, _ in self.settings:
-                config.tie_word_embeddings = False
+        for at in self._to_untie():
+            shared = at.parameter
+            self.untied.append((at, shared))
+            setattr(at.holder, at.name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+            mark_written(at.holder, at.name)
+        self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model) if self.untied]
+        for config, _ in self.settings:
+            config.tie_word_embeddings = False
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 self.offloaded[block] = block.changes()
@@ -129,9 +119,9 @@ class Basis:
             if id(at.parameter) in self.dense:
                 at.parameter.copy_(self.dense[id(at.parameter)])
                 mark_written(at.holder, at.name)
-        for holder, name, parameter in self.untied:
-            setattr(holder, name, parameter)
-            mark_written(holder, name)
+        for at, shared in self.untied:
+            setattr(at.holder, at.name, shared)
+            mark_written(at.holder, at.name)
         for config, tied in self.settings:
             config.tie_word_embeddings = tied
         self.untied, self.settings = [], []
@@ -218,9 +208,10 @@ def _embeddings(model: nn.Module, getter: str) -> Any:
 def _tying(model: nn.Module) -> list[Any]:
     """The configurations that tie the head to the embeddings."""
     config: Any = getattr(model, "config", None)
-    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    unique = {id(each): each for each in configs}.values()
-    return [each for each in unique if getattr(each, "tie_word_embeddings", False)]
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [
+        each for each in {id(config): config, id(text): text}.values() if getattr(each, "tie_word_embeddings", False)
+    ]
 
 
 def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:

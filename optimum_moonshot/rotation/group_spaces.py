@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..model.structured_groups import StructuredGroups
 from .spaces import Place, Space, occupied_axes
-from .trace import Axis, Node, Trace, random_like, tolerance_of
+from .trace import Axis, Node, Trace, random_like, tolerance_of, vjp
 
 # The columns of a head have factors from 1 to this: a range in which 16 bits distinguish 512 of them.
 LARGEST_FACTOR = 2.0**8
@@ -63,7 +63,7 @@ def find_scales(trace: Trace, groups: Groups, layers: Collection[str], spaces: C
     permuted = {space.name: space for space in spaces if space.permuted}
     for node, group in _free_readers(trace, groups, layers, occupied_axes(spaces) - occupied_axes(permuted.values())):
         for maker in _makers(trace, node, group):
-            index = _homogeneous(trace, node, group, maker)
+            index = _homogeneous(node, group, maker)
             if index is not None:
                 places = [Place(axis) for axis in node.reads]
                 places += [Place(axis, index, writes=True) for axis in maker.writes]
@@ -93,13 +93,13 @@ def _head_space(trace: Trace, node: Node, group: StructuredGroups, likely: int |
         return None
     cotangent = random_like(inputs, torch.Generator().manual_seed(2))
     leaves = [maker.leaves[0] for maker in makers]
-    plain = trace.gradients([inputs], [cotangent], leaves)
+    plain = vjp(inputs, cotangent, leaves)
     served = torch.cat([group.rows[maker.name] for maker in makers])
     sizes = [size for size in range(group.size, 1, -1) if group.size % size == 0]
     for size in dict.fromkeys([likely, *sizes] if likely else sizes):
         factors = LARGEST_FACTOR ** (torch.arange(size, dtype=torch.float64) / size)
         scale = factors.repeat(inputs.shape[-1] // size).to(inputs.device, inputs.dtype)
-        scaled = trace.gradients([inputs], [cotangent * scale], leaves)
+        scaled = vjp(inputs, cotangent * scale, leaves)
         rows = torch.cat([_positions(*three, factors) for three in zip(leaves, plain, scaled, strict=True)])
         index = _index(rows, served, group, size)
         if index is not None:
@@ -159,14 +159,14 @@ def _makers(trace: Trace, node: Node, group: StructuredGroups) -> list[Node]:
     return makers if complete and group.size == 1 and len(node.inputs) == 1 else []
 
 
-def _homogeneous(trace: Trace, node: Node, group: StructuredGroups, maker: Node) -> Tensor | None:
+def _homogeneous(node: Node, group: StructuredGroups, maker: Node) -> Tensor | None:
     """The rows of a maker, int64 [1, 1, neurons], in which the columns are positively homogeneous of degree 1.
 
     By Euler's theorem a column is then the inner product of the row and the column's gradient with respect to it.
     """
     (inputs,), (leaf,) = node.inputs, maker.leaves
     cotangent = random_like(inputs, torch.Generator().manual_seed(4))
-    (gradient,) = trace.gradients([inputs], [cotangent], [leaf])
+    (gradient,) = vjp(inputs, cotangent, [leaf])
     if gradient is None:
         return None
     grown = (gradient.double() * leaf.detach().double()).flatten(0, -2).sum(0).cpu()
@@ -183,7 +183,7 @@ def _depends_on_only(trace: Trace, node: Node, makers: list[Node]) -> bool:
         return False
     cotangent = random_like(inputs, torch.Generator().manual_seed(3))
     flat = [(other, leaf) for other in trace.nodes for leaf in other.leaves]
-    gradients = trace.gradients([inputs], [cotangent], [leaf for _, leaf in flat])
+    gradients = vjp(inputs, cotangent, [leaf for _, leaf in flat])
     reached = {other.name for (other, _), gradient in zip(flat, gradients, strict=True) if gradient is not None}
     return reached == {maker.name for maker in makers}
 

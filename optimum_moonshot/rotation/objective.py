@@ -68,26 +68,26 @@ class Objective:
     moments: dict[str, Tensor] = field(default_factory=dict)  # space to scale → its output moments (scaling.py)
 
     @property
+    def groups(self) -> list[Group]:
+        return [group for _, groups in self.blocks for group in groups]
+
+    @property
     def matrices(self) -> Iterator[Matrix]:
-        for _, groups in self.blocks:
-            for group in groups:
-                yield from group.matrices
+        return (matrix for group in self.groups for matrix in group.matrices)
 
     @property
     def spaces(self) -> list[Space]:
         """The spaces with coordinates on some matrix, in a fixed order."""
         spaces: dict[Space, None] = {}
-        for _, groups in self.blocks:
-            for group in groups:
-                spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
-                spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
+        for group in self.groups:
+            spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
+            spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
         return list(spaces)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Move the cached inverses, such as to host memory."""
-        for _, groups in self.blocks:
-            for group in groups:
-                group.inverse = move(group.inverse)
+        for group in self.groups:
+            group.inverse = move(group.inverse)
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
         """The objective; its gradient is accumulated in the rotations that require one.
@@ -143,10 +143,7 @@ def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
 
 
 def removed(values: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """The sum of the scores [rows, columns] that an unstructured or n:m pattern removes; differentiable.
-
-    It is averaged over the patterns.
-    """
+    """The sum of the scores [rows, columns] that unstructured or n:m patterns remove, their mean; differentiable."""
     return sum((_removed(values, pattern) for pattern in patterns), values.new_zeros(())) / len(patterns)
 
 
@@ -187,12 +184,10 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
     """Set the weight of every matrix, its Fisher loss at W = 0 or 1, divided by the sum of its dense scores."""
     names = [matrix.layer.name for matrix in objective.matrices]
     raw = {name: 1.0 if fisher is None else fisher[name] for name in names}
+    if not sum(raw.values()):
+        raw = dict.fromkeys(names, 1.0)
     whole = sum(raw.values())
-    raw = raw if whole else dict.fromkeys(names, 1.0)
-    whole = whole or float(len(names))
-    identity: dict[Space, Tensor] = {
-        space: torch.eye(space.width).expand(space.count, -1, -1) for space in objective.spaces
-    }
+    identity = {space: torch.eye(space.width).expand(space.count, -1, -1) for space in objective.spaces}
     for block, groups in objective.blocks:
         for group in groups:
             with block.onloaded() if block else nullcontext():
@@ -207,10 +202,7 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
 
 
 def sampled(count: int, most: int | None, together: int, generator: torch.Generator) -> Tensor | None:
-    """A random sample of at most `most` of the `count` rows or columns, `together` consecutive ones each.
-
-    None stands for all of them.
-    """
+    """At most `most` of the `count` rows or columns, chosen at random, `together` consecutive ones; None for all."""
     if most is None or count <= most or count % together:
         return None
     first = torch.randperm(count // together, generator=generator)[: max(1, most // together)].sort().values
@@ -254,11 +246,7 @@ class FisherAtZero(GradientStatistic):
 
 
 def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
-    """`Group.inverse` of the Gram matrix [d_in, d_in] of the inputs, in float32: the part that their rotation needs.
-
-    Raises:
-        FactorizationError: G is not positive semidefinite.
-    """
+    """`Group.inverse` of the Gram matrix [d_in, d_in] of the inputs, in float32: the part that their rotation needs."""
     unit = float(gram.diagonal().double().mean())
     factor, _ = escalate(DAMPING, lambda damping: damped_inverse_factor(gram, unit, damping))
     if reads is None:

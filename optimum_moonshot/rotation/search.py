@@ -26,9 +26,6 @@ def find(
 
     The values of the batch, a small sample, do not matter. `heads_only` leaves out the residual stream, and with it
     untied embeddings; `ordered` are the layers whose neurons to permute, `scaled` those whose inputs to scale.
-
-    Raises:
-        MoonshotError: there are none, or the model does not run on the batch.
     """
     trace = Trace(model, batch)
     spaces, refused = find_spaces(trace, [name for name, _ in find_blocks(model)])
@@ -67,11 +64,7 @@ def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step: str) -> None:
-    """Compare the model's outputs with the `expected` ones, from before a step, up to rounding.
-
-    Raises:
-        MoonshotError: the outputs differ by more than rounding explains.
-    """
+    """Raise `MoonshotError` if a step has changed the model's outputs by more than rounding explains."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     for after, before in zip(outputs(model, batch), expected, strict=True):
         error = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
@@ -84,13 +77,10 @@ def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step:
 
 
 def check_invariance(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tensor]) -> None:
-    """Check that the model's function is invariant under folding the norms and a random change of basis.
+    """Check with `check_same` that folding the norms and a random change of basis preserve the function.
 
     The random basis is a permutation, with signs where possible: products with it are exact in any dtype. The weights
     are in the folded basis afterwards. `expected` are the outputs of the dense model.
-
-    Raises:
-        MoonshotError: the function changes.
     """
     basis.write({})
     check_same(model, batch, expected, "folding the norms into the matrices that follow them")

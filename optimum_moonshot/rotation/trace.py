@@ -89,11 +89,7 @@ class Reading:
 
 
 class Trace:
-    """The nodes of a model, and one run of it on a small random batch, with offloaded blocks onloaded in turn.
-
-    Raises:
-        MoonshotError: the model does not run on the batch.
-    """
+    """The nodes of a model, and one run of it on a small random batch, with offloaded blocks onloaded in turn."""
 
     def __init__(self, model: nn.Module, batch: Batch):
         self.model = model
@@ -149,15 +145,9 @@ class Trace:
                     yield self._reading(place, tensor, flat)
         for tensor in self.results:
             if tensor.requires_grad:
-                gradients = self.gradients([tensor], [torch.randn_like(tensor)], [leaf for _, leaf in flat])
+                gradients = vjp(tensor, torch.randn_like(tensor), [leaf for _, leaf in flat])
                 places = {place for (place, _), each in zip(flat, gradients, strict=True) if each is not None}
                 yield Reading(None, frozenset(), frozenset(places), False)
-
-    def gradients(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Vector–Jacobian products of outputs with respect to leaves; None if there is no dependence."""
-        return list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
 
     def _reading(self, reader: int, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
         node = self.nodes[reader]
@@ -171,14 +161,14 @@ class Trace:
             last = of.channels_last(value)[..., order] * signs
             return last.movedim(-1, -3) if of.images and value.ndim >= 3 else last
 
-        plain = self.gradients([tensor], [cotangent], [leaf for _, leaf in flat])
+        plain = vjp(tensor, cotangent, [leaf for _, leaf in flat])
         reached = [
             (place, leaf, gradient)
             for (place, leaf), gradient in zip(flat, plain, strict=True)
             if gradient is not None and bool((gradient != 0).any())
         ]
         leaves = [leaf for _, leaf, _ in reached]
-        after = self.gradients([tensor], [permuted(cotangent, node)], leaves) if leaves else []
+        after = vjp(tensor, permuted(cotangent, node), leaves) if leaves else ()
         tolerance = tolerance_of(tensor.dtype)
         alike, other, explained = set(), set(), torch.zeros((), dtype=torch.float64)
         for (place, leaf, before), gradient in zip(reached, after, strict=True):
@@ -197,6 +187,11 @@ class Trace:
         size = float(cotangent.double().norm() * tensor.detach().double().norm()) / max(1, tensor.numel()) ** 0.5
         whole = abs(float(total - explained)) <= 10 * tolerance * size
         return Reading(reader, frozenset(alike - other), frozenset(other), whole)
+
+
+def vjp(output: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Vector–Jacobian products of an output of the run with respect to leaves; None if there is no dependence."""
+    return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
