@@ -143,7 +143,7 @@ def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
 
 
 def removed(values: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """The sum of the scores [rows, columns] that unstructured or n:m patterns remove, their mean; differentiable."""
+    """The sum of the scores [rows, columns] that a pattern removes, averaged over the patterns; differentiable."""
     return sum((_removed(values, pattern) for pattern in patterns), values.new_zeros(())) / len(patterns)
 
 

@@ -64,7 +64,7 @@ class OutputMoments(GradientStatistic):
 
 
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:
-    """Add the factors to a state with rotations and permutations, of the spaces to scale with moments by their name."""
+    """Add factors to a learned state, for the spaces to scale whose `OutputMoments` are in `moments`, by name."""
     learned = rotations(spaces, state)
     for space in spaces:
         if not space.scaled or space.name not in moments:

@@ -68,8 +68,8 @@ def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     for after, before in zip(outputs(model, batch), expected, strict=True):
         error = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
-        coarser = {before.dtype, *dtypes} - {torch.float64}
-        limit = tolerance_of(min(coarser or {torch.float64}, key=lambda dtype: dtype.itemsize))
+        inexact = {before.dtype, *dtypes} - {torch.float64} or {torch.float64}
+        limit = tolerance_of(min(inexact, key=lambda dtype: dtype.itemsize))
         if not error <= limit:  # also for NaN
             name, hint = type(model).__name__, Text("leave it out, or try {}", Option("rotation", "heads"))
             message = f"{step} changes the outputs of {name} by {error:.2g} of their norm, where rounding explains"

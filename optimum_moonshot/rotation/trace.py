@@ -59,7 +59,7 @@ class Node:
     norm: Norm | None = None
     images: bool = False  # channels are on the third axis from the end, not on the last
     raw: bool = False  # a parameter itself
-    loose: bool = False  # `functional.linear` with a parameter that is no layer's weight, or slices of it (experts)
+    functional: bool = False  # `functional.linear` with a parameter of no layer, or slices of it (fused experts)
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     onloaded: Tensor | None = None  # the value of a raw parameter, which may be offloaded later
@@ -102,10 +102,11 @@ class Trace:
 
     def _run(self, batch: Batch) -> None:
         generator = torch.Generator().manual_seed(0)
-        by_module = {node.writes[0].holder: node for node in self.nodes if node.writes and not (node.raw or node.loose)}
-        by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
-        loose = {id(node.writes[0].parameter): node for node in self.nodes if node.loose}
         raw = [node for node in self.nodes if node.raw]
+        functional = {id(node.writes[0].parameter): node for node in self.nodes if node.functional}
+        modules = [node for node in self.nodes if node.writes and not node.raw and not node.functional]
+        by_module = {node.writes[0].holder: node for node in modules}
+        by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
             read = next((each for each in (*args, *named.values()) if _is_floating(each)), None)
@@ -114,10 +115,10 @@ class Trace:
             return node.cut(output, generator)
 
         def product(parameter: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
-            if parameter not in loose:
+            if parameter not in functional:
                 return call()
-            loose[parameter].inputs.append(inputs)
-            return loose[parameter].cut(call(), generator)
+            functional[parameter].inputs.append(inputs)
+            return functional[parameter].cut(call(), generator)
 
         with ExitStack() as stack:
             for module, node in by_module.items():
@@ -308,7 +309,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
             path, _, key = name.rpartition(".")
             holder, last = model.get_submodule(path), parameter.ndim - 1
             if id(parameter) in used and parameter.ndim >= 2:
-                nodes.append(Node(name, (Axis(holder, key, last),), (Axis(holder, key, last - 1),), loose=True))
+                nodes.append(Node(name, (Axis(holder, key, last),), (Axis(holder, key, last - 1),), functional=True))
             else:
                 nodes.append(Node(name, writes=(Axis(holder, key, last),), raw=True))
     return nodes
