@@ -93,8 +93,7 @@ def _find(module: nn.Module, width: int) -> Norm | None:
     if weight is None and not _close(empty, signs, 1.0):
         return None  # another function, or a constant
     gain = None if weight is None else _whole(offset) + slope * actual[weight]
-    if gain is not None and bool((gain == 1).all()):
-        gain = None
+    gain = None if gain is None or bool((gain == 1).all()) else gain
     candidate = Norm(module, weight, bias, _whole(offset), slope, gain, None if bias is None else actual[bias])
     neutral = {} if weight is None else {weight: torch.full_like(actual[weight], candidate.neutral)}
 
