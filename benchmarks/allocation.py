@@ -69,7 +69,7 @@ def show(results: dict, dense: float, options) -> None:
     for name, row in results.items():
         table.add_row(name, *(mean_error(row[variant]["perplexity"]) for variant in options.variants))
         seconds = (row[variant]["seconds"] for variant in options.variants)
-        table.add_row("seconds", *(f"{statistics.median(known):.1f}" if known else "" for known in seconds))
+        table.add_row("seconds", *(f"{statistics.median(each):.1f}" if each else "" for each in seconds))
     Console(width=120).print(table)
 
 

@@ -242,8 +242,8 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(1)
     output = Path(given.output)
-    known = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
-    everything = {(result["kind"], result["class"]): result for result in known}
+    previous = json.loads(output.read_text(encoding="utf-8"))["results"] if given.only and output.exists() else []
+    everything = {(result["kind"], result["class"]): result for result in previous}
     for family in families(given.kinds):
         if not given.only or family[1] in given.only:
             result = isolated(family, given.seconds, given.verbose)

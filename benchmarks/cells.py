@@ -25,7 +25,7 @@ def add_options(arguments: argparse.ArgumentParser, steps: Iterable[str], lambda
     arguments.add_argument("--lambdas", nargs="+", type=float, default=list(lambdas))
     arguments.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments.add_argument("--minutes", type=float, help="begin no cell after so long")
-    arguments.add_argument("--show", action="store_true", help="the table and the picture of what is there")
+    arguments.add_argument("--show", action="store_true", help="show the table and the picture of the measured cells")
 
 
 def run_cells(
@@ -50,10 +50,10 @@ def run_cells(
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if results is None:
         results = {"machine": machine(), "dense": dense(), "cells": []}
-    known = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in results["cells"]}
+    measured = {(row["seed"], row["setting"], row["step"], row["lam"]) for row in results["cells"]}
     started = time.perf_counter()
     for cell in [] if options.show else cells:
-        if cell in known:
+        if cell in measured:
             continue
         if options.minutes and time.perf_counter() - started > 60 * options.minutes:
             break
@@ -64,10 +64,10 @@ def run_cells(
     return results
 
 
-def gather(results: dict, setting: str, step: str, lam: float, what: str = "perplexity") -> list[float]:
+def gather(results: dict, setting: str, step: str, lam: float, key: str = "perplexity") -> list[float]:
     """A cell's values over the measured seeds."""
     wanted = (setting, step, lam)
-    return [row[what] for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
+    return [row[key] for row in results["cells"] if (row["setting"], row["step"], row["lam"]) == wanted]
 
 
 def mean_error(values: list[float]) -> str:

@@ -82,10 +82,10 @@ def main() -> None:
     torch.set_num_threads(1)
     path: Path = RESULTS / "neuron_order.json"
     results = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "cells": []}
-    known = {(cell["pattern"], cell["seed"]) for cell in results["cells"]}
+    measured = {(cell["pattern"], cell["seed"]) for cell in results["cells"]}
     for seed in options.seeds:
         for pattern in options.patterns:
-            if options.show or (pattern, seed) in known:
+            if options.show or (pattern, seed) in measured:
                 continue
             *models, objective = rotated(pattern, seed)
             values = {

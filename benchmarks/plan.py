@@ -171,10 +171,10 @@ def main() -> None:
             f"({ratio['seconds']:.2f})  {each['plan']['at']} plan took {each['plan']['taken']:.1f} s",
             flush=True,
         )
-        write("plan", {**known(), **results})
+        write("plan", {**saved_cases(), **results})
 
 
-def known() -> dict:
+def saved_cases() -> dict:
     """The cases in the results file."""
     path = RESULTS / "plan.json"
     return json.loads(path.read_text())["results"] if path.is_file() else {}

@@ -154,11 +154,11 @@ def main() -> None:
             python = sys.executable if tool == "rounding" else getattr(options, tool)
             if python is None:
                 continue
-            known = {} if tool == "rounding" else {"version": version(python, tool)}
+            tool_version = {} if tool == "rounding" else {"version": version(python, tool)}
             for how in kinds:
                 target = Path(root) / f"{tool} {how}".replace(" ", "-")
                 subprocess.run([python, __file__, "--quantize", tool, how, str(source), str(target)], check=True)
-                results[f"{tool} {how}"] = {**known, **check(target)}
+                results[f"{tool} {how}"] = {**tool_version, **check(target)}
                 print(f"{tool} {how}: {results[f'{tool} {how}']}", flush=True)
     write("quantize_after", results)
 

@@ -49,9 +49,9 @@ def of_processes(name: str, size: int, options) -> tuple[dict, dict]:
     command = [sys.executable, __file__, "--case", *case]
     every = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)} for rank in range(size)]
     started = [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, text=True) for one in every]
-    told = [process.communicate()[0].strip().splitlines()[-1] for process in started]
-    outputs = [torch.load(path, weights_only=False) for path in told]
-    for path in told:
+    paths = [process.communicate()[0].strip().splitlines()[-1] for process in started]
+    outputs = [torch.load(path, weights_only=False) for path in paths]
+    for path in paths:
         Path(path).unlink()
     row = {"processes": size, "seconds": max(each["seconds"] for each in outputs)}
     return row | {"processor_seconds": sum(each["processor"] for each in outputs)}, outputs[0]["zeros"]
@@ -73,7 +73,7 @@ def main() -> None:
     arguments.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4])
     arguments.add_argument("--samples", type=int, default=32)
     arguments.add_argument("--length", type=int, default=64)
-    arguments.add_argument("--note", default="", help="on the machine, such as what else it did")
+    arguments.add_argument("--note", default="", help="on the machine, such as its other load")
     arguments.add_argument("--case", nargs=5, help="one process, for internal use")
     options = arguments.parse_args()
     if options.case:

@@ -106,8 +106,8 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
 
 def apart(folder: Path, output: Path | None, fields: dict, offload: str | None) -> dict:
     """`prune` in a separate process."""
-    told = json.dumps([str(folder), None if output is None else str(output), fields, offload])
-    done = subprocess.run([sys.executable, __file__, "--one", told], capture_output=True, text=True, check=False)
+    arguments = json.dumps([str(folder), None if output is None else str(output), fields, offload])
+    done = subprocess.run([sys.executable, __file__, "--one", arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@
 - Imports: distinct modules of the package that a file imports, within functions too; `from ..x import a, b` counts once
   unless `a` and `b` are modules themselves. Imports for type checkers alone are excluded and listed in the JSON.
   Percentiles are by nearest rank, over all files.
-- Concerns: files with a matching identifier: `rank`, `ranks` or `Ranks` (in an ordering too), and all that contain
+- Concerns: files with a matching identifier: `rank`, `ranks` or `Ranks`, the names of processes, and all that contain
   "offload". Comments, docstrings and other strings do not count; the JSON has the count over the whole text too.
 - Sizes: physical lines; a function's from `def` to its last, docstring included.
 - Types: errors of mypy over the whole package with the flags of setup.cfg.
@@ -53,7 +53,7 @@ SAMPLES, LENGTH = 8, 256
 LONG = 60  # lines of a function
 WORST = 4  # listed in the table
 LISTED = 10  # in the JSON
-# Identifiers of a concern, and in how many files they may stand.
+# Identifiers of a concern, and the largest number of files that may contain them.
 CONCERNS = {"ranks": (re.compile(r"\branks?\b", re.IGNORECASE), 12), "offload": (re.compile("offload", re.I), None)}
 VAGUE = ("found", "known", "own", "told")
 
@@ -120,7 +120,7 @@ def _stack(frame: FrameType | None) -> list[str]:
 
 
 def _suspended() -> list[GeneratorType]:
-    """The package's generators that have started and wait."""
+    """The package's generators that have started and are suspended."""
     generators = [each for each in gc.get_objects() if type(each) is GeneratorType]  # isinstance wakes lazy attributes
     return [each for each in generators if each.gi_suspended and _in_package(each.gi_code)]
 
@@ -306,7 +306,7 @@ def mypy_errors(process: subprocess.Popen[str]) -> Measure:
     output, problems = process.communicate()
     if process.returncode not in (0, 1):
         raise RuntimeError(f"mypy: {problems or output}")
-    messages = [json.loads(line) for line in output.splitlines()]
+    messages = [json.loads(line) for line in output.splitlines() if line.startswith("{")]  # no summary, such as Success
     errors = [message for message in messages if message["severity"] == "error"]
     files = dict(Counter(error["file"] for error in errors).most_common())
     codes = dict(Counter(error["code"] for error in errors).most_common())

@@ -62,7 +62,7 @@ def show(title: str, results: dict) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("model", choices=("resnet20", "deit"))
-    arguments.add_argument("--deit", type=Path, default=OUTPUT, help="what train_deit.py wrote")
+    arguments.add_argument("--deit", type=Path, default=OUTPUT, help="folder written by train_deit.py")
     arguments.add_argument("--solver", help="default: obc for ResNet-20, cap for DeiT")
     arguments.add_argument("--allocation", choices=("uniform", "fisher"), default="uniform")
     arguments.add_argument("--seeds", type=int, default=3)

@@ -248,6 +248,12 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def one_line(error: BaseException, option: Callable[[Option], str] = str) -> str:
+    """Return the message of an error without line breaks, or the name of its type; `option` formats the fields."""
+    text = error.render(option) if isinstance(error, MoonshotError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """Prepend the name of a layer, also given as that of its weight, to every `MoonshotError` raised inside."""

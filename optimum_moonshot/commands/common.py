@@ -1,4 +1,4 @@
-"""Shared by the subcommands of `optimum-cli moonshot`: model options, loading, usage errors."""
+"""Shared by the subcommands of `optimum-cli moonshot`: options, usage errors, loading and measuring a model."""
 
 import argparse
 import importlib
@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UNSET, MoonshotError, Text, reason
+from ..errors import UNSET, MoonshotError, Option, Text, reason
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
     from ..config import MoonshotConfig
     from ..pruner import MoonshotPruner
 
-OUTPUT_HELP = "folder for the pruned model; a killed run leaves DIR.partial, and resumes when you rerun the command"
 IMAGES_HELP = "Image models: a folder with one sub-folder of images per class, Parquet, or a data set on the Hub"
-FORMAT_HELP = "dense loads anywhere; packed stores the surviving weights and one bit for each weight"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("dense", "packed")
 
 
 class UsageError(MoonshotError):
@@ -31,47 +28,38 @@ class UsageError(MoonshotError):
 def expect(
     condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
 ) -> None:
-    """Raise `UsageError` unless a condition holds.
-
-    Args:
-        condition: the check.
-        message: as for `MoonshotError`.
-        field: the destination of the option that is wrong, if it is one.
-        value: of the option.
-        hint: as for `MoonshotError`.
-
-    Raises:
-        UsageError: the condition does not hold.
-    """
+    """`errors.require` with a `UsageError`; `field` is the destination of an option."""
     if not condition:
         raise UsageError(message, field=field, value=value, hint=hint)
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn every `MoonshotError` raised inside into a `UsageError`."""
+def usage_errors(option: str | None = None) -> Iterator[None]:
+    """Turn every `MoonshotError` raised inside into a `UsageError`, prefixed with an option if one is given."""
     try:
         yield
     except MoonshotError as error:
-        raise UsageError.of(error) from None
+        copy = UsageError.of(error)
+        raise (copy if option is None else copy.within(Option(option))) from None
 
 
-def one_line(text: str) -> str:
-    """Join the lines of a message."""
-    return " ".join(text.split())
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select a model and how it is loaded."""
-    whole_names(parser)
-    parser.add_argument("model", metavar="MODEL", help="a language or image model: folder, or name on the Hub")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the loaded model; auto: as it was saved")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    metavar: str = "MODEL",
+    help: str = "a language or image model: folder, or name on the Hub",
+    loaded: bool = True,
+) -> None:
+    """Add the model, and the options for loading it if the command does."""
+    parser.allow_abbrev = False  # an option that a command lacks would match another with the same prefix
+    parser.add_argument("model", metavar=metavar, help=help)
+    if loaded:
+        dtypes, text = ("auto", "float32", "bfloat16", "float16"), "of the loaded model; auto: as it was saved"
+        parser.add_argument("--dtype", choices=dtypes, default="auto", help=text)
+        parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def add_offload_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--offload`, for models that are larger than the memory."""
     parser.add_argument(
         "--offload",
         choices=("cpu", "disk"),
@@ -79,17 +67,23 @@ def add_offload_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole_names(parser: argparse.ArgumentParser) -> None:
-    """Reject abbreviated options: one that a command lacks would match another with the same prefix."""
-    parser.allow_abbrev = False
+def add_output_options(parser: argparse.ArgumentParser, help: str, required: bool = True) -> None:
+    parser.add_argument("--output", required=required, metavar="DIR", help=help)
+    parser.add_argument("--overwrite", action="store_true", help="write to the output even if it is not empty")
+
+
+def add_format_option(parser: argparse.ArgumentParser, **options: Any) -> None:
+    text = "dense loads anywhere; packed stores the surviving weights and one bit for each weight"
+    parser.add_argument("--format", choices=("dense", "packed"), help=text, **options)
+
+
+def add_data_option(parser: argparse.ArgumentParser, name: str, help: str, metavar: str = "DATA") -> None:
+    """Add an option that takes any number of names."""
+    parser.add_argument(name, nargs="+", action="extend", default=[], metavar=metavar, help=help)
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules of `--import`, also from the current folder, as ``python -m`` does.
-
-    Raises:
-        UsageError: a module cannot be imported.
-    """
+    """Import the modules of `--import`, also from the current folder, as ``python -m`` does."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -101,11 +95,7 @@ def import_modules(names: list[str]) -> None:
 
 
 def find_device(name: str | None) -> "torch.device":
-    """Return the device of this name; without a name a GPU if there is one, else the CPU.
-
-    Raises:
-        UsageError: this machine has no such device.
-    """
+    """The device of this name; without a name a GPU if there is one, else the CPU."""
     import torch
 
     from ..devices import default_device
@@ -121,12 +111,7 @@ def find_device(name: str | None) -> "torch.device":
 
 
 def check_data(option: str, sources: list[str]) -> None:
-    """Raise `UsageError` for a data set that does not exist, before anything is loaded.
-
-    Args:
-        option: the option with the names.
-        sources: names of corpora, paths, or names on the Hub.
-    """
+    """Raise `UsageError` for a data set of an option that does not exist, before anything is loaded."""
     from ..data.sources import CORPORA, is_hub_name
 
     for source in sources:
@@ -144,18 +129,7 @@ def check_source(name: str) -> None:
 
 
 def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Call a loader of a model, or of a part of it, with the options of a command.
-
-    Args:
-        loader: takes ``dtype`` and, if the user asked for it, ``trust_remote_code``.
-        args: of the command.
-
-    Returns:
-        The result of the loader.
-
-    Raises:
-        MoonshotError: loading failed, with the reason in one line.
-    """
+    """Call a loader, of a model or a part of it, with ``dtype`` and, if the user requests it, ``trust_remote_code``."""
     try:
         return loader(dtype=args.dtype, **remote_code(args))
     except MoonshotError:
@@ -165,21 +139,12 @@ def load(loader: Callable[..., Any], args: argparse.Namespace) -> Any:
 
 
 def remote_code(args: argparse.Namespace) -> dict[str, bool]:
-    """Return the keyword argument of `from_pretrained` for `--trust-remote-code`."""
+    """The keyword argument of `from_pretrained` for `--trust-remote-code`."""
     return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
 def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device") -> "MoonshotPruner":
-    """Load the model of a command, on its device except for the layers that `--offload` keeps offloaded.
-
-    Args:
-        args: of the command.
-        config: the configuration of the command.
-        device: for the computation.
-
-    Raises:
-        MoonshotError: loading failed, with the reason in one line.
-    """
+    """Load the model of a command, on the device except for the layers that `--offload` keeps offloaded."""
     from .. import MoonshotPruner
 
     placement = {} if args.offload is None else {"offload": args.offload, "device_map": str(device)}
@@ -187,3 +152,46 @@ def load_pruner(args: argparse.Namespace, config: "MoonshotConfig", device: "tor
     if not placement:
         pruner.model.to(device)
     return pruner
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Accuracy, higher is better, or perplexity."""
+
+    name: str
+    format: str  # the format specification of its values
+    measure: Callable[[str], Any]  # name of a data set → `Perplexity` or `Accuracy`
+
+    def changes(
+        self, before: dict[str, Any], record: Callable[[Any, Any], object] = lambda after, before: None
+    ) -> list[str]:
+        """Measure a changed model, and return a line for each data set; `record` takes the results after and before."""
+        from ..data.sources import short_name
+
+        lines = []
+        for dataset, result in before.items():
+            after = self.measure(dataset)
+            record(after, result)
+            change = f"{result.value:{self.format}} → {after.value:{self.format}}"
+            lines.append(f"{self.name:<12}{change} on {short_name(dataset)}")
+        return lines
+
+
+def make_metric(
+    model: Any, tokenizer: Any, processor: Any, sequence_length: int | None, batch_size: int, limit: int | None = None
+) -> Metric:
+    """Accuracy for image models, perplexity for the others; `limit` selects the first windows or images."""
+    from .. import accuracy, perplexity
+    from ..model.model_info import takes_images
+
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": True}
+    if takes_images(model):
+        return Metric("accuracy", ".2%", lambda data: accuracy(model, data, processor, max_images=limit, **options))
+    options |= {"sequence_length": sequence_length, "max_windows": limit}
+    return Metric("perplexity", ".3f", lambda data: perplexity(model, tokenizer, data, **options))
+
+
+def pruner_metric(pruner: "MoonshotPruner") -> Metric:
+    """The metric of a pruner's model, with the windows of its configuration."""
+    length, size = pruner.config.sequence_length, min(pruner.config.batch_size, 4)
+    return make_metric(pruner.model, pruner.tokenizer, pruner.processor, length, size)

@@ -3,68 +3,51 @@
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
-from ..errors import MoonshotError, Option, Text, check_whole
+from ..errors import Option, Text, check_whole
 from .common import (
     IMAGES_HELP,
-    UsageError,
+    add_data_option,
     add_model_options,
     check_data,
     expect,
     find_device,
     load,
+    make_metric,
     remote_code,
     usage_errors,
 )
-from .measuring import make_metric
-from .messages import guard
 
 if TYPE_CHECKING:
     import torch
 
     from ..evaluation.report import EvalReport
 
-RUNTIMES = ("dense", "auto", "packed")
-
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot eval`."""
     add_model_options(parser)
     parser.add_argument(
         "--runtime",
-        choices=RUNTIMES,
+        choices=("dense", "auto", "packed"),
         default="dense",
         help="for a pruned MODEL: auto keeps layers packed in memory if their product is faster on this device, packed "
         "keeps all that it can, dense none (the default)",
     )
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DATA",
-        help=f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}",
-    )
-    parser.add_argument(
+    add_data_option(parser, "--dataset", f"c4, wikitext2, ptb, or a text, JSON or Parquet file. {IMAGES_HELP}")
+    add_data_option(
+        parser,
         "--tasks",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TASK",
-        help='zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
+        'zero-shot tasks: "paper" for the seven of the paper, names of lm-eval, or YAML task files; '
         "needs pip install optimum-moonshot[eval]",
+        metavar="TASK",
     )
     parser.add_argument("--num-fewshot", type=int, default=0, help="solved examples before each question (0)")
     parser.add_argument("--limit", type=int, help="use only the first windows, images, or documents of a task")
-    parser.add_argument(
-        "--sequence-length", type=int, help="tokens per window; default: the model's longest, at most 2048"
-    )
+    text = "tokens per window; default: the model's longest, at most 2048"
+    parser.add_argument("--sequence-length", type=int, help=text)
     parser.add_argument("--batch-size", type=int, default=4, help="windows, images or requests at a time (4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="RESULT.json", help="write the results, with versions, after each one")
@@ -86,20 +69,13 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`moonshot eval`: measure, print, and write each result at once.
-
-    Raises:
-        UsageError: invalid options, detected before anything is loaded.
-        MoonshotError: a model or data that cannot be loaded or measured.
-    """
+    """`moonshot eval`: measure, print, and write each result at once; options are checked before anything is loaded."""
     device = find_device(args.device)
     _check_options(args)
     from ..evaluation.report import EvalReport
 
     references = {option: _reference(args, option) for option in ("baseline", "dense")}
     tasks = _tasks(args, list(references.values()))
-    if args.record:
-        _check_record(args)
     model, tokenizer, processor = _load_for_evaluation(args, device)
     message = Text("zero-shot tasks are for language models; use {}", "dataset")
     expect(not tasks or processor is None, message, field="tasks")
@@ -114,7 +90,11 @@ def evaluate(args: argparse.Namespace) -> None:
             print(*_lines(result, baseline), sep="\n", flush=True)
         if args.output:
             report.save(args.output)
-    comparison = _comparison(args, report, baseline)
+    comparison: dict[str, Any] = {}
+    if baseline is not None:
+        scores, others = report.zero_shot, baseline.zero_shot
+        win_rate = None if scores is None or others is None else scores.win_rate(others)
+        comparison = {"baseline": args.baseline, "win_rate": win_rate}
     if args.output:
         report.save(args.output, **comparison)
     if args.json:
@@ -122,7 +102,12 @@ def evaluate(args: argparse.Namespace) -> None:
     elif comparison.get("win_rate") is not None:
         print(f"win rate    {comparison['win_rate']:.2%} against {args.baseline}")
     if args.record:
-        _record(args, report, dense)
+        from ..checkpoint.saving import record
+
+        card = record(args.model, report, dense)
+        places = "the report and the model card" if card else "the report; the model card is not one of this package"
+        if not args.json:
+            print(f"recorded    in {places}")
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -139,29 +124,29 @@ def _check_options(args: argparse.Namespace) -> None:
         valid = not path.is_dir() and path.parent.is_dir()
         expect(valid, "give a file in a folder", field="output", value=args.output)
     check_data("dataset", args.dataset)
+    if args.record:
+        from ..checkpoint.saving import saved_report
+        from ..data.sources import short_name
+
+        with usage_errors("record"):
+            saved_report(Path(args.model))
+        names = [short_name(dataset) for dataset in args.dataset]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        expect(twice is None, f"two data sets have the name {twice}, which is their key in the report", field="record")
 
 
 def _reference(args: argparse.Namespace, option: str) -> "EvalReport | None":
-    """Return the results of another model, which must include a requested data set or zero-shot tasks."""
+    """The results of another model, which must include a requested data set or zero-shot tasks."""
     from ..evaluation.report import EvalReport
 
     path = getattr(args, option)
     if path is None:
         return None
-    with _option_errors(option):
+    with usage_errors(option):
         report = EvalReport.load(path)
     common = any(report.of(dataset) for dataset in args.dataset) or (args.tasks and report.zero_shot)
     expect(bool(common), "it has none of the results to measure", field=option, value=path)
     return report
-
-
-@contextmanager
-def _option_errors(option: str) -> Iterator[None]:
-    """Turn every `MoonshotError` raised inside into a `UsageError` about an option."""
-    try:
-        yield
-    except MoonshotError as error:
-        raise UsageError.of(error).within(Option(option)) from None
 
 
 def _check_windows(args: argparse.Namespace, option: str, reference: Any, model: Any) -> None:
@@ -172,11 +157,8 @@ def _check_windows(args: argparse.Namespace, option: str, reference: Any, model:
     length = window_length(args.sequence_length, max_positions(model))
     for dataset in args.dataset if reference is not None else ():
         other = getattr(reference.of(dataset), "sequence_length", length)
-        message, hint = (
-            f"it has windows of {other} tokens of {dataset}",
-            Text("use {}", Option("sequence_length", other)),
-        )
-        expect(other == length, message, field=option, value=getattr(args, option), hint=hint)
+        message, hint = f"it has windows of {other} tokens of {dataset}", Option("sequence_length", other)
+        expect(other == length, message, field=option, value=getattr(args, option), hint=Text("use {}", hint))
 
 
 def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
@@ -193,17 +175,6 @@ def _tasks(args: argparse.Namespace, references: list[Any]) -> Any:
     return tasks
 
 
-def _check_record(args: argparse.Namespace) -> None:
-    from ..checkpoint.saving import saved_report
-    from ..data.sources import short_name
-
-    with _option_errors("record"):
-        saved_report(Path(args.model))
-    names = [short_name(dataset) for dataset in args.dataset]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    expect(twice is None, f"two data sets have the name {twice}, which is their key in the report", field="record")
-
-
 def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: Any, tasks: Any) -> Iterator[Any]:
     """Yield one result after another."""
     from ..evaluation.zeroshot import zero_shot
@@ -217,37 +188,19 @@ def _results(args: argparse.Namespace, model: Any, tokenizer: Any, processor: An
 
 
 def _lines(result: Any, baseline: Any) -> list[str]:
-    """Format a result, with that of the baseline; notes a different way of measuring."""
+    """Format a result and that of the baseline, with a note if it was measured differently."""
     references = {} if baseline is None else baseline.measurements()
     lines = []
     for name, (metric, value, settings) in result.measurements().items():
         spec = ".2%" if metric == "accuracy" else ".3f"
         stderr = getattr(result, "stderr", {}).get(name)
-        spread = "" if stderr is None else f" ± {stderr:{spec}}"
-        other = ""
+        line = f"{metric:<12}{value:{spec}}" + ("" if stderr is None else f" ± {stderr:{spec}}")
+        line += f" on {getattr(result, 'dataset', name)}"
         if name in references:
-            same = references[name][::2] == (metric, settings)
-            note = "" if same else ", measured in another way"
-            other = f" (baseline {references[name].value:{spec}}{note})"
-        lines.append(f"{metric:<12}{value:{spec}}{spread} on {getattr(result, 'dataset', name)}{other}")
+            note = "" if references[name][::2] == (metric, settings) else ", measured in another way"
+            line += f" (baseline {references[name].value:{spec}}{note})"
+        lines.append(line)
     return lines
-
-
-def _comparison(args: argparse.Namespace, report: Any, baseline: Any) -> dict[str, Any]:
-    """Return the entries of the JSON on the baseline."""
-    if baseline is None:
-        return {}
-    both = report.zero_shot is not None and baseline.zero_shot is not None
-    return {"baseline": args.baseline, "win_rate": report.zero_shot.win_rate(baseline.zero_shot) if both else None}
-
-
-def _record(args: argparse.Namespace, report: Any, dense: Any) -> None:
-    from ..checkpoint.saving import record
-
-    card = record(args.model, report, dense)
-    places = "the report and the model card" if card else "the report; the model card is not one of this package"
-    if not args.json:
-        print(f"recorded    in {places}")
 
 
 def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, Any]:
@@ -265,19 +218,10 @@ def _load_for_evaluation(args: argparse.Namespace, device: "torch.device") -> tu
     if args.runtime == "dense":
         loader = (cls if images else AutoModelForCausalLM).from_pretrained
     else:
-        pruned = PruningRecord.read(config) is not None
         message = f"{args.model} is not pruned; leave the option out"
-        expect(pruned, message, field="runtime", value=args.runtime)
+        expect(PruningRecord.read(config) is not None, message, field="runtime", value=args.runtime)
         loader = partial(load_pruned, runtime=args.runtime, device_map=device)
     model = load(lambda **kwargs: loader(args.model, **kwargs), args)
     if images:
         return model, None, load_processor(model, args.model, **remote_code(args))
     return model, load(lambda dtype, **kwargs: AutoTokenizer.from_pretrained(args.model, **kwargs), args), None
-
-
-class EvalCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="eval", help="Measure a model's perplexity, zero-shot accuracy, or accuracy on images.")
-    parse_args = staticmethod(add_eval_options)
-
-    def run(self) -> None:
-        guard(evaluate, self.args)

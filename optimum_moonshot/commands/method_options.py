@@ -1,22 +1,18 @@
-"""The options of a method, one for each field of `MoonshotConfig`, and the configuration that they make."""
+"""The options of a method, one for each field of `MoonshotConfig`, and of its calibration data."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MoonshotError, Option, Text
-from .common import UsageError, expect, one_line, usage_errors
+from ..errors import MoonshotError, Option, Text, one_line
+from .common import IMAGES_HELP, UsageError, check_data, expect, usage_errors
 
 if TYPE_CHECKING:
     from ..config import MoonshotConfig
+    from ..data.self_calibration import SelfCalibration
 
 BUDGETS = ("paper", "one-shot", "recovered")  # of `recipes`, which imports torch
-RECIPE = (
-    "the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot adds a better "
-    "solver, a learned basis and a sparsity budget for each layer, recovered also tunes the weights; other options "
-    "override it"
-)
 # One option per field of MoonshotConfig. The defaults are those of the fields: only the options given are passed on.
 CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
     "solver": {
@@ -82,10 +78,7 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "help": "tokens per sample, also for --eval; default: the model's longest, at most 2048",
     },
-    "batch_size": {
-        "type": int,
-        "help": "samples at a time (8); changes memory and speed, not the result",
-    },
+    "batch_size": {"type": int, "help": "samples at a time (8); changes memory and speed, not the result"},
     "seed": {"type": int, "help": "seed of the sampling of calibration data (0)"},
     "max_memory": {
         "metavar": "SIZE",
@@ -118,25 +111,22 @@ CONFIG_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Options that are repeated once for each value have their names in the singular.
-_REPEATED = ("solver_options", "imports")
-
-
 def flag(name: str) -> str:
-    """Return the option of a field."""
-    return "--" + (name.removesuffix("s") if name in _REPEATED else name).replace("_", "-")
+    """The option of a field; one that is repeated for each value has its name in the singular."""
+    return "--" + (name.removesuffix("s") if name in ("solver_options", "imports") else name).replace("_", "-")
 
 
 def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add one option per field of MoonshotConfig, and `--import`.
-
-    Args:
-        parser: of the command.
-        without: fields that the command has other options for.
-    """
+    """Add `--import`, and one option per field of MoonshotConfig, except those `without` one."""
     group = parser.add_argument_group("method", "fields of MoonshotConfig, with its defaults")
     if not without:
-        group.add_argument("--recipe", choices=BUDGETS, help=RECIPE)
+        group.add_argument(
+            "--recipe",
+            choices=BUDGETS,
+            help="the recommended settings for a --sparsity or an n:m --pattern: paper is the paper's own, one-shot "
+            "adds a better solver, a learned basis and a sparsity budget for each layer, recovered also tunes the "
+            "weights; other options override it",
+        )
     for name, options in CONFIG_OPTIONS.items():
         if name not in without:
             group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **options)
@@ -151,21 +141,16 @@ def add_method_options(parser: argparse.ArgumentParser, without: tuple[str, ...]
 
 
 def make_config(args: argparse.Namespace) -> "MoonshotConfig":
-    """Build the configuration from the options of a command.
-
-    Raises:
-        UsageError: the options do not make a valid configuration.
-    """
+    """The configuration of a command; `UsageError` if its options do not make a valid one."""
     from .. import MoonshotConfig
 
     fields = {name: getattr(args, name) for name in CONFIG_OPTIONS if hasattr(args, name)}
     if "allocation" in fields:
-        fields["allocation"] = read_allocation(fields["allocation"])
+        fields["allocation"] = _read_allocation(fields["allocation"])
     with usage_errors():
         if "solver_options" in fields:
-            fields["solver_options"] = read_options(
-                fields.get("solver", MoonshotConfig.solver), fields["solver_options"]
-            )
+            solver = fields.get("solver", MoonshotConfig.solver)
+            fields["solver_options"] = _parse_options(solver, fields["solver_options"])
         budget = getattr(args, "recipe", None)
         if budget is None:
             return MoonshotConfig(**fields)
@@ -175,12 +160,8 @@ def make_config(args: argparse.Namespace) -> "MoonshotConfig":
         return MoonshotConfig.recipe(fields.pop(pattern), budget, **fields)
 
 
-def read_allocation(value: str) -> str | dict[str, Any]:
-    """Return the name of a method, or the contents of a JSON file.
-
-    Raises:
-        UsageError: neither of both.
-    """
+def _read_allocation(value: str) -> str | dict[str, Any]:
+    """The name of a method, or the contents of a JSON file."""
     from ..objective.allocation_rules import METHODS
 
     if value in METHODS:
@@ -189,21 +170,13 @@ def read_allocation(value: str) -> str | dict[str, Any]:
     try:
         rules = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{usage} ({one_line(str(error))})", field="allocation", value=value) from None
+        raise UsageError(f"{usage} ({one_line(error)})", field="allocation", value=value) from None
     expect(isinstance(rules, dict), usage, field="allocation", value=value)
     return rules
 
 
-def read_options(solver: str, texts: list[str]) -> dict[str, Any]:
-    """Parse a solver's hyperparameters, with the types that it declares.
-
-    Args:
-        solver: its name.
-        texts: NAME=VALUE, as on the command line.
-
-    Raises:
-        MoonshotError: no such solver or hyperparameter, one that is given twice, or an invalid value.
-    """
+def _parse_options(solver: str, texts: list[str]) -> dict[str, Any]:
+    """Parse hyperparameters of a solver, NAME=VALUE each, with the types that it declares."""
     from ..solvers.base import parse_option, solver_options
 
     options, values = solver_options(solver), {}
@@ -218,3 +191,47 @@ def read_options(solver: str, texts: list[str]) -> dict[str, Any]:
         except MoonshotError as error:
             raise error.within(Option("solver_options", text)) from None
     return values
+
+
+def add_calibration_options(parser: argparse.ArgumentParser, default: str = "the default") -> None:
+    """Add `--calibration`, with a remark on its default, and the options of self-calibration."""
+    parser.add_argument(
+        "--calibration",
+        metavar="DATA",
+        help=f"c4 ({default}), wikitext2, ptb, a text, JSON or Parquet file, or self: text that the dense model "
+        f"generates first. {IMAGES_HELP}",
+    )
+    group = parser.add_argument_group("calibration on text that the model generates", "with --calibration self")
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="prompts, formatted by its chat template if it has one: one per line of a .txt file, or a column of a "
+        "JSON or Parquet file; default: its BOS token alone",
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (1)")
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="enable or disable thinking in the chat template; default: the template's own",
+    )
+
+
+def calibration_source(args: argparse.Namespace, config: "MoonshotConfig") -> "str | SelfCalibration | None":
+    """The data of `--calibration`; by default C4 if the method needs data, else None."""
+    from ..objective.allocation_rules import NEEDING_DATA
+    from ..solvers import solver_class
+
+    given = ((name, getattr(args, name)) for name in ("prompts", "temperature", "thinking"))
+    options = {name: value for name, value in given if value is not None}
+    if args.calibration == "self":
+        from ..data.self_calibration import SelfCalibration
+
+        with usage_errors():
+            return SelfCalibration(**options)
+    for name in options:
+        raise UsageError(Text("only for {}", Option("calibration", "self")), field=name)
+    if args.calibration is None:
+        return "c4" if solver_class(config.solver).calibrated or config.allocation in NEEDING_DATA else None
+    check_data("calibration", [args.calibration])
+    return str(args.calibration)

@@ -1,43 +1,43 @@
-"""`optimum-cli moonshot`: its subcommands, of which `prune` and `convert` are in this file.
+"""`optimum-cli moonshot`: its subcommands, of which `prune`, `convert` and `verify` are in this file.
 
-`optimum-cli` imports this module on every call, so torch and transformers are imported in `run`.
+`optimum-cli` imports this module on every call, so torch and transformers are imported when a command runs. Commands
+raise a `UsageError` for invalid options before a model is loaded, and a `MoonshotError` for other input.
 """
 
 import argparse
+import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
 from ..errors import MoonshotError, Option, Text
-from .calibration import add_calibration_options, calibration_source
 from .common import (
-    FORMAT_HELP,
-    FORMATS,
-    OUTPUT_HELP,
     UsageError,
+    add_data_option,
+    add_format_option,
     add_model_options,
     add_offload_option,
+    add_output_options,
     check_data,
     check_source,
     expect,
     find_device,
     import_modules,
+    load,
     load_pruner,
+    pruner_metric,
     remote_code,
-    whole_names,
 )
-from .evaluate import EvalCommand
-from .launched import is_first
-from .measuring import BeforeAndAfter, make_metric
-from .messages import guard
-from .method_options import add_method_options, make_config
-from .output import Output, open_output
-from .planning import add_plan_options, check_plan_options, make_plan
-from .rotate import RotateCommand
-from .sweep import SweepCommand
-from .verify import VerifyCommand
+from .evaluate import add_eval_options, evaluate
+from .launch import guard, is_first
+from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
+from .output import RESUMED_HELP, Output, open_output
+from .rotate import add_rotate_options, rotate
+from .sweep import SWEPT, add_sweep_options, sweep
 
 if TYPE_CHECKING:
     import torch
@@ -46,22 +46,16 @@ if TYPE_CHECKING:
     from ..pruner import MoonshotPruner
     from ..reports.prune_report import PruneReport
 
+_MEMORY_OPTIONS = ("device_memory", "host_memory")
+
 
 def add_prune_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot prune`."""
     add_model_options(parser)
-    parser.add_argument("--output", required=True, metavar="DIR", help=OUTPUT_HELP)
-    parser.add_argument("--overwrite", action="store_true", help="write to DIR even if it is not empty")
-    parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
+    add_output_options(parser, f"folder for the pruned model; {RESUMED_HELP}")
+    add_format_option(parser, default="dense")
     add_calibration_options(parser, "the default; magnitude needs no data")
-    parser.add_argument(
-        "--eval",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DATA",
-        help="measure perplexity, or top-1 accuracy of an image model, on these data sets before and after",
-    )
+    text = "measure perplexity, or top-1 accuracy of an image model, on these data sets before and after"
+    add_data_option(parser, "--eval", text)
     parser.add_argument(
         "--compact",
         action="store_true",
@@ -69,31 +63,21 @@ def add_prune_options(parser: argparse.ArgumentParser) -> None:
         "always does",
     )
     add_offload_option(parser)
-    add_plan_options(parser)
+    group = parser.add_argument_group("estimate")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="estimate memory, passes over the data and time, and print what does not fit; nothing is pruned, "
+        "downloaded (except config.json) or written. Time is measured if MODEL is a folder with weights",
+    )
+    for name, description in (("device", "total memory of the device"), ("host", "free host memory")):
+        text = f"with --dry-run: {description}, such as 80GB; default: this machine's"
+        group.add_argument(f"--{name}-memory", metavar="SIZE", help=text)
     add_method_options(parser)
 
 
-def add_convert_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot convert`."""
-    whole_names(parser)
-    parser.add_argument("model", metavar="DIR", help="folder of a pruned checkpoint, or name on the Hub")
-    parser.add_argument("--format", choices=FORMATS, required=True, help=FORMAT_HELP)
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="folder for the new checkpoint; default: DIR-FORMAT, for a name on the Hub its last part",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="write to the output even if it is not empty")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-
-
 def prune(args: argparse.Namespace) -> None:
-    """`moonshot prune`: load, measure, prune, measure, save, report.
-
-    Raises:
-        UsageError: invalid options, detected before the model is loaded.
-        MoonshotError: a model or data that cannot be loaded, pruned or saved.
-    """
+    """`moonshot prune`: load, measure, prune, measure, save, report; with `--dry-run`, print the plan."""
     start = time.perf_counter()
     import_modules(args.imports)
     config = make_config(args)
@@ -103,9 +87,10 @@ def prune(args: argparse.Namespace) -> None:
     device = find_device(args.device)
     calibration = calibration_source(args, config)
     check_data("eval", args.eval)
-    check_plan_options(args)
+    for name in _MEMORY_OPTIONS:
+        expect(args.dry_run or getattr(args, name) is None, Text("only for {}", "dry_run"), field=name)
     if args.dry_run:
-        print(make_plan(args, config, device, calibration))
+        print(_plan(args, config, device, calibration))
         return
     with open_output(args) as output:
         lines = _prune(args, config, device, calibration, output)
@@ -113,23 +98,33 @@ def prune(args: argparse.Namespace) -> None:
         print(*lines, f"seconds     {time.perf_counter() - start:.1f}", sep="\n")
 
 
+def _plan(args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any) -> Any:
+    from .. import MoonshotPruner
+
+    check_source(args.model)
+    options = {name: getattr(args, name) for name in _MEMORY_OPTIONS} | {"resume_dir": args.output + ".partial"}
+    if any(Path(args.model).glob("*.safetensors")) or any(Path(args.model).glob("*.bin")):
+        return load_pruner(args, config, device).plan(calibration, **options)
+    options |= {"dtype": args.dtype, "offload": args.offload, **remote_code(args)}
+    return load(lambda **_: MoonshotPruner.plan_for(args.model, config, **options), args)
+
+
 def _prune(
     args: argparse.Namespace, config: "MoonshotConfig", device: "torch.device", calibration: Any, output: Output
 ) -> list[str]:
     """Prune and save the model, and return the lines to print."""
     pruner = load_pruner(args, config, device)
-    size = min(config.batch_size, 4)
-    metric = make_metric(pruner.model, pruner.tokenizer, pruner.processor, config.sequence_length, size)
+    metric = pruner_metric(pruner)
     if metric.name == "accuracy" and calibration == "c4":
         hint = "an image model needs images, such as a folder with a sub-folder per class"
         raise UsageError(hint, field="calibration")
-    measured = BeforeAndAfter(metric, args.eval if is_first() else [])
+    before = {dataset: metric.measure(dataset) for dataset in args.eval if is_first()}
     report = pruner.prune(calibration, progress=True, resume_dir=output.work())
     lines = [f"sparsity    {report.headline}"]
     lines += [f"dense       {report.mostly_dense}"] if report.mostly_dense else []
     if args.compact or config.pattern == "experts":
         lines.append(_compact(pruner, report))
-    lines += measured.lines(report.record)
+    lines += metric.changes(before, report.record)
     output.begin()
     pruner.save_pretrained(output.path, format=args.format)
     output.finish()
@@ -146,13 +141,15 @@ def _compact(pruner: "MoonshotPruner", report: "PruneReport") -> str:
     return f"parameters  {before:,} → {after:,}"
 
 
-def convert(args: argparse.Namespace) -> None:
-    """`moonshot convert`: save the same weights in the other format.
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, "DIR", "folder of a pruned checkpoint, or name on the Hub", loaded=False)
+    add_format_option(parser, required=True)
+    text = "folder for the new checkpoint; default: DIR-FORMAT, for a name on the Hub its last part"
+    add_output_options(parser, text, required=False)
 
-    Raises:
-        UsageError: a model that is neither a folder nor a name on the Hub, or an invalid output.
-        MoonshotError: no pruned checkpoint, one that already has the format, or a damaged one.
-    """
+
+def convert(args: argparse.Namespace) -> None:
+    """`moonshot convert`: save the same weights in the other format."""
     check_source(args.model)
     name = args.model.rstrip("/") if Path(args.model).is_dir() else args.model.rpartition("/")[2]
     args.output = args.output or f"{name}-{args.format}"
@@ -164,34 +161,53 @@ def convert(args: argparse.Namespace) -> None:
         output.begin()
         convert_checkpoint(folder, args.output, args.format, **remote_code(args))
         output.finish()
-    before, after = _weight_bytes(folder), _weight_bytes(args.output)
-    print(f"weights     {before / 2**20:.1f} → {after / 2**20:.1f} MiB")
-    print(f"saved       {args.output}")
+    files = (Path(each).glob("*.safetensors") for each in (folder, args.output))
+    before, after = (sum(path.stat().st_size for path in paths) / 2**20 for paths in files)
+    print(f"weights     {before:.1f} → {after:.1f} MiB\nsaved       {args.output}")
 
 
-def _weight_bytes(folder: str | Path) -> int:
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+def add_verify_options(parser: argparse.ArgumentParser) -> None:
+    text = "folder of a pruned checkpoint, written by any program, or name on the Hub"
+    add_model_options(parser, "DIR", text, loaded=False)
+    parser.add_argument("--revision", help="branch, tag or commit of a name on the Hub")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-class PruneCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="prune", help="Prune a language or image model in one shot and save it.")
-    parse_args = staticmethod(add_prune_options)
+def verify(args: argparse.Namespace) -> None:
+    """`moonshot verify`: compare the weights with the declared metadata; exit status 1 if they do not match."""
+    check_source(args.model)
+    from .. import verify as verify_checkpoint
 
-    def run(self) -> None:
-        guard(prune, self.args, shared=True)
+    revision = {} if args.revision is None or Path(args.model).is_dir() else {"revision": args.revision}
+    result = verify_checkpoint(args.model, **remote_code(args), **revision)
+    print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if args.json else result.table())
+    if not result:
+        sys.exit(1)
 
 
-class ConvertCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="convert", help="Pack the checkpoint of a pruned model, or unpack it.")
-    parse_args = staticmethod(add_convert_options)
+def _subcommand(
+    name: str,
+    work: Callable[[argparse.Namespace], None],
+    options: Callable[[argparse.ArgumentParser], None],
+    help: str,
+) -> CommandInfo:
+    class Subcommand(BaseOptimumCLICommand):
+        COMMAND = CommandInfo(name=name, help=help)
+        parse_args = staticmethod(options)
 
-    def run(self) -> None:
-        guard(convert, self.args)
+        def run(self) -> None:
+            guard(work, self.args, shared=work in (prune, sweep, rotate), plurals=SWEPT if work is sweep else {})
+
+    return CommandInfo(name=name, help=help, subcommand_class=Subcommand)
 
 
 class MoonshotCommand(BaseOptimumCLICommand):
     COMMAND = CommandInfo(name="moonshot", help="Prune language and image models in one shot.")
-    SUBCOMMANDS = tuple(
-        CommandInfo(name=command.COMMAND.name, help=command.COMMAND.help, subcommand_class=command)
-        for command in (PruneCommand, SweepCommand, RotateCommand, EvalCommand, ConvertCommand, VerifyCommand)
+    SUBCOMMANDS = (
+        _subcommand("prune", prune, add_prune_options, "Prune a language or image model in one shot and save it."),
+        _subcommand("sweep", sweep, add_sweep_options, "Find the best λ, at several sparsities, on one calibration."),
+        _subcommand("rotate", rotate, add_rotate_options, "Rotate a model so that pruning loses less, and save it."),
+        _subcommand("eval", evaluate, add_eval_options, "Measure perplexity, zero-shot accuracy, or top-1 accuracy."),
+        _subcommand("convert", convert, add_convert_options, "Pack the checkpoint of a pruned model, or unpack it."),
+        _subcommand("verify", verify, add_verify_options, "Compare a pruned checkpoint's weights with its metadata."),
     )

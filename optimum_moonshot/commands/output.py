@@ -9,7 +9,6 @@ DIR.partial/seed-N.json    the report of a finished seed
 import argparse
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from filelock import Timeout
 from ..errors import MoonshotError, Text
 from ..files import OF_THE_SYSTEM, STAGING_PREFIX, UNFINISHED, check_folder, locked, read_json, replace_file, writing
 from .common import UsageError, expect, usage_errors
-from .launched import is_first
+from .launch import is_first
 
+RESUMED_HELP = "a killed run leaves DIR.partial, and resumes when you rerun the command"
 _MANIFEST, _LOCK = "command.json", "command.lock"
 _WRITTEN = ("seed-*.json*", "command.json*")  # with their temporary files
 # Options that do not change the result.
@@ -29,75 +29,62 @@ _PATHS = ("model", "calibration", "prompts", "metric", "allocation")
 
 
 class Output:
-    """The output folder of a command, locked by `open_output`.
-
-    Args:
-        args: of the command.
-    """
+    """The output folder of a command, locked by `open_output`; only the first of several processes writes."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
+        self.args, self.writes = args, is_first()
         self.path = Path(args.output).resolve()
         self.partial = self.path.with_name(self.path.name + ".partial")
-        self.request = request(args)
-
-    def check(self) -> None:
-        """Raise `UsageError` for a path that cannot be written to."""
-        with usage_errors():
-            check_folder("output", self.args.output)
-        model = Path(self.args.model)
-        inside = model.is_dir() and model.resolve() in (self.path, *self.path.parents)
-        self._expect(not inside, "it is the model's own folder, or in it; choose another")
-
-    def check_empty(self) -> None:
-        """Raise `UsageError` for a folder with files of other commands, unless this one may overwrite them."""
-        if self.args.overwrite or not self.path.is_dir() or self._begun():
-            return
-        self._expect(not _filled(self.path), Text("it is not empty; {} writes there anyway", "overwrite"))
-
-    def _expect(self, condition: bool, message: str | Text) -> None:
-        expect(condition, message, field="output", value=self.args.output)
+        self.request, self.seed_request = _request(args), _request(args, ("seeds", "save", "format"))
 
     def begin(self) -> None:
         """Record that this command writes to the folder, until `finish`."""
-        self._record(writing=True)
+        if self.writes:
+            self._record(writing=True)
 
     def finish(self) -> None:
         """Remove the partial results once everything is written."""
-        from ..results.run_folder import RunFolder
-
-        for folder in (self.work(), *self.partial.glob("seed-*/")):
-            RunFolder.remove_all(folder)
-        for path in [path for pattern in _WRITTEN for path in self.partial.glob(pattern)]:
-            path.unlink()
+        if self.writes:
+            self._remove(self.work(), *self.partial.glob("seed-*/"))
+            for path in [path for pattern in _WRITTEN for path in self.partial.glob(pattern)]:
+                path.unlink()
 
     def work(self, seed: int | None = None) -> Path:
-        """Return the folder for the results of a run, or of the sweep of a seed."""
+        """The folder for the results of a run, or of the sweep of a seed."""
         return self.partial / ("run" if seed is None else f"seed-{seed}")
 
     def discard(self, seed: int) -> None:
         """Remove the results of a seed whose report is stored."""
-        from ..results.run_folder import RunFolder
-
-        RunFolder.remove_all(self.work(seed))
+        if self.writes:
+            self._remove(self.work(seed))
 
     def report(self, seed: int) -> dict[str, Any] | None:
-        """Return the report that `keep_report` stored for the same request, if any."""
-        path = self._report_path(seed)
+        """The report that `keep_report` stored for the same request, if any."""
+        path = self.partial / f"seed-{seed}.json"
         with contextlib.suppress(MoonshotError, KeyError):
             stored = read_json(path) if path.is_file() else {}
-            same = stored["request"] == request(self.args, ("seeds", "save", "format"))
-            return stored["report"] if same else None
+            return stored["report"] if stored["request"] == self.seed_request else None
         return None
 
     def keep_report(self, seed: int, report: dict[str, Any]) -> None:
         """Store the report of a finished seed, as JSON types."""
-        values = {"request": request(self.args, ("seeds", "save", "format")), "report": report}
-        with writing("output", self.args.output):
-            replace_file(self._report_path(seed), json.dumps(values))
+        if self.writes:
+            with writing("output", self.args.output):
+                text = json.dumps({"request": self.seed_request, "report": report})
+                replace_file(self.partial / f"seed-{seed}.json", text)
 
-    def _report_path(self, seed: int) -> Path:
-        return self.partial / f"seed-{seed}.json"
+    def _remove(self, *folders: Path) -> None:
+        from ..results.run_folder import RunFolder
+
+        for folder in folders:
+            RunFolder.remove_all(folder)
+
+    def _expect(self, condition: bool, message: str | Text) -> None:
+        expect(condition, message, field="output", value=self.args.output)
+
+    def _check_empty(self) -> None:
+        if not self.args.overwrite and self.path.is_dir() and not self._begun():
+            self._expect(not _filled(self.path), Text("it is not empty; {} writes there anyway", "overwrite"))
 
     def _begun(self) -> bool:
         """Whether the same command was writing here when it was interrupted."""
@@ -110,17 +97,19 @@ class Output:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder; at the end, remove DIR.partial if it has nothing to resume from.
-
-        Raises:
-            UsageError: another command writes there, or DIR.partial has files of other programs.
-        """
+        """Check and lock the folder; at the end, remove DIR.partial if it has nothing to resume from."""
+        with usage_errors():
+            check_folder("output", self.args.output)
+        model = Path(self.args.model)
+        inside = model.is_dir() and model.resolve() in (self.path, *self.path.parents)
+        self._expect(not inside, "it is the model's own folder, or in it; choose another")
+        self._check_empty()
         try:
             with contextlib.ExitStack() as lock:
                 self._lock(lock)
                 usable = (self.partial / _MANIFEST).exists() or not _filled(self.partial)
                 self._expect(usable, f"{self.partial} has other files; remove it, or choose another folder")
-                self.check_empty()
+                self._check_empty()  # again: another command may have written before the lock
                 if not self._begun():
                     self._record(writing=False)
                 try:
@@ -148,55 +137,22 @@ class Output:
             return
 
     def _clean_up(self) -> None:
-        from ..results.run_folder import RunFolder
-
-        for folder in (self.work(), *self.partial.glob("seed-*/")):
-            if not any(folder.rglob("*.safetensors")):
-                RunFolder.remove_all(folder)
+        folders = (self.work(), *self.partial.glob("seed-*/"))
+        self._remove(*(folder for folder in folders if not any(folder.rglob("*.safetensors"))))
         with contextlib.suppress(OSError):
             written = self._begun() and self.path.is_dir() and _filled(self.path)
             if {path.name for path in self.partial.iterdir()} - {_LOCK} == {_MANIFEST} and not written:
                 (self.partial / _MANIFEST).unlink()
 
 
-class ReadOnlyOutput(Output):
-    """The output folder of a command of several processes, in those that do not write."""
-
-    def begin(self) -> None:
-        """Nothing: the first process writes."""
-
-    def finish(self) -> None:
-        """Nothing: the first process writes."""
-
-    def discard(self, seed: int) -> None:
-        """Nothing: the first process writes."""
-
-    def keep_report(self, seed: int, report: dict[str, Any]) -> None:
-        """Nothing: the first process writes.
-
-        Args:
-            seed: as for `Output.keep_report`.
-            report: as for `Output.keep_report`.
-        """
-
-
 @contextlib.contextmanager
 def open_output(args: argparse.Namespace) -> Iterator[Output]:
-    """Lock the output folder of a command; of several processes only the first one writes there.
-
-    Raises:
-        UsageError: it is a file, a dangling link, in the model's folder, or not empty without `--overwrite`, or another
-            command writes there.
-    """
-    output = Output(args) if is_first() else ReadOnlyOutput(args)
-    if not is_first():
-        yield output
-        return
-    output.check()
-    output.check_empty()
+    """The output folder of a command, which the first process checks and locks as `Output.held` does."""
+    output = Output(args)
     with contextlib.ExitStack() as stack:
-        with writing("output", args.output):
-            stack.enter_context(output.held())
+        if output.writes:
+            with writing("output", args.output):
+                stack.enter_context(output.held())
         yield output
 
 
@@ -206,21 +162,14 @@ def _filled(folder: Path) -> bool:
     return any(not name.startswith(STAGING_PREFIX) for name in names)
 
 
-def request(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the options of a command, and the size and time of the files that they name, as JSON types.
-
-    Args:
-        args: of the command.
-        without: further options that do not change the result.
-    """
+def _request(args: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options that change the result of a command, with size and time of their files, as JSON types."""
     options = {k: v for k, v in vars(args).items() if k not in (*_NEUTRAL, *without) and not callable(v)}
-    files = {
-        name: _files(Path(os.path.expanduser(str(options[name])))) for name in _PATHS if options.get(name) is not None
-    }
+    files = {name: _files(Path(str(options[name])).expanduser()) for name in _PATHS if options.get(name) is not None}
     return json.loads(json.dumps({"options": options, "files": files}, default=str))
 
 
 def _files(path: Path) -> list[Any]:
-    """List the files of a path, each with its size and time."""
+    """The files of a path, each with its size and time."""
     paths = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.is_file()]

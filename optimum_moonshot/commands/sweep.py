@@ -5,26 +5,22 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
 from ..errors import Text, require
-from .calibration import add_calibration_options, calibration_source
 from .common import (
-    FORMAT_HELP,
-    FORMATS,
+    add_format_option,
     add_model_options,
     add_offload_option,
+    add_output_options,
     check_data,
     expect,
     find_device,
     import_modules,
     load_pruner,
+    pruner_metric,
     usage_errors,
 )
-from .launched import is_first
-from .measuring import make_metric
-from .messages import guard
-from .method_options import add_method_options, make_config
+from .launch import by_first, is_first
+from .method_options import add_calibration_options, add_method_options, calibration_source, make_config
 from .output import Output, open_output
 
 if TYPE_CHECKING:
@@ -38,23 +34,18 @@ SWEPT = {"lam": "lambdas", "sparsity": "sparsities", "pattern": "patterns", "see
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moonshot sweep`."""
     add_model_options(parser)
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="folder for table, plots and, with --save, the model; the weights of the variants are stored in "
-        "DIR.partial, and a killed sweep resumes when you rerun the command",
+    add_output_options(
+        parser,
+        "folder for table, plots and, with --save, the model; the weights of the variants are stored in DIR.partial, "
+        "and a killed sweep resumes when you rerun the command",
     )
-    parser.add_argument("--overwrite", action="store_true", help="write to DIR even if it is not empty")
     parser.add_argument("--lambdas", nargs="+", type=float, metavar="LAMBDA", help="default: 0 .1 .25 .5 .75 .9 1")
     parser.add_argument("--sparsities", nargs="+", type=float, metavar="S", help="fractions of the weights to remove")
     parser.add_argument("--patterns", nargs="+", default=["unstructured"], help='default: "unstructured"; or 2:4, …')
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], help="seeds of the calibration samples, one sweep each (0)"
-    )
-    add_calibration_options(parser, "the default")
+    text = "seeds of the calibration samples, one sweep each (0)"
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help=text)
+    add_calibration_options(parser)
     parser.add_argument(
         "--metric",
         default="calibration",
@@ -62,21 +53,15 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         help="select by perplexity or loss on the calibration data (the default), or by perplexity or accuracy on "
         "other data",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="save the model with the best λ, of the last seed, to DIR/model"
-    )
-    parser.add_argument("--format", choices=FORMATS, default="dense", help=FORMAT_HELP)
+    text = "save the model with the best λ, of the last seed, to DIR/model"
+    parser.add_argument("--save", action="store_true", help=text)
+    add_format_option(parser, default="dense")
     add_offload_option(parser)
     add_method_options(parser, without=tuple(SWEPT))
 
 
 def sweep(args: argparse.Namespace) -> None:
-    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots.
-
-    Raises:
-        UsageError: invalid options, detected before the model is loaded.
-        MoonshotError: a model or data that cannot be loaded, or a metric that is NaN for every λ.
-    """
+    """`moonshot sweep`: calibrate once per seed, solve and measure every variant, write table and plots."""
     from ..objective.patterns import own_sparsity
 
     started = time.perf_counter()
@@ -98,14 +83,9 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def _sweep(
-    args: argparse.Namespace,
-    configs: "list[MoonshotConfig]",
-    device: "torch.device",
-    calibration: Any,
-    output: Output,
+    args: argparse.Namespace, configs: "list[MoonshotConfig]", device: "torch.device", calibration: Any, output: Output
 ) -> None:
     """Sweep every unfinished seed, write the table and plots, and save the best model."""
-    from ..distributed.ranks import on_main_process
     from ..reports.seeds import choice, table
     from ..reports.sweep_report import SweepReport, save_all
 
@@ -113,20 +93,19 @@ def _sweep(
 
     def run(config: "MoonshotConfig", **variants: Any) -> SweepReport:
         pruner.config = config
-        metric = _metric(args, pruner, config)
-        return pruner.sweep(calibration, work_dir=output.work(config.seed), **variants, **metric)
+        return pruner.sweep(calibration, work_dir=output.work(config.seed), **variants, **_metric(args, pruner))
 
     reports: list[SweepReport] = []
     swept = None
     output.begin()
     for config in configs:
-        kept = on_main_process(partial(output.report, config.seed))
-        if kept is None:
+        stored = by_first(partial(output.report, config.seed))
+        if stored is None:
             swept = config
             reports.append(run(config, **_variants(args)))
             output.keep_report(config.seed, reports[-1].to_dict())
         else:
-            reports.append(SweepReport.from_dict(kept))
+            reports.append(SweepReport.from_dict(stored))
         if config is not configs[-1] or not args.save:
             output.discard(config.seed)
         if is_first():
@@ -147,7 +126,7 @@ def _sweep(
 
 
 def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
-    """Return the configuration that the variants of a seed share; checks all variants before anything is loaded."""
+    """The configuration that the variants of a seed share; checks all variants before anything is loaded."""
     from ..objective.patterns import own_sparsity
     from ..runs.sweep import variants
 
@@ -164,24 +143,15 @@ def _variants(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("lambdas", "sparsities", "patterns")}
 
 
-def _metric(args: argparse.Namespace, pruner: "MoonshotPruner", config: "MoonshotConfig") -> dict[str, Any]:
+def _metric(args: argparse.Namespace, pruner: "MoonshotPruner") -> dict[str, Any]:
+    from ..data.sources import short_name
+
     if args.metric == "calibration":
         return {}
-    options = (config.sequence_length, min(config.batch_size, 4))
-    metric = make_metric(pruner.model, pruner.tokenizer, pruner.processor, *options)
+    metric = pruner_metric(pruner)
 
     def measure(model: Any) -> float:
         return metric.measure(args.metric).value
 
-    from ..data.sources import short_name
-
     measure.__name__ = f"{metric.name} on {short_name(args.metric)}"
     return {"metric": measure, "maximize": metric.name == "accuracy"}
-
-
-class SweepCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="sweep", help="Find the best λ, at several sparsities, on one calibration.")
-    parse_args = staticmethod(add_sweep_options)
-
-    def run(self) -> None:
-        guard(sweep, self.args, SWEPT, shared=True)

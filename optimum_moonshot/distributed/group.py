@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..devices import is_out_of_memory
-from ..errors import MoonshotError, reason
+from ..errors import MoonshotError, one_line, reason
 
 TIMEOUT = timedelta(hours=24)  # by which one process may be behind the others inside of a run
 OPENING = 7200  # seconds by which it may be behind at the beginning of a run
@@ -47,11 +47,6 @@ class RankFailed(MoonshotError):
     def __init__(self, rank: int, reason: str):
         super().__init__(f"rank {rank} failed: {reason}")
         self.rank, self.reason = rank, reason
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error, or its type where the message is empty."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class RunGroup:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MoonshotError
-from .group import RunGroup, one_line
+from ..errors import MoonshotError, one_line
+from .group import RunGroup
 
 Value = TypeVar("Value")
 # Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.

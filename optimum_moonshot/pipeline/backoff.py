@@ -34,9 +34,8 @@ from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
-from ..distributed.group import one_line
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
-from ..errors import MoonshotError, Text
+from ..errors import MoonshotError, Text, one_line
 from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import cutting
 

@@ -20,8 +20,7 @@ from ..data.batches import digest
 from ..data.self_calibration import SelfCalibration
 from ..data.text import CalibrationData, window_length
 from ..devices import is_out_of_memory, own_random_numbers, release_unused
-from ..distributed.group import one_line
-from ..errors import MoonshotError, reason, require
+from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
 from ..model.layers import visited
 from ..model.model_info import max_positions, takes_images

@@ -17,7 +17,7 @@ from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint
-from ..rotation.model_rotation import ModelRotation
+from ..rotation.basis import ModelRotation
 from .inputs import Prepared
 from .selection import Selection
 

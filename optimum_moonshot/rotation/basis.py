@@ -1,14 +1,15 @@
 """Writes another basis into a model's weights, and restores the dense weights.
 
 Norms' gains are folded into the matrices that follow them, then every axis with coordinates of a space is multiplied by
-the rotation of that space. Both are computed from the dense weights in float64 (float32 for 16-bit weights and on MPS),
-and rounded once.
+the rotation of that space. Both start from the dense weights, in float64 (float32 for 16-bit weights and on MPS), and
+round once.
 
 The dense weights of resident blocks are copied to host memory. Offloaded blocks keep theirs at their source, and the
 changes are stored separately (model/offload.py), block by block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,14 @@ from ..errors import require
 from ..model.layers import Block
 from ..model.offload import Changes, Offloaded, mark_written
 from ..model.onloading import RESIDENT, Weights, by_module
+from ..reports.rotation_report import RotationReport
 from .spaces import Place, Space
 from .trace import Axis, parameter_slots
 
 
 @dataclass(eq=False)
 class _Change:
-    """The change of one parameter of one module."""
-
-    at: Axis
+    at: Axis  # a parameter of a module
     gains: list[tuple[int, Tensor]] = field(default_factory=list)  # axis, γ
     shrink: Tensor | None = None  # γ that a norm's shift is divided by
     value: float | None = None  # replaces a folded gain
@@ -39,67 +39,48 @@ class _Change:
             [(space, place.at.axis, None if place.index is None else place.index.tolist()) for space, place in places]
             for places in (self.places, other.places)
         )
-        return here == there and not self.gains and not other.gains
+        return self is other or (here == there and not self.gains and not other.gains)
 
 
 class Basis:
-    """The basis of a model's weights.
-
-    Args:
-        model: dense; offloaded blocks are onloaded one at a time.
-        blocks: of the model.
-        spaces: of the model whose basis may change.
-
-    Raises:
-        MoonshotError: a parameter that two modules share and need in different bases, and that cannot be untied.
-    """
+    """The basis of a dense model's weights in some spaces; offloaded blocks are onloaded one at a time."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], spaces: Sequence[Space]):
         self.model, self.blocks, self.spaces = model, blocks, list(spaces)
         self.changes = _changes(self.spaces, model)
-        self.untied: list[tuple[nn.Module, str, nn.Parameter]] = []  # with the shared parameter
+        self.untied: list[tuple[Axis, nn.Parameter]] = []  # with the shared parameter
         self.settings: list[tuple[Any, Any]] = []  # configurations, with their tie_word_embeddings
         self.dense: dict[int, Tensor] = {}  # id of a parameter → its dense value, in host memory
         self.offloaded: dict[Offloaded, Changes] = {}  # weights of a block → their dense state
-        self._check_ties()
+        inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
+        for at in self._to_untie():
+            tied = at.holder is outputs and getattr(inputs, at.name, None) is at.parameter and bool(_tying(model))
+            message = f"{at.name} of a {type(at.holder).__name__} is shared by modules that would need it in different"
+            require(tied, f"{message} bases")
 
     @property
     def untied_bytes(self) -> int:
-        """The additional memory of the parameters that are untied."""
-        return sum(parameter.nbytes for _, _, parameter in self._to_untie())
+        """The additional memory of the parameters that `keep` unties."""
+        return sum(at.parameter.nbytes for at in self._to_untie())
 
-    def _to_untie(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def _to_untie(self) -> list[Axis]:
         """The uses of shared parameters that change differently from the input embeddings, else from the first use."""
         inputs = _embeddings(self.model, "get_input_embeddings")
         first: dict[int, _Change] = {}
         for change in sorted(self.changes, key=lambda change: change.at.holder is not inputs):
             first.setdefault(id(change.at.parameter), change)
-        pairs = [(change, first[id(change.at.parameter)]) for change in self.changes]
-        return [
-            (change.at.holder, change.at.name, change.at.parameter)
-            for change, other in pairs
-            if change is not other and not change.same(other)
-        ]
-
-    def _check_ties(self) -> None:
-        model = self.model
-        inputs, outputs = (_embeddings(model, f"get_{end}_embeddings") for end in ("input", "output"))
-        for holder, name, parameter in self._to_untie():
-            tied = holder is outputs and getattr(inputs, name, None) is parameter and bool(_tying(model))
-            kind = type(holder).__name__
-            require(tied, f"{name} of a {kind} is shared by modules that would need it in different bases")
+        return [change.at for change in self.changes if not change.same(first[id(change.at.parameter)])]
 
     def keep(self) -> None:
         """Untie parameters that need two bases, and copy the parameters that will change to host memory."""
-        for holder, name, parameter in self._to_untie():
-            untied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(holder, name, untied)
-            mark_written(holder, name)
-            self.untied.append((holder, name, parameter))
-        if self.untied:
-            self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model)]
-            for config, _ in self.settings:
-                config.tie_word_embeddings = False
+        for at in self._to_untie():
+            shared = at.parameter
+            self.untied.append((at, shared))
+            setattr(at.holder, at.name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+            mark_written(at.holder, at.name)
+        self.settings = [(config, config.tie_word_embeddings) for config in _tying(self.model) if self.untied]
+        for config, _ in self.settings:
+            config.tie_word_embeddings = False
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 self.offloaded[block] = block.changes()
@@ -117,13 +98,7 @@ class Basis:
 
     @torch.no_grad()
     def write(self, rotations: Mapping[Space, Tensor]) -> None:
-        """Write the weights in a basis, computed from the dense weights.
-
-        Args:
-            rotations: orthogonal matrices [count, width, width] of some spaces, permutations int64 [count, width] of
-                those that may only be permuted, factors [count, width] of those that may be scaled; the others keep
-                their basis. Norms' gains are folded whatever the rotations, so that {} writes the folded basis.
-        """
+        """Write the weights in a basis: see `_transformed` for the changes; {} folds the norms' gains alone."""
         for block, changes in self._by_block():
             if isinstance(block, Offloaded):
                 block.restore(self.offloaded[block])
@@ -144,18 +119,57 @@ class Basis:
             if id(at.parameter) in self.dense:
                 at.parameter.copy_(self.dense[id(at.parameter)])
                 mark_written(at.holder, at.name)
-        for holder, name, parameter in self.untied:
-            setattr(holder, name, parameter)
-            mark_written(holder, name)
-        for config, value in self.settings:
-            config.tie_word_embeddings = value
+        for at, shared in self.untied:
+            setattr(at.holder, at.name, shared)
+            mark_written(at.holder, at.name)
+        for config, tied in self.settings:
+            config.tie_word_embeddings = tied
         self.untied, self.settings = [], []
         self.forget()
 
     def forget(self) -> None:
-        """Free the copies of the dense weights."""
+        """Free the copies of the dense weights; the model keeps its basis."""
         self.dense.clear()
         self.offloaded.clear()
+
+
+@dataclass(eq=False)
+class ModelRotation:
+    """The learned rotations of a model, which can be written into its weights and undone."""
+
+    report: RotationReport
+    basis: Basis  # stores the dense weights while they are rotated
+    rotations: Mapping[Space, Tensor]  # [count, width, width] each; empty if no basis improves the objective
+    written: bool
+
+    def write(self) -> None:
+        """Write the new basis into the weights, unless it is written; on failure, restore the model."""
+        if self.written or not self.rotations:
+            return
+        try:
+            self.basis.keep()
+            self.basis.write(self.rotations)
+        except BaseException:
+            self.basis.restore()
+            raise
+        self.written = True
+
+    def undo(self) -> None:
+        """Restore the dense weights, bit by bit."""
+        if self.written:
+            self.basis.restore()
+            self.written = False
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the weights are in the new basis."""
+        before = self.written
+        self.write()
+        try:
+            yield
+        finally:
+            if not before:
+                self.undo()
 
 
 def _changes(spaces: Sequence[Space], model: nn.Module) -> list[_Change]:
@@ -194,9 +208,10 @@ def _embeddings(model: nn.Module, getter: str) -> Any:
 def _tying(model: nn.Module) -> list[Any]:
     """The configurations that tie the head to the embeddings."""
     config: Any = getattr(model, "config", None)
-    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    unique = {id(each): each for each in configs}.values()
-    return [each for each in unique if getattr(each, "tie_word_embeddings", False)]
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [
+        each for each in {id(config): config, id(text): text}.values() if getattr(each, "tie_word_embeddings", False)
+    ]
 
 
 def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
@@ -208,63 +223,50 @@ def _changed(change: _Change, dense: Tensor, rotations: Mapping[Space, Tensor]) 
     if change.shrink is not None:
         value = torch.where(value == 0, 0, value / change.shrink.to(value))
     for axis, gain in change.gains:
-        shape = [1] * value.ndim
-        shape[axis] = -1
-        value = value * gain.to(value).view(shape)
+        value = _multiplied(value, axis, gain.to(value))
     for space, place in change.places:
         if space in rotations:
             rotation = 1 / rotations[space] if space.scaled and not place.writes else rotations[space]
-            value = transform_axis(value, place.at.axis, place.index, rotation)
+            value = _transformed(value, place.at.axis, place.index, rotation)
     return value
 
 
-def transform_axis(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
-    """A weight with the coordinates of one axis rotated, permuted or scaled.
+def _multiplied(value: Tensor, axis: int, factors: Tensor) -> Tensor:
+    shape = [1] * value.ndim
+    shape[axis] = -1
+    return value * factors.view(shape)
 
-    Args:
-        value: of any shape.
-        axis: of the coordinates.
-        index: their positions on it, int64 [count, copies, width]; None if they are the whole axis, in its order.
-        change: a rotation [count, width, width]; a permutation int64 [count, width], the source of each position; or
-            factors [count, width].
+
+def _transformed(value: Tensor, axis: int, index: Tensor | None, change: Tensor) -> Tensor:
+    """A weight with the coordinates of one axis, at `Place.index`, rotated, permuted or scaled.
+
+    By orthogonal matrices [count, width, width], permutations int64 [count, width] (the source of each position), or
+    factors [count, width].
     """
     if change.ndim == 3:
         return rotate_axis(value, axis, index, change.to(value))
+    index = None if index is None else index.to(value.device)
     if change.is_floating_point():
-        return _scaled(value, axis, index, change.to(value))
+        change = change.to(value)
+        whole = change[0]
+        if index is not None:
+            whole = change.new_ones(value.shape[axis])
+            whole[index.flatten()] = change[:, None].expand_as(index).flatten()
+        return _multiplied(value, axis, whole)
     change = change.to(value.device)
     if index is None:
         return value.index_select(axis, change[0])
-    index = index.to(value.device)
     source = index.gather(-1, change[:, None].expand_as(index))
     return value.index_copy(axis, index.flatten(), value.index_select(axis, source.flatten()))
 
 
-def _scaled(value: Tensor, axis: int, index: Tensor | None, factors: Tensor) -> Tensor:
-    whole = factors[0]
-    if index is not None:
-        index = index.to(value.device)
-        whole = factors.new_ones(value.shape[axis])
-        whole[index.flatten()] = factors[:, None].expand_as(index).flatten()
-    shape = [1] * value.ndim
-    shape[axis] = -1
-    return value * whole.view(shape)
-
-
 def rotate_axis(value: Tensor, axis: int, index: Tensor | None, rotation: Tensor) -> Tensor:
-    """A weight with the coordinates of one axis in another basis.
+    """``value · R`` along the axis, for an axis that writes the space ``Rᵀ`` from the left.
 
-    Args:
-        value: of any shape.
-        axis: of the coordinates.
-        index: their positions on it, int64 [count, copies, width]; None if they are the whole axis, in its order.
-        rotation: orthogonal, [count, width, width], in the value's dtype and on its device.
-
-    Returns:
-        ``value · R`` along the axis: for an axis that writes the space this is ``Rᵀ`` from the left.
+    The coordinates are at `Place.index`; R is [count, width, width], in the value's dtype and on its device.
     """
     if index is None and value.ndim == 2:
-        return value @ rotation[0] if axis in (1, -1) else rotation[0].mT @ value
+        return value @ rotation[0] if axis == 1 else rotation[0].mT @ value
     last = value.movedim(axis, -1)
     if index is None:
         return (last @ rotation[0]).movedim(-1, axis)

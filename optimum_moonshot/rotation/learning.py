@@ -9,8 +9,7 @@ that vector to the first unit vector, and the Cayley transform acts on the other
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ class Learned:
     """The state of learning and its result, sufficient to resume.
 
     `tensors` contains, for each width of spaces, the current and the best A, and Adam's two moments. Permutations and
-    factors are added afterwards, see channel_permutation.py and scaling.py.
+    factors are added afterwards, see permutation_search.py and scaling.py.
     """
 
     tensors: dict[str, Tensor]
@@ -60,21 +59,18 @@ class Learned:
 
     def saved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The arguments of `load`: tensors in host memory, and JSON types."""
-        tensors = dict(self.tensors)
-        for prefix, by_space in ((_PERMUTATION, self.permutations), (_FACTORS, self.factors)):
-            tensors |= {prefix + name: tensor for name, tensor in by_space.items()}
+        parts = {"": self.tensors, _PERMUTATION: self.permutations, _FACTORS: self.factors}
+        tensors = {
+            prefix + name: tensor.detach().cpu().contiguous()
+            for prefix, by_name in parts.items()
+            for name, tensor in by_name.items()
+        }
         names = ("history", "seconds", "done", "permutation_gains", "finished")
-        values = {name: getattr(self, name) for name in names}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, values
+        return tensors, {name: getattr(self, name) for name in names}
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "Learned":
-        """The inverse of `saved`.
-
-        Args:
-            tensors: by name, of any shape.
-            values: the other fields.
-        """
+        """The inverse of `saved`."""
         parts: dict[str, dict[str, Tensor]] = {_PERMUTATION: {}, _FACTORS: {}, "": {}}
         for name, tensor in tensors.items():
             prefix = next(prefix for prefix in parts if name.startswith(prefix))
@@ -92,42 +88,31 @@ def learn(
     step_done: Callable[[Learned], None] = lambda state: None,
     attempt: Callable[[Callable[[], None]], None] = lambda step: step(),
 ) -> Learned:
-    """Minimise the objective over rotations, starting at the identity.
+    """Minimise the objective, of a model whose norms' gains are folded, over rotations that start at the identity.
 
-    The learning rate follows a cosine; learning ends after the last step, or if the objective no longer decreases.
-
-    Args:
-        objective: of a model whose norms' gains are folded.
-        spaces: of the model; spaces to permute or scale are skipped, and spaces outside the objective keep their basis.
-        steps: their largest number.
-        rate: Adam's learning rate of A, in radians.
-        device: of the rotations.
-        state: of an earlier call with the same arguments, to resume from.
-        step_done: called with the state after every step.
-        attempt: calls a step, and may repeat it: a step that fails does not change the state.
-
-    Returns:
-        The final state.
+    Learning ends after `steps`, or if the objective no longer decreases. The `rate`, Adam's learning rate of A in
+    radians, follows a cosine. Spaces to permute or scale are skipped; those outside the objective keep their basis.
+    A `state` of an earlier call with the same arguments resumes it; `step_done` sees the state after every step.
+    `attempt` calls a step, and may repeat it: a step that fails does not change the state.
     """
     families = _families(spaces)
-    state = state or Learned(_start(families, device))
+    state = state or Learned(_start(families))
     state.tensors = {name: tensor.to(device) for name, tensor in state.tensors.items()}
-    with _fast_products():
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, which is precise enough for learning
+    try:
         while not state.done:
             started = time.perf_counter()
             attempt(partial(_step, objective, families, state, steps, rate))
             state.seconds += time.perf_counter() - started
             step_done(state)
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return state
 
 
 def rotations(spaces: Sequence[Space], state: Learned) -> dict[Space, Tensor]:
-    """The rotations of the best step, [count, width, width] in float64 on the host, with permutations and factors.
-
-    Args:
-        spaces: as passed to `learn`.
-        state: the result of `learn`.
-    """
+    """The rotations of the best step, [count, width, width] in float64 on the host, with permutations and factors."""
     learned: dict[Space, Tensor] = {}
     for name, family in _families(spaces).items():
         skew = state.tensors[f"{name}.best"].cpu().double()
@@ -153,7 +138,8 @@ def _step(objective: Objective, families: Mapping[str, list[Space]], state: Lear
     changed: dict[str, Tensor] = {}
     if history[-1] < min(state.history, default=math.inf):
         changed = {f"{name}.best": parameters[name].detach().clone() for name in families}
-    done = number >= steps or not families or _gains_nothing(history)
+    stalled = len(history) > PATIENCE and min(history) > (1 - GAIN) * min(history[:-PATIENCE])
+    done = number >= steps or not families or history[0] == 0 or stalled
     if not done:
         now = rate * (1 + math.cos(math.pi * number / steps)) / 2
         for name, family in families.items():
@@ -175,12 +161,6 @@ def _adam(tensors: Mapping[str, Tensor], name: str, gradient: Tensor, rate: floa
     return {f"{name}.at": at, f"{name}.first": first, f"{name}.second": second}
 
 
-def _gains_nothing(history: list[float]) -> bool:
-    if history[0] == 0:
-        return True
-    return len(history) > PATIENCE and min(history) > (1 - GAIN) * min(history[:-PATIENCE])
-
-
 def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
     """The spaces by width, because the rotations of one width are one batch."""
     families: dict[str, list[Space]] = {}
@@ -189,12 +169,12 @@ def _families(spaces: Sequence[Space]) -> dict[str, list[Space]]:
     return families
 
 
-def _start(families: Mapping[str, list[Space]], device: torch.device) -> dict[str, Tensor]:
+def _start(families: Mapping[str, list[Space]]) -> dict[str, Tensor]:
     tensors = {}
     for name, family in families.items():
         size = family[0].width - family[0].fixes_ones
         for part in ("at", "best", "first", "second"):
-            tensors[f"{name}.{part}"] = torch.zeros(sum(space.count for space in family), size, size, device=device)
+            tensors[f"{name}.{part}"] = torch.zeros(sum(space.count for space in family), size, size)
     return tensors
 
 
@@ -214,14 +194,3 @@ def _orthogonal(parameters: Tensor, family: list[Space]) -> Tensor:
     reflection = torch.eye(width, dtype=skew.dtype, device=skew.device)
     reflection = reflection - 2 * torch.outer(mirror, mirror) / mirror.square().sum()
     return reflection @ (outer + corner) @ reflection
-
-
-@contextmanager
-def _fast_products() -> Iterator[None]:
-    """A context in which GPUs use TF32 for float32 products, which is precise enough for learning."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -37,13 +37,7 @@ class Norm:
 
 
 def may_be_norm(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    """Whether a call may be a norm's: equal shapes of input and output, and at most two parameters of that width.
-
-    Args:
-        module: the module called.
-        inputs: [..., width].
-        output: of the call.
-    """
+    """Whether a call may be a norm's: equal shapes of input and output, and at most two parameters [width]."""
     parameters = list(module.parameters(recurse=False))
     if next(module.children(), None) is not None or len(parameters) > 2 or inputs.shape != output.shape:
         return False
@@ -52,12 +46,7 @@ def may_be_norm(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
 
 @torch.no_grad()
 def find_norm(module: nn.Module, width: int) -> Norm | None:
-    """The norm that a module computes; None if it is another function.
-
-    Args:
-        module: without children, whose parameters are vectors [width].
-        width: of its inputs and outputs.
-    """
+    """The norm that a module computes; None if it is another function. Its parameters are vectors [width]."""
     try:
         return _find(module, width)
     except (TypeError, ValueError, RuntimeError, IndexError):
@@ -106,10 +95,10 @@ def _find(module: nn.Module, width: int) -> Norm | None:
     gain = None if weight is None else _whole(offset) + slope * actual[weight]
     gain = None if gain is None or bool((gain == 1).all()) else gain
     candidate = Norm(module, weight, bias, _whole(offset), slope, gain, None if bias is None else actual[bias])
-    values = dict(zeros) | ({} if weight is None else {weight: torch.full_like(actual[weight], candidate.neutral)})
+    neutral = {} if weight is None else {weight: torch.full_like(actual[weight], candidate.neutral)}
 
     def bare(inputs: Tensor) -> Tensor:
-        return call(inputs, values)
+        return call(inputs, zeros | neutral)
 
     x = 3 * random(4, width)
     plain, norm = bare(x), float(bare(x).norm())

@@ -11,16 +11,21 @@ over the matrices.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..calibration.statistic import GradientStatistic, Small
+from ..calibration.storage import Storage
 from ..model.layers import Block, PrunableLayer
+from ..objective.linalg import damped_inverse_factor, escalate
 from ..objective.patterns import NM, Pattern, kth_smallest
 from .basis import rotate_axis
 from .spaces import Space
 
+DAMPING = 0.01
 # In larger matrices the threshold of an unstructured pattern is estimated from this many scores: the objective is
 # stationary in the threshold, so that its error has a second-order effect.
 SAMPLED_SCORES = 2**17
@@ -63,44 +68,36 @@ class Objective:
     moments: dict[str, Tensor] = field(default_factory=dict)  # space to scale → its output moments (scaling.py)
 
     @property
+    def groups(self) -> list[Group]:
+        return [group for _, groups in self.blocks for group in groups]
+
+    @property
     def matrices(self) -> Iterator[Matrix]:
-        for _, groups in self.blocks:
-            for group in groups:
-                yield from group.matrices
+        return (matrix for group in self.groups for matrix in group.matrices)
 
     @property
     def spaces(self) -> list[Space]:
         """The spaces with coordinates on some matrix, in a fixed order."""
         spaces: dict[Space, None] = {}
-        for _, groups in self.blocks:
-            for group in groups:
-                spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
-                spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
+        for group in self.groups:
+            spaces |= dict.fromkeys([group.reads.space] if group.reads else [])
+            spaces |= dict.fromkeys(each.space for matrix in group.matrices for each in matrix.writes)
         return list(spaces)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Move the cached inverses, such as to host memory.
-
-        Args:
-            move: returns the moved tensor, of any shape.
-        """
-        for _, groups in self.blocks:
-            for group in groups:
-                group.inverse = move(group.inverse)
+        """Move the cached inverses, such as to host memory."""
+        for group in self.groups:
+            group.inverse = move(group.inverse)
 
     def value(self, rotations: Mapping[Space, Tensor]) -> float:
         """The objective; its gradient is accumulated in the rotations that require one.
 
-        Args:
-            rotations: [count, width, width] in float32 of every space, leaves of the graph.
+        The rotations of all spaces, [count, width, width] in float32, are leaves of the graph.
         """
         total = 0.0
         for block, groups in self.blocks:
-            if block is None:
+            with block.onloaded() if block else nullcontext():
                 total += sum(_group_value(group, rotations) for group in groups)
-            else:
-                with block.onloaded():
-                    total += sum(_group_value(group, rotations) for group in groups)
         return total
 
 
@@ -123,14 +120,7 @@ def _group_value(group: Group, rotations: Mapping[Space, Tensor]) -> float:
 
 
 def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Space, Tensor]) -> Tensor:
-    """S of a matrix, [rows, columns] of the sampled ones.
-
-    Args:
-        group: of the matrix.
-        matrix: with its dense weight.
-        diagonal: of H⁻¹ in the rotated basis, [d_in].
-        rotations: of every space.
-    """
+    """S of a matrix, [rows, columns] of the sampled ones, from the diagonal [d_in] of H⁻¹ in the rotated basis."""
     weight = matrix.layer.matrix.detach().float()
     weight = weight if matrix.rows is None else weight[matrix.rows.to(weight.device)]
     if matrix.columns is not None:
@@ -144,12 +134,7 @@ def scores(group: Group, matrix: Matrix, diagonal: Tensor, rotations: Mapping[Sp
 
 
 def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
-    """The diagonal [d_in] of ``Rᵀ H⁻¹ R``.
-
-    Args:
-        inverse: as `Group.inverse`.
-        rotation: [count, width, width]; None if the inverse is the diagonal.
-    """
+    """The diagonal [d_in] of ``Rᵀ H⁻¹ R``; of `Group.inverse` alone, if that is the diagonal."""
     if rotation is None:
         return inverse
     blocks = inverse[None, None] if inverse.ndim == 2 else inverse
@@ -158,12 +143,7 @@ def rotated_diagonal(inverse: Tensor, rotation: Tensor | None) -> Tensor:
 
 
 def removed(values: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """The sum of the scores that a pattern removes, averaged over patterns; differentiable.
-
-    Args:
-        values: S, [rows, columns].
-        patterns: unstructured or n:m.
-    """
+    """The sum of the scores [rows, columns] that a pattern removes, averaged over the patterns; differentiable."""
     return sum((_removed(values, pattern) for pattern in patterns), values.new_zeros(())) / len(patterns)
 
 
@@ -175,18 +155,13 @@ def _removed(values: Tensor, pattern: Pattern) -> Tensor:
         return values.new_zeros(())
     # Σ of the smallest = max over t of Σ min(S, t) - (size - count) · t, attained if t is the largest of them: no sort,
     # and a gradient through `clamp` alone.
-    sample = _evenly(values.detach())
-    rank = min(len(sample), max(1, round(count * len(sample) / values.numel())))
-    threshold = kth_smallest(sample[None], rank)[0, 0]
-    return values.clamp(max=threshold).sum() - (values.numel() - count) * threshold
-
-
-def _evenly(values: Tensor) -> Tensor:
-    """At least `SAMPLED_SCORES` of the values [rows, columns], or all, evenly from every column."""
     stride = max(1, values.numel() // SAMPLED_SCORES)
-    while math.gcd(stride, values.shape[1]) > 1:
+    while math.gcd(stride, values.shape[1]) > 1:  # so that the sample is drawn evenly from every column
         stride -= 1
-    return values.flatten()[::stride]
+    sample = values.detach().flatten()[::stride]
+    position = min(len(sample), max(1, round(count * len(sample) / values.numel())))
+    threshold = kth_smallest(sample[None], position)[0, 0]
+    return values.clamp(max=threshold).sum() - (values.numel() - count) * threshold
 
 
 def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
@@ -206,23 +181,16 @@ def _smallest_of_groups(groups: Tensor, count: int) -> Tensor:
 
 
 def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None:
-    """Set the weight of every matrix, divided by the sum of its dense scores.
-
-    Args:
-        objective: whose weights are set.
-        fisher: layer → its absolute Fisher loss at W = 0; None for equal weights.
-    """
+    """Set the weight of every matrix, its Fisher loss at W = 0 or 1, divided by the sum of its dense scores."""
     names = [matrix.layer.name for matrix in objective.matrices]
     raw = {name: 1.0 if fisher is None else fisher[name] for name in names}
+    if not sum(raw.values()):
+        raw = dict.fromkeys(names, 1.0)
     whole = sum(raw.values())
-    raw = raw if whole else dict.fromkeys(names, 1.0)
-    whole = whole or float(len(names))
-    identity: dict[Space, Tensor] = {
-        space: torch.eye(space.width).expand(space.count, -1, -1) for space in objective.spaces
-    }
+    identity = {space: torch.eye(space.width).expand(space.count, -1, -1) for space in objective.spaces}
     for block, groups in objective.blocks:
         for group in groups:
-            with block.onloaded() if block else torch.no_grad():
+            with block.onloaded() if block else nullcontext():
                 device = group.matrices[0].layer.parameter.device
                 reads = None if group.reads is None else identity[group.reads.space].to(device)
                 diagonal = rotated_diagonal(group.inverse.to(device), reads)
@@ -234,14 +202,7 @@ def set_totals(objective: Objective, fisher: Mapping[str, float] | None) -> None
 
 
 def sampled(count: int, most: int | None, together: int, generator: torch.Generator) -> Tensor | None:
-    """A random sample of `count` rows or columns; None for all.
-
-    Args:
-        count: of the matrix.
-        most: the largest size of the sample.
-        together: consecutive ones that are sampled together; the size is a multiple of it.
-        generator: of the sample.
-    """
+    """At most `most` of the `count` rows or columns, chosen at random, `together` consecutive ones; None for all."""
     if most is None or count <= most or count % together:
         return None
     first = torch.randperm(count // together, generator=generator)[: max(1, most // together)].sort().values
@@ -250,5 +211,59 @@ def sampled(count: int, most: int | None, together: int, generator: torch.Genera
 
 def widest(patterns: Sequence[Pattern]) -> int:
     """The least common multiple of the group sizes m of the patterns."""
-    sizes = [pattern.m for pattern in patterns if isinstance(pattern, NM)]
-    return math.lcm(*sizes)
+    return math.lcm(*(pattern.m for pattern in patterns if isinstance(pattern, NM)))
+
+
+class FisherAtZero(GradientStatistic):
+    """``L_F(0) = 1/N Σ_n Σ_k (a_nk · w_k)²`` of a layer, the Fisher estimate of the model's loss without it.
+
+    Because ``a_nk · w_k = Σ_t δ_tk (w_k · x_t)``, no weight gradients are needed.
+    """
+
+    def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
+        super().__init__(layer, samples, storage)
+        self.total = 0.0
+        self.products: Tensor | None = None
+
+    def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
+        weight = self.layer.matrix.float().view(self.layer.groups, -1, self.layer.shape[1])
+        products = (delta * (inputs @ weight[groups].mT)).sum(2)  # [samples, groups, out]
+        if self.products is None:
+            self.products = products.new_zeros(len(products), self.layer.groups, products.shape[2])
+        self.products[:, groups] += products
+        if done:
+            self.total += float(self.products.double().square().sum()) / self.samples
+            self.products = None
+
+    def partial(self) -> Small:
+        return Small(self.total)
+
+    def combine(self, merged: Sequence[float]) -> None:
+        self.total = sum(merged)
+
+    def result(self) -> float:
+        return self.total
+
+
+def inverse(gram: Tensor, reads: Coordinates | None) -> Tensor:
+    """`Group.inverse` of the Gram matrix [d_in, d_in] of the inputs, in float32: the part that their rotation needs."""
+    unit = float(gram.diagonal().double().mean())
+    factor, _ = escalate(DAMPING, lambda damping: damped_inverse_factor(gram, unit, damping))
+    if reads is None:
+        return factor.square().sum(0).float()
+    if reads.index is None:
+        return (factor.mT @ factor).float()
+    columns = factor.T[reads.index.to(factor.device)]  # [count, copies, width, d_in]
+    return (columns @ columns.mT).float()
+
+
+def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordinates | None, tuple[Coordinates, ...]]:
+    """The coordinates of spaces on the columns of a layer, no convolution, and on its rows."""
+    reads: list[Coordinates] = []
+    writes: list[Coordinates] = []
+    for space in spaces:
+        for place in space.places:
+            if place.at.holder in layer.modules and place.at.parameter is layer.parameter:
+                axes = writes if place.at.axis == layer.adapter.axes[0] else reads
+                axes.append(Coordinates(space, place.index))
+    return (reads[0] if reads else None), tuple(writes)

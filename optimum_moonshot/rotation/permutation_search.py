@@ -1,4 +1,7 @@
-"""Channel permutation search for n:m: greedy exchanges of the columns of a matrix.
+"""Channel permutations of neurons for n:m, by greedy exchanges of columns, after the rotations are learned.
+
+A permutation of the neurons changes one term of the objective, that of the layer that reads them. The residual stream
+and the coordinates of heads need none: their rotations include all permutations.
 
 n:m keeps the n largest scores of every m consecutive columns of a row. With column x at position p, and its other
 columns unchanged, a group of m keeps
@@ -15,13 +18,18 @@ clamp((x - t_k) / w_k, 0, 1)``, which is exact if one of the edges ``t_k`` of th
 exchange is recomputed exactly before it is applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import lcm
 
 import torch
 from torch import Tensor
 
 from ..objective.patterns import NM, Pattern
+from .learning import Learned, rotations
+from .objective import Group, Matrix, Objective, removed, rotated_diagonal, scores
+from .spaces import Space
 
 # The search stops after the first round with a smaller relative gain, or after this many rounds.
 GAIN, ROUNDS = 1e-4, 200
@@ -35,41 +43,74 @@ SPREAD = 2**20
 TABLES, DISTANCE = 1.6, 18
 
 
-def competing(patterns: Sequence[Pattern]) -> list[NM]:
-    """The n:m patterns, whose loss depends on the permutation of columns.
+@torch.no_grad()
+def permute_channels(
+    objective: Objective,
+    spaces: Sequence[Space],
+    state: Learned,
+    step_done: Callable[[Learned], None] = lambda state: None,
+) -> None:
+    """Add the permutations, with their gains, that a learned state lacks; `step_done` sees it after every layer."""
+    learned = rotations(spaces, state)
+    leaves = {space: change.float() for space, change in learned.items() if not space.permuted}
+    for space, group, matrix, weight, block in _readers(objective, spaces):
+        if space.name in state.permutations:
+            continue
+        with block:
+            device = matrix.layer.parameter.device
+            diagonal = rotated_diagonal(group.inverse.to(device), None)
+            rotated = {each: change.to(device) for each, change in leaves.items()}
+            patterns = competing(matrix.patterns)
+            # The objective may sample rows or columns, the search uses all: a permutation fitted to some rows gains
+            # nothing in the others, whose large weights are in other columns.
+            part = weight * float(removed(scores(group, matrix, diagonal, rotated), patterns))
+            whole = scores(group, replace(matrix, rows=None, columns=None), diagonal, rotated)
+        permutation = best_permutation(whole, patterns)
+        before, after = (float(removed(each, patterns)) for each in (whole, whole[:, permutation.to(device)]))
+        fraction = max(0.0, 1 - after / before) if before > 0 else 0.0
+        state.permutations[space.name] = permutation[None]
+        state.permutation_gains[space.name] = part * fraction * len(patterns) / len(matrix.patterns)
+        step_done(state)
 
-    Args:
-        patterns: of a matrix.
-    """
+
+def _readers(
+    objective: Objective, spaces: Sequence[Space]
+) -> Iterator[tuple[Space, Group, Matrix, float, AbstractContextManager[None]]]:
+    """The matrices whose columns may be permuted, with their weights in the objective and a context that onloads."""
+    places = [(space, place) for space in spaces if space.permuted for place in space.places]
+    by_parameter = {id(place.at.parameter): space for space, place in places if place.index is None}
+    for block, groups in objective.blocks:
+        for group in groups:
+            for matrix, weight in zip(group.matrices, group.weights, strict=True):
+                space = by_parameter.get(id(matrix.layer.parameter))
+                if space is not None and group.reads is None and competing(matrix.patterns):
+                    yield space, group, matrix, weight, block.onloaded() if block else nullcontext()
+
+
+def competing(patterns: Sequence[Pattern]) -> list[NM]:
+    """The n:m patterns of a matrix, whose loss depends on the permutation of its columns."""
     return [pattern for pattern in patterns if isinstance(pattern, NM) and 0 < pattern.n < pattern.m]
 
 
 def search_products(shape: tuple[int, int], patterns: Sequence[Pattern]) -> float:
     """The cost of a search, in floating-point operations of matrix products of equal duration.
 
-    Args:
-        shape: of the scores, (rows, d_in).
-        patterns: of the matrix.
+    `shape` is (rows, d_in) of the scores.
     """
     rows, d_in = shape
-    each = DISTANCE if _has_distances(rows, d_in) else len(QUANTILES)
+    each = DISTANCE if _is_exact(rows, d_in) else len(QUANTILES)
     return rows * d_in**2 * each * sum(TABLES * pattern.m for pattern in competing(patterns))
 
 
-def _has_distances(rows: int, d_in: int) -> bool:
+def _is_exact(rows: int, d_in: int) -> bool:
     """Whether the distances are computed exactly."""
     return d_in * d_in * rows <= EXACT
 
 
 def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """A permutation of columns that reduces the scores removed by n:m.
+    """A permutation of columns that reduces the sum of the scores [rows, d_in] that the n:m patterns remove.
 
-    Args:
-        scores: the loss of removing each weight, [rows, d_in], on any device.
-        patterns: the sum of their removed scores is reduced.
-
-    Returns:
-        int64 [d_in] in host memory: the column at each position. The identity if no better permutation is found.
+    int64 [d_in] in host memory: the column at each position. The identity if no better permutation is found.
     """
     patterns, d_in = competing(patterns), scores.shape[1]
     order = torch.arange(d_in, device=scores.device)
@@ -95,28 +136,21 @@ def best_permutation(scores: Tensor, patterns: Sequence[Pattern]) -> Tensor:
 
 
 class _Columns:
-    """The columns of a matrix of scores.
-
-    Args:
-        scores: not negative, [rows, d_in].
-    """
+    """The columns of a matrix of scores [rows, d_in], which are not negative."""
 
     def __init__(self, scores: Tensor):
         self.values = scores.float().T.contiguous()
         self.sums = self.values.sum(1)
         d_in, rows = self.values.shape
-        self.exact = _has_distances(rows, d_in)
+        self.exact = _is_exact(rows, d_in)
         step = max(1, SPREAD // d_in)
         self.parts = [] if self.exact else [slice(start, start + step) for start in range(0, rows, step)]
-        ranks = [round(quantile * (d_in - 1)) for quantile in QUANTILES]
-        self.edges = [self.values[:, part].sort(0).values[ranks] for part in self.parts]  # [intervals, rows of a part]
+        positions = [round(quantile * (d_in - 1)) for quantile in QUANTILES]
+        # [intervals, rows of a part] each
+        self.edges = [self.values[:, part].sort(0).values[positions] for part in self.parts]
 
     def larger(self, others: Tensor) -> Tensor:
-        """Σ_rows max(q, x) for every q and column x, approximate for a large matrix: [count, d_in].
-
-        Args:
-            others: q, [count, rows].
-        """
+        """Σ_rows max(q, x) for every q of [count, rows] and column x, approximate for a large matrix: [count, d_in]."""
         sums = others.sum(1)[:, None] + self.sums
         if self.exact:
             return (torch.cdist(others, self.values, p=1.0) + sums) / 2
@@ -165,13 +199,7 @@ class _Table:
         return gains
 
     def gained(self, order: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The exact gain in kept scores of independent exchanges, [count].
-
-        Args:
-            order: before the exchanges.
-            first: positions, int64 [count].
-            second: the positions that they are exchanged with, int64 [count].
-        """
+        """The exact gain in kept scores, [count], of independent exchanges of positions int64 [count] each."""
         m, gained = self.pattern.m, self.columns.sums.new_zeros(len(first))
         for position, other in ((first, second), (second, first)):
             group = (position // m * m)[:, None] + torch.arange(m, device=position.device)
@@ -189,11 +217,9 @@ class _Table:
 
 
 def _select(gains: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Independent exchanges of positions, int64 [count] and [count].
+    """Independent exchanges of positions, int64 [count] and [count], from the gains [d_in, d_in] of all exchanges.
 
-    Args:
-        gains: of every exchange, symmetric, [d_in, d_in].
-        block: consecutive positions that take part in at most one exchange.
+    Each `block` of consecutive positions takes part in at most one exchange.
     """
     count = len(gains) // block
     pairs = gains.view(count, block, count, block)

@@ -7,7 +7,7 @@ their product does not change, and the scores of the row are in units of the los
 do not change.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,6 @@ class OutputMoments(GradientStatistic):
     """Second moments of the gradients at a layer's outputs in the spaces that may be scaled, summed over all tokens.
 
     Matrices [count, width, width] for spaces that are rotated, diagonals [count, width] for others.
-
-    Args:
-        layer: the layer.
-        samples: N, the number of calibration samples.
-        storage: of other statistics.
     """
 
     spaces: Sequence[Space] = ()
@@ -42,7 +37,12 @@ class OutputMoments(GradientStatistic):
 
     def __init__(self, layer: PrunableLayer, samples: int, storage: Storage):
         super().__init__(layer, samples, storage)
-        self.outputs = list(_outputs(layer, self.spaces))
+        places = [(space, place) for space in self.spaces for place in space.places]
+        self.outputs = [  # the spaces whose coordinates are rows of the layer, and these rows, int64 [count, width]
+            (space, place.index[:, 0])
+            for space, place in places
+            if place.writes and place.index is not None and place.at.parameter is layer.parameter
+        ]
         self.totals: dict[str, Tensor] = {}
 
     def add(self, inputs: Tensor, delta: Tensor, done: bool, groups: slice) -> None:
@@ -63,22 +63,8 @@ class OutputMoments(GradientStatistic):
         return self.totals
 
 
-def _outputs(layer: PrunableLayer, spaces: Sequence[Space]) -> Iterator[tuple[Space, Tensor]]:
-    """The spaces whose coordinates are rows of a layer's weight, and these rows, int64 [count, width]."""
-    for space in spaces:
-        for place in space.places:
-            if place.writes and place.index is not None and place.at.parameter is layer.parameter:
-                yield space, place.index[:, 0]
-
-
 def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]) -> None:
-    """Compute the factors of all spaces that may be scaled and have moments, and store them in the state.
-
-    Args:
-        spaces: of the model.
-        state: with the rotations and the permutations.
-        moments: space → its `OutputMoments`, [count, width, width] or [count, width].
-    """
+    """Add factors to a learned state, for the spaces to scale whose `OutputMoments` are in `moments`, by name."""
     learned = rotations(spaces, state)
     for space in spaces:
         if not space.scaled or space.name not in moments:
@@ -93,11 +79,7 @@ def scale(spaces: Sequence[Space], state: Learned, moments: Mapping[str, Tensor]
 
 
 def factors(moment: Tensor) -> Tensor:
-    """``√D`` divided by its geometric mean, clamped by `LARGEST`; ones if there is no gradient at all.
-
-    Args:
-        moment: D, [count, width].
-    """
+    """``√D`` [count, width] divided by its geometric mean, clamped by `LARGEST`; ones without any gradient."""
     size = moment.clamp_min(0).sqrt()
     positive = size > 0
     if not positive.any():

@@ -1,5 +1,6 @@
 """The spaces of a model that may be rotated, and checks that the model's function does not change."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
@@ -13,39 +14,33 @@ from ..model.layers import find_blocks, visited
 from ..model.onloading import onloaded_in_turn
 from ..model.structured_groups import find_structured_groups
 from .basis import Basis
-from .heads import find_heads
-from .neurons import find_neurons, find_scales
+from .group_spaces import find_heads, find_neurons, find_scales
 from .spaces import RESIDUAL, Space, find_spaces
-from .trace import parameter_slots, plain_experts, tolerance_of, trace
+from .trace import Axis, Trace, parameter_slots, plain_experts, tolerance_of
 
 
 def find(
     model: nn.Module, batch: Batch, heads_only: bool, ordered: Collection[str] = (), scaled: Collection[str] = ()
 ) -> tuple[list[Space], dict[str, str]]:
-    """The spaces of a model that may be rotated, permuted or scaled.
+    """The spaces of a model that may be rotated, permuted or scaled, and the reasons why others are excluded.
 
-    Args:
-        model: offloaded blocks are onloaded one at a time.
-        batch: a small sample; its values do not matter.
-        heads_only: leave out the residual stream, and with it untied embeddings.
-        ordered: the names of layers whose neurons to permute.
-        scaled: the names of layers whose inputs to scale.
-
-    Returns:
-        The spaces, and the reasons why others are excluded.
-
-    Raises:
-        MoonshotError: there are none, or the model does not run on the batch.
+    The values of the batch, a small sample, do not matter. `heads_only` leaves out the residual stream, and with it
+    untied embeddings; `ordered` are the layers whose neurons to permute, `scaled` those whose inputs to scale.
     """
-    traced = trace(model, batch)
-    spaces, refused = find_spaces(traced, [name for name, _ in find_blocks(model)])
-    shared = _shared(model)
-    spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or not _touches(space, shared)]
+    trace = Trace(model, batch)
+    spaces, refused = find_spaces(trace, [name for name, _ in find_blocks(model)])
     with plain_experts(model):
         groups, _ = find_structured_groups(model, batch)
-    spaces += find_heads(traced, groups, spaces)
-    spaces += [space for space in find_neurons(traced, groups, ordered, spaces) if not _touches(space, shared)]
-    spaces += [space for space in find_scales(traced, groups, scaled, spaces) if not _touches(space, shared)]
+    counts = Counter(id(parameter) for _, _, parameter in parameter_slots(model))
+
+    def without_shared(candidates: list[Space]) -> list[Space]:
+        """Leave out spaces with a parameter that several modules share."""
+        return [space for space in candidates if all(counts[id(at.parameter)] <= 1 for at in _axes(space))]
+
+    spaces = [space for space in spaces if space.name.startswith(RESIDUAL) or without_shared([space])]
+    spaces += find_heads(trace, groups, spaces)
+    spaces += without_shared(find_neurons(trace, groups, ordered, spaces))
+    spaces += without_shared(find_scales(trace, groups, scaled, spaces))
     if heads_only:
         spaces = [space for space in spaces if not space.name.startswith(RESIDUAL)]
         refused = {}
@@ -56,72 +51,36 @@ def find(
     return spaces, refused
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """The ids of parameters that several modules share."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for _, _, parameter in parameter_slots(model):
-        (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
-def _touches(space: Space, parameters: set[int]) -> bool:
-    axes = [place.at for place in space.places] + [at for each in space.foldings for at in each.readers]
-    return any(id(at.parameter) in parameters for at in axes)
+def _axes(space: Space) -> list[Axis]:
+    return [place.at for place in space.places] + [at for folding in space.foldings for at in folding.readers]
 
 
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """The floating-point outputs of a model for a batch, in host memory.
-
-    Args:
-        model: in any mode.
-        batch: its inputs.
-    """
+    """The floating-point outputs of a model, in any mode, for a batch; in host memory."""
     with frozen(model), onloaded_in_turn(visited(model)):
         result = run_model(model, to_device(batch, model_device(model)))
     return [leaf.cpu() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def check_same(model: nn.Module, batch: Batch, expected: Sequence[Tensor], step: str) -> None:
-    """Raise `MoonshotError` unless the model's outputs are unchanged up to rounding.
-
-    Args:
-        model: after the step.
-        batch: its inputs.
-        expected: from `outputs` before the step, of any shape.
-        step: its name in the error.
-
-    Raises:
-        MoonshotError: the outputs differ by more than rounding explains.
-    """
+    """Raise `MoonshotError` if a step has changed the model's outputs by more than rounding explains."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     for after, before in zip(outputs(model, batch), expected, strict=True):
         error = float((after.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
-        limit = tolerance_of(_coarsest(model, before))
+        inexact = {before.dtype, *dtypes} - {torch.float64} or {torch.float64}
+        limit = tolerance_of(min(inexact, key=lambda dtype: dtype.itemsize))
         if not error <= limit:  # also for NaN
             name, hint = type(model).__name__, Text("leave it out, or try {}", Option("rotation", "heads"))
             message = f"{step} changes the outputs of {name} by {error:.2g} of their norm, where rounding explains"
             raise MoonshotError(f"{message} {limit:g}", field="rotation", hint=hint)
 
 
-def _coarsest(model: nn.Module, output: Tensor) -> torch.dtype:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return min({output.dtype, *dtypes} - {torch.float64} or {torch.float64}, key=lambda dtype: dtype.itemsize)
-
-
 def check_invariance(model: nn.Module, basis: Basis, batch: Batch, expected: Sequence[Tensor]) -> None:
-    """Check that the model's function is invariant under folding the norms and a random change of basis.
+    """Check with `check_same` that folding the norms and a random change of basis preserve the function.
 
-    The random basis is a permutation, with signs where possible: products with it are exact in any dtype.
-
-    Args:
-        model: of the basis; its weights are in the folded basis afterwards.
-        basis: which stores the dense weights.
-        batch: inputs of the model.
-        expected: from `outputs` of the dense model, of any shape.
-
-    Raises:
-        MoonshotError: the function changes.
+    The random basis is a permutation, with signs where possible: products with it are exact in any dtype. The weights
+    are in the folded basis afterwards. `expected` are the outputs of the dense model.
     """
     basis.write({})
     check_same(model, batch, expected, "folding the norms into the matrices that follow them")

@@ -1,17 +1,17 @@
-"""Which vector spaces in a model may change their basis, derived from the dependences between its tensors.
+"""The vector spaces of a model whose basis may change, derived from the dependences between its tensors.
 
 The inputs and the outputs of every node are endpoints. Endpoints with equal vectors, up to a mixing of tokens, are in
 one space. A space is fixed if some operation acts on its coordinates separately; the others may be rotated: the
-residual stream, latent spaces between two matrices, and the values of key-value heads (heads.py).
+residual stream, latent spaces between two matrices, and the values of key-value heads (group_spaces.py).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .norms import Norm
-from .trace import Axis, Node, Reading, Trace
+from .trace import Axis, Reading, Trace
 
 RESIDUAL = "residual stream"
 
@@ -53,9 +53,9 @@ class Space:
     follows: "Space | None" = None  # the space whose rotation or permutation applies before the scaling
 
 
-def occupied_axes(spaces: Iterable[Space]) -> set[tuple[nn.Module, str, int]]:
-    """The axes with coordinates of some spaces: module, name of the parameter, axis."""
-    return {(place.at.holder, place.at.name, place.at.axis) for space in spaces for place in space.places}
+def occupied_axes(spaces: Iterable[Space]) -> set[Axis]:
+    """The axes with coordinates of some spaces."""
+    return {place.at for space in spaces for place in space.places}
 
 
 @dataclass(eq=False)
@@ -86,25 +86,14 @@ class _Endpoints:
 
 
 def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[str, str]]:
-    """The spaces of whole axes of weights.
+    """The spaces of whole axes that may be rotated, and the reason if no residual stream is among them, by its name.
 
-    Args:
-        trace: of the model.
-        blocks: the names of its decoder layers. A space of several of them is a residual stream.
-
-    Returns:
-        The spaces that may be rotated, and the reason if there is no residual stream among them, by its name.
+    A space that extends over several of the decoder layers with the names `blocks` is a residual stream.
     """
     readings = list(trace.readings())
     ends = _Endpoints(list(range(2 * len(trace.nodes))))
     foldable = _foldable(trace, readings)
-    for place, node in enumerate(trace.nodes):
-        if node.norm is not None:
-            _join_norm(ends, place, node, place in foldable, _multiplied(trace, readings, place))
-        elif not node.raw and not node.reads and node.inputs:
-            ends.fix(2 * place, f"{node.name} reads groups of it")
-            ends.fix(2 * place + 1, f"{node.name} makes groups of it")
-    _join_shared(ends, trace)
+    _join_nodes(ends, trace, readings, foldable)
     for reading in readings:
         _join(ends, trace, reading)
     spaces: list[Space] = []
@@ -112,7 +101,7 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     for members in sorted(ends.classes(), key=len, reverse=True):
         nodes = [trace.nodes[end // 2] for end in members]
         shared = len({_block(node.name, blocks) for node in nodes}) > 1
-        width = _width(nodes[0])
+        width = nodes[0].channels_last([*nodes[0].leaves, *nodes[0].inputs][0]).shape[-1]
         why = next((ends.fixed[end] for end in members if end in ends.fixed), None)
         why = why or (_unreached(trace, readings, width) if shared else None)
         if why is None and width > 1:
@@ -128,59 +117,57 @@ def find_spaces(trace: Trace, blocks: Sequence[str]) -> tuple[list[Space], dict[
     return spaces, refused
 
 
-def _join_shared(ends: _Endpoints, trace: Trace) -> None:
-    """Join the outputs of embeddings that share their weights, such as those of an encoder and a decoder."""
-    first: dict[int, int] = {}
-    for place, node in enumerate(trace.nodes):
-        if node.leaves and node.writes and not node.reads and not node.raw:
-            ends.join(2 * place + 1, 2 * first.setdefault(id(node.writes[0].parameter), place) + 1)
-
-
 def _foldable(trace: Trace, readings: list[Reading]) -> dict[int, tuple[Axis, ...]]:
-    """The norms that only matrices read, matrices without other inputs: place → the axes of those matrices."""
-    sources: dict[Node | None, set[frozenset[int]]] = {}
+    """The norms that only matrices read, matrices without other inputs: index → the axes of those matrices."""
+    sources: dict[int | None, set[frozenset[int]]] = {}
     for reading in readings:
         sources.setdefault(reading.node, set()).add(reading.alike | reading.other)
     foldable = {}
     for place, node in enumerate(trace.nodes):
         readers = [reader for reader, sets in sources.items() if any(place in each for each in sets)]
-        alone = all(
-            reader is not None and reader.norm is None and reader.reads and sources[reader] == {frozenset([place])}
-            for reader in readers
-        )
+        only = frozenset([place])
+        nodes = [trace.nodes[each] for each in readers if each is not None and sources[each] == {only}]
+        alone = len(nodes) == len(readers) and all(reader.norm is None and reader.reads for reader in nodes)
         if node.norm is not None and readers and alone:
-            foldable[place] = tuple(axis for reader in readers if reader is not None for axis in reader.reads)
+            foldable[place] = tuple(axis for reader in nodes for axis in reader.reads)
     return foldable
 
 
-def _multiplied(trace: Trace, readings: list[Reading], place: int) -> str | None:
-    """The name of a parameter, of no known kind of layer, that multiplies the outputs of a node."""
-    for reading in readings:
-        if place in reading.other:
-            nodes = (trace.nodes[other] for other in reading.other)
-            name = next((node.name for node in nodes if node.raw and node.leaves[0].ndim > 1), None)
-            if name is not None:
-                return name
-    return None
+def _join_nodes(ends: _Endpoints, trace: Trace, readings: list[Reading], foldable: dict[int, tuple[Axis, ...]]) -> None:
+    """Join or fix the endpoints of norms, of groups, and of embeddings that share their weights."""
+    embeddings: dict[int, int] = {}
+    for place, node in enumerate(trace.nodes):
+        if node.norm is not None:
+            why = _unfoldable(trace, readings, place, place in foldable)
+            if why is None:
+                ends.join(2 * place, 2 * place + 1)
+            else:
+                ends.fix(2 * place, why)
+                ends.fix(2 * place + 1, why)
+        elif not node.raw and not node.reads and node.inputs:
+            ends.fix(2 * place, f"{node.name} reads groups of it")
+            ends.fix(2 * place + 1, f"{node.name} makes groups of it")
+        if node.leaves and node.writes and not node.reads and not node.raw:
+            first = embeddings.setdefault(id(node.writes[0].parameter), place)
+            ends.join(2 * place + 1, 2 * first + 1)
 
 
-def _join_norm(ends: _Endpoints, place: int, node: Node, foldable: bool, multiplied: str | None) -> None:
-    """Join the inputs and outputs of a norm, or fix both if its gain cannot be folded."""
-    norm = node.norm
-    assert norm is not None
-    gain, shift = norm.gain, norm.shift
-    why = None
+def _unfoldable(trace: Trace, readings: list[Reading], place: int, foldable: bool) -> str | None:
+    """The reason why the gain of a norm cannot be folded; None if it can, or is uniform."""
+    node = trace.nodes[place]
+    assert node.norm is not None
+    others = (trace.nodes[other] for reading in readings if place in reading.other for other in reading.other)
+    multiplied = next((other.name for other in others if other.raw and other.leaves[0].ndim > 1), None)
     if multiplied is not None:
-        why = f"{multiplied}, a parameter of no Linear, multiplies the outputs of {node.name}"
-    elif gain is not None and not _uniform(gain) and not foldable:
-        why = f"{node.name} scales its coordinates, and no matrix follows into which its gain could be folded"
-    elif gain is not None and not _uniform(gain) and shift is not None and bool(((gain == 0) & (shift != 0)).any()):
-        why = f"{node.name} has gains of 0 and a shift, which cannot be divided by them"
-    if why is not None:
-        ends.fix(2 * place, why)
-        ends.fix(2 * place + 1, why)
-    else:
-        ends.join(2 * place, 2 * place + 1)
+        return f"{multiplied}, a parameter of no Linear, multiplies the outputs of {node.name}"
+    gain, shift = node.norm.gain, node.norm.shift
+    if gain is None or _uniform(gain):
+        return None
+    if not foldable:
+        return f"{node.name} scales its coordinates, and no matrix follows into which its gain could be folded"
+    if shift is not None and bool(((gain == 0) & (shift != 0)).any()):
+        return f"{node.name} has gains of 0 and a shift, which cannot be divided by them"
+    return None
 
 
 def _join(ends: _Endpoints, trace: Trace, reading: Reading) -> None:
@@ -188,7 +175,7 @@ def _join(ends: _Endpoints, trace: Trace, reading: Reading) -> None:
         for place in reading.other:
             ends.fix(2 * place + 1, f"{trace.nodes[place].name} is part of the model's result")
         return
-    end, name = 2 * trace.place[reading.node.name], reading.node.name
+    end, name = 2 * reading.node, trace.nodes[reading.node].name
     if reading.alike and reading.whole:
         for place in reading.alike:
             ends.join(end, 2 * place + 1)
@@ -208,10 +195,6 @@ def _uniform(gain: Tensor) -> bool:
 
 def _block(name: str, blocks: Sequence[str]) -> str | None:
     return next((block for block in blocks if name.startswith(block + ".")), None)
-
-
-def _width(node: Node) -> int:
-    return node.channels_last([*node.leaves, *node.inputs][0]).shape[-1]
 
 
 def _unreached(trace: Trace, readings: list[Reading], width: int) -> str | None:

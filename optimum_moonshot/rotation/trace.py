@@ -30,15 +30,17 @@ from .norms import Norm, find_norm, may_be_norm
 # Relative rounding error of a derivative that commutes.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 5e-2
+# Functions that return a parameter in another dtype.
+_CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Axis:
     """One axis of a parameter: the channels of the inputs or the outputs of a node."""
 
     holder: nn.Module
     name: str  # of the parameter in its module
-    axis: int
+    axis: int  # not negative
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -57,65 +59,53 @@ class Node:
     norm: Norm | None = None
     images: bool = False  # channels are on the third axis from the end, not on the last
     raw: bool = False  # a parameter itself
+    functional: bool = False  # `functional.linear` with a parameter of no layer, or slices of it (fused experts)
     inputs: list[Tensor] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     onloaded: Tensor | None = None  # the value of a raw parameter, which may be offloaded later
 
     def value(self, leaf: Tensor) -> Tensor:
-        """The value of one of its leaves in the run.
-
-        Args:
-            leaf: of any shape.
-        """
+        """The value of one of the node's leaves in the run."""
         return leaf.detach() if self.onloaded is None else self.onloaded
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         return tensor.movedim(-3, -1) if self.images and tensor.ndim >= 3 else tensor
 
     def cut(self, output: Tensor, generator: torch.Generator) -> Tensor:
-        """A random leaf that replaces an output.
-
-        Args:
-            output: of the node, of any shape.
-            generator: of the leaf.
-        """
-        leaf = torch.randn(output.shape, generator=generator).to(output.device, output.dtype).requires_grad_(True)
+        """A random leaf that replaces an output of the node."""
+        leaf = random_like(output, generator).requires_grad_(True)
         self.leaves.append(leaf)
         return leaf.clone()  # autograd forbids in-place operations on leaves
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The dependence of one input of a node on the nodes' leaves."""
+    """The dependence of one input of a node on the nodes' leaves; nodes are given by their index in the trace."""
 
-    node: Node | None  # None: the model's result
-    alike: frozenset[int]  # places of the nodes that it depends on by mixing tokens only
-    other: frozenset[int]  # places of the nodes that it depends on in another way
+    node: int | None  # None: the model's result
+    alike: frozenset[int]  # the nodes that it depends on by mixing tokens only
+    other: frozenset[int]  # the nodes that it depends on in another way
     whole: bool  # it is the sum of the contributions of `alike`
 
 
 class Trace:
-    """The nodes of a model, and one run of it, with its offloaded blocks onloaded in turn.
-
-    Args:
-        model: in evaluation mode and frozen.
-        batch: a small random batch.
-
-    Raises:
-        MoonshotError: the model does not run on the batch.
-    """
+    """The nodes of a model, and one run of it on a small random batch, with offloaded blocks onloaded in turn."""
 
     def __init__(self, model: nn.Module, batch: Batch):
         self.model = model
-        batch = to_device(batch, model_device(model))
-        self.nodes = _find_nodes(model, batch)
         self.results: list[Tensor] = []
-        self._run(batch)
-        self.place = {node.name: place for place, node in enumerate(self.nodes)}
+        batch = to_device(batch, model_device(model))
+        with frozen(model), plain_experts(model):
+            self.nodes = _find_nodes(model, batch)
+            self._run(batch)
+        self.by_name = {node.name: node for node in self.nodes}
 
     def _run(self, batch: Batch) -> None:
         generator = torch.Generator().manual_seed(0)
-        by_module = {node.writes[0].holder if node.writes else None: node for node in self.nodes if not node.raw}
+        raw = [node for node in self.nodes if node.raw]
+        functional = {id(node.writes[0].parameter): node for node in self.nodes if node.functional}
+        modules = [node for node in self.nodes if node.writes and not node.raw and not node.functional]
+        by_module = {node.writes[0].holder: node for node in modules}
         by_module |= {node.norm.module: node for node in self.nodes if node.norm is not None}
 
         def hook(node: Node, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -124,19 +114,20 @@ class Trace:
                 node.inputs.append(read)
             return node.cut(output, generator)
 
-        raw = [node for node in self.nodes if node.raw]
+        def product(parameter: int, inputs: Tensor, call: Callable[[], Tensor]) -> Tensor:
+            if parameter not in functional:
+                return call()
+            functional[parameter].inputs.append(inputs)
+            return functional[parameter].cut(call(), generator)
+
         with ExitStack() as stack:
             for module, node in by_module.items():
-                if module is not None and not isinstance(node, _Product):
-                    stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(hook, node), with_kwargs=True).remove)
             for parameter in (node.writes[0].parameter for node in raw):
                 parameter.requires_grad_(True)
                 stack.callback(parameter.requires_grad_, False)
             _enter(raw, self.model)
-            products: dict[int, Node] = {
-                id(node.writes[0].parameter): node for node in self.nodes if isinstance(node, _Product)
-            }
-            observed = stack.enter_context(_Products(self.model, partial(_cut_product, products, generator)))
+            observed = stack.enter_context(_Products(self.model, product))
 
             def within(block: nn.Module) -> AbstractContextManager[None]:
                 _enter(raw, block)
@@ -144,52 +135,41 @@ class Trace:
 
             stack.enter_context(differentiated_in_turn(visited(self.model), within))
             stack.enter_context(torch.enable_grad())
-            self.results = [leaf for leaf in tree_leaves(_run(self.model, batch)) if _is_floating(leaf)]
+            self.results = [leaf for leaf in tree_leaves(_call(self.model, batch)) if _is_floating(leaf)]
 
     def readings(self) -> Iterator[Reading]:
         """The dependences of all inputs on all leaves, node by node, then those of the model's result."""
         flat = [(place, leaf) for place, node in enumerate(self.nodes) for leaf in node.leaves]
-        for node in self.nodes:
+        for place, node in enumerate(self.nodes):
             for tensor in node.inputs:
                 if tensor.requires_grad:
-                    yield self._reading(node, tensor, flat)
+                    yield self._reading(place, tensor, flat)
         for tensor in self.results:
             if tensor.requires_grad:
-                gradients = self.gradients([tensor], [torch.randn_like(tensor)], [leaf for _, leaf in flat])
+                gradients = vjp(tensor, torch.randn_like(tensor), [leaf for _, leaf in flat])
                 places = {place for (place, _), each in zip(flat, gradients, strict=True) if each is not None}
                 yield Reading(None, frozenset(), frozenset(places), False)
 
-    def gradients(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Vector–Jacobian products of outputs with respect to leaves; None if there is no dependence.
-
-        Args:
-            outputs: of the run, of any shape.
-            cotangents: one for each output, of its shape.
-            leaves: of the nodes, of any shape.
-        """
-        return list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
-
-    def _reading(self, node: Node, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
+    def _reading(self, reader: int, tensor: Tensor, flat: list[tuple[int, Tensor]]) -> Reading:
+        node = self.nodes[reader]
         generator = torch.Generator().manual_seed(1)
         width = node.channels_last(tensor).shape[-1]
         order, signs = torch.randperm(width, generator=generator), torch.randn(width, generator=generator).sign()
         order, signs = order.to(tensor.device), signs.to(tensor.device, tensor.dtype)
-        cotangent = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+        cotangent = random_like(tensor, generator)
 
         def permuted(value: Tensor, of: Node) -> Tensor:
             last = of.channels_last(value)[..., order] * signs
             return last.movedim(-1, -3) if of.images and value.ndim >= 3 else last
 
-        plain = self.gradients([tensor], [cotangent], [leaf for _, leaf in flat])
+        plain = vjp(tensor, cotangent, [leaf for _, leaf in flat])
         reached = [
             (place, leaf, gradient)
             for (place, leaf), gradient in zip(flat, plain, strict=True)
             if gradient is not None and bool((gradient != 0).any())
         ]
         leaves = [leaf for _, leaf, _ in reached]
-        after = self.gradients([tensor], [permuted(cotangent, node)], leaves) if leaves else []
+        after = vjp(tensor, permuted(cotangent, node), leaves) if leaves else ()
         tolerance = tolerance_of(tensor.dtype)
         alike, other, explained = set(), set(), torch.zeros((), dtype=torch.float64)
         for (place, leaf, before), gradient in zip(reached, after, strict=True):
@@ -207,7 +187,12 @@ class Trace:
         total = (cotangent.double() * tensor.detach().double()).sum().cpu()
         size = float(cotangent.double().norm() * tensor.detach().double().norm()) / max(1, tensor.numel()) ** 0.5
         whole = abs(float(total - explained)) <= 10 * tolerance * size
-        return Reading(node, frozenset(alike - other), frozenset(other), whole)
+        return Reading(reader, frozenset(alike - other), frozenset(other), whole)
+
+
+def vjp(output: Tensor, cotangent: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Vector–Jacobian products of an output of the run with respect to leaves; None if there is no dependence."""
+    return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -215,22 +200,16 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, COARSE)
 
 
-@dataclass(eq=False)
-class _Product(Node):
-    """`functional.linear` with a parameter that is not a layer's `weight`, or with slices of it (fused experts)."""
-
-
-# Functions that return a parameter in another dtype.
-_CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double)
+def random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal values, drawn on the host, with the shape, device and dtype of a tensor."""
+    return torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
 
 
 class _Products(TorchFunctionMode):
     """Intercepts `functional.linear` with a parameter of a model, a slice of one, or one cast to another dtype.
 
-    Args:
-        model: whose parameters are recognised, by the address of their storage.
-        see: called with the parameter's id, the inputs and the call; returns the result. Offloaded parameters have the
-            id of their placeholder, also while they are onloaded.
+    Parameters are recognised by the address of their storage. `see` is called with the parameter's id (of its
+    placeholder, if it is offloaded, also while it is onloaded), the inputs and the call, and returns the result.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[int, Tensor, Callable[[], Tensor]], Tensor]):
@@ -249,11 +228,7 @@ class _Products(TorchFunctionMode):
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """A context in which the onloaded weights of a block are recognised.
-
-        Args:
-            block: of the model.
-        """
+        """A context in which the onloaded weights of a block are recognised."""
         before, casts = self.ids, len(self.cast)
         self.ids = before | self._addresses(block)
         try:
@@ -294,16 +269,6 @@ def _enter(nodes: Sequence[Node], module: nn.Module) -> None:
             node.leaves, node.onloaded = [parameter], parameter.detach()
 
 
-def _cut_product(
-    products: dict[int, Node], generator: torch.Generator, parameter: int, inputs: Tensor, call: Callable[[], Tensor]
-) -> Tensor:
-    node = products.get(parameter)
-    if node is None:
-        return call()
-    node.inputs.append(inputs)
-    return node.cut(call(), generator)
-
-
 def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     """All nodes, in the order of the modules; norms and embeddings are recognised by a call."""
     embeddings: set[nn.Module] = set()
@@ -311,11 +276,9 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     used: set[int] = set()
 
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if module in embeddings or module in norms or not _is_floating(output) or find_adapter(module) is not None:
+            return
         read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
-        if module in embeddings or module in norms or not _is_floating(output):
-            return
-        if find_adapter(module) is not None:
-            return
         if read is None or not read.is_floating_point():
             tables = list(module.parameters(recurse=False))
             if len(tables) == 1 and tables[0].ndim == 2 and tables[0].shape[1] == output.shape[-1]:
@@ -333,7 +296,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         products = stack.enter_context(_Products(model, product))
         stack.enter_context(onloaded_in_turn(visited(model), products.of))
-        _run(model, batch)
+        _call(model, batch)
     nodes: list[Node] = []
     covered: set[int] = set()
     for name, module in model.named_modules():
@@ -346,7 +309,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
             path, _, key = name.rpartition(".")
             holder, last = model.get_submodule(path), parameter.ndim - 1
             if id(parameter) in used and parameter.ndim >= 2:
-                nodes.append(_Product(name, (Axis(holder, key, last),), (Axis(holder, key, last - 1),)))
+                nodes.append(Node(name, (Axis(holder, key, last),), (Axis(holder, key, last - 1),), functional=True))
             else:
                 nodes.append(Node(name, writes=(Axis(holder, key, last),), raw=True))
     return nodes
@@ -374,26 +337,15 @@ def plain_experts(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _run(model: nn.Module, batch: Batch) -> Any:
+def _call(model: nn.Module, batch: Batch) -> Any:
     try:
         return run_model(model, batch)
+    except MoonshotError:
+        raise
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        if isinstance(error, MoonshotError):
-            raise
         shapes = {key: list(tensor.shape) for key, tensor in batch.items()}
         raise MoonshotError(f"{type(model).__name__} does not run on a probe of {shapes}: {reason(error)}") from error
 
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def trace(model: nn.Module, batch: Batch) -> Trace:
-    """A `Trace` of a model that is in evaluation mode and frozen for its duration.
-
-    Args:
-        model: whose blocks may be offloaded.
-        batch: a small random batch.
-    """
-    with frozen(model), plain_experts(model):
-        return Trace(model, batch)

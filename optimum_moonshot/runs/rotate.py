@@ -36,16 +36,23 @@ from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..results.store import ResultStore
-from ..rotation.basis import Basis
-from ..rotation.channel_permutation import permute_channels
+from ..rotation.basis import Basis, ModelRotation
 from ..rotation.learning import Learned, learn, rotations
-from ..rotation.model_rotation import ModelRotation
-from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
-from ..rotation.permutation_search import competing
+from ..rotation.objective import (
+    FisherAtZero,
+    Group,
+    Matrix,
+    Objective,
+    coordinates,
+    inverse,
+    sampled,
+    set_totals,
+    widest,
+)
+from ..rotation.permutation_search import competing, permute_channels
 from ..rotation.scaling import OutputMoments, scale
 from ..rotation.search import check_invariance, check_same, find, outputs
 from ..rotation.spaces import Space
-from ..rotation.statistics import FisherAtZero, coordinates, inverse
 
 # How many steps of learning pass between two states that outlive a kill.
 SAVED_EVERY = 10
@@ -86,7 +93,7 @@ def rotated(prepared: Prepared, variants: Sequence[Variant], stays: bool) -> Ite
         done.undo()
         raise
     if stays:
-        done.forget()
+        done.basis.forget()
     else:
         done.undo()
 

@@ -17,9 +17,9 @@ from command_line import DEMO, ROOT, failure
 
 from optimum_moonshot import MoonshotConfig
 from optimum_moonshot.__main__ import main
-from optimum_moonshot.commands import messages, method_options
+from optimum_moonshot.commands import launch, method_options
 from optimum_moonshot.commands import moonshot as cli
-from optimum_moonshot.commands.messages import guard
+from optimum_moonshot.commands.launch import guard
 from optimum_moonshot.errors import NO_BACKWARD, MoonshotError, Option, Text
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.solvers import solver_class, solver_names
@@ -224,9 +224,9 @@ ARGS = {"output": "out", "model": "m", "calibration": None}
     ],
 )  # fmt: skip
 def test_fields_are_formatted_as_options(error, expected):
-    assert error.render(messages.option_formatter(argparse.Namespace(**ARGS), {})) == expected
+    assert error.render(launch.option_formatter(argparse.Namespace(**ARGS), {})) == expected
     for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
-        assert copied.render(messages.option_formatter(argparse.Namespace(**ARGS), {})) == expected
+        assert copied.render(launch.option_formatter(argparse.Namespace(**ARGS), {})) == expected
 
 
 def test_fields_that_a_command_has_several_of_are_named_by_their_plural():
@@ -235,14 +235,14 @@ def test_fields_that_a_command_has_several_of_are_named_by_their_plural():
     fields = Option("lambdas", [0.5, 2]), Option("patterns", ["2:4", "4:8"])
     error = MoonshotError(Text("of {}, {}", *fields), field="lam", value=2)
     args = argparse.Namespace(lambdas=[0.5, 2], patterns=["2:4", "4:8"])
-    formatted = error.render(messages.option_formatter(args, SWEPT))
+    formatted = error.render(launch.option_formatter(args, SWEPT))
     assert formatted == "--lambdas 2: of --lambdas 0.5 2, --patterns 2:4 4:8"
 
 
 def test_only_options_of_the_command_are_named():
-    assert messages.option_formatter(None, {})(Option("output", "a")) == "output='a'"
-    assert messages.option_formatter(argparse.Namespace(), {})(Option("directory", "a")) == "directory='a'"
-    assert messages.option_formatter(argparse.Namespace(limit=0), {})(Option("limit", 0)) == "--limit 0"
+    assert launch.option_formatter(None, {})(Option("output", "a")) == "output='a'"
+    assert launch.option_formatter(argparse.Namespace(), {})(Option("directory", "a")) == "directory='a'"
+    assert launch.option_formatter(argparse.Namespace(limit=0), {})(Option("limit", 0)) == "--limit 0"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():

@@ -14,10 +14,9 @@ from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.reports.rotation_report import RotationReport
 from optimum_moonshot.rotation import permutation_search
-from optimum_moonshot.rotation.channel_permutation import permute_channels
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import removed, set_totals
-from optimum_moonshot.rotation.permutation_search import GAIN, best_permutation, competing
+from optimum_moonshot.rotation.permutation_search import GAIN, best_permutation, competing, permute_channels
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.rotation.spaces import Place, Space
 from optimum_moonshot.rotation.trace import Axis

@@ -12,13 +12,13 @@ from optimum_moonshot.rotation.basis import rotate_axis
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import (
     Coordinates,
+    inverse,
     removed,
     rotated_diagonal,
     sampled,
     set_totals,
     widest,
 )
-from optimum_moonshot.rotation.statistics import inverse
 
 
 def unrotated(objective):

@@ -10,10 +10,10 @@ from optimum_moonshot.rotation.objective import (
     Group,
     Matrix,
     Objective,
+    inverse,
     set_totals,
 )
 from optimum_moonshot.rotation.spaces import Space
-from optimum_moonshot.rotation.statistics import inverse
 
 HALF = Unstructured(0.5)
 

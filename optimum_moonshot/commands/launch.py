@@ -1,0 +1,139 @@
+"""Runs a command, also in several processes of a launcher such as torchrun; errors become one line on stderr."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import UNSET, MoonshotError, Option, Text, one_line, reason, shown
+from .common import UsageError, expect
+from .method_options import CONFIG_OPTIONS, flag
+
+# Arguments of the package for the folders that `--output` determines.
+FOLDERS = ("output", "directory", "resume_dir", "work_dir")
+LONGEST_VALUE = 200  # characters
+
+
+def guard(
+    work: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    shared: bool = False,
+    plurals: Mapping[str, str] = {},
+) -> None:
+    """Run a command; print an error that users can fix as one line, without a traceback unless MOONSHOT_DEBUG=1.
+
+    The exit status is then 2 for a `UsageError`, 130 for an interruption, else 1. `plurals` are those of
+    `option_formatter`; the processes of a launcher can share the work of a `shared` command.
+    """
+    try:
+        _join(getattr(args, "device", None), shared)
+        work(args)
+        if _several():
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return
+    except (MoonshotError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("MOONSHOT_DEBUG") == "1":
+            raise
+        status, message = 2 if isinstance(error, UsageError) else 1, one_line(error, option_formatter(args, plurals))
+        if isinstance(error, KeyboardInterrupt):
+            status, message = 130, "interrupted"
+        failure = _failure(message)
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    sys.exit(status)
+
+
+def option_formatter(args: argparse.Namespace | None, plurals: Mapping[str, str] = {}) -> Callable[[Option], str]:
+    """The function that formats a field as the option of a command, for `MoonshotError.render`.
+
+    `plurals` maps fields to the options that take several values of them. A field that the command has no option for
+    is formatted as in Python.
+    """
+    options = {} if args is None else vars(args)
+
+    def format_option(option: Option) -> str:
+        name, bracket, key = option.name.partition("[")  # an entry of a field, such as allocation['mlp']
+        value = option.value
+        if name in FOLDERS and options.get("output") is not None:
+            name, value = "output", value if value is UNSET else options["output"]
+        elif name == "model" or name not in (*CONFIG_OPTIONS, *options):
+            return str(option)
+        text = flag(plurals.get(name, name)) + bracket + key
+        without_value = any(value is each for each in (UNSET, None, True))
+        return text if without_value else f"{text} {_argument(value)}"
+
+    return format_option
+
+
+def _argument(value: Any) -> str:
+    """Format a value as it is typed in a shell."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_argument, value))
+    if isinstance(value, str | os.PathLike):
+        text = str(value)[:LONGEST_VALUE]
+        return text if text.split() == [text] else shlex.quote(text)
+    return shown(value)
+
+
+def _several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints."""
+    return not _several() or os.environ["RANK"] == "0"
+
+
+def by_first(work: Callable[[], Any]) -> Any:
+    """Do work in the first process, and return its value, which JSON can hold, in all of them."""
+    from ..distributed.ranks import on_main_process
+
+    return on_main_process(work)
+
+
+def _join(device: str | None, shared: bool) -> None:
+    """Join the process group if a launcher has started several processes, with one GPU each or on the CPU."""
+    if not _several():
+        return
+    count = os.environ["WORLD_SIZE"]
+    if not shared and not is_first():
+        sys.exit(2)  # the first process prints the error
+    expect(shared, f"{count} processes: this command runs in one; start it without torchrun or accelerate")
+    indexed = device is not None and ":" in device
+    expect(not indexed, f"{count} processes have a GPU each; leave it out, or give cpu", field="device", value=device)
+    import torch
+    import torch.distributed as dist
+
+    gpus = 0 if device is not None and not device.startswith("cuda") else torch.cuda.device_count()
+    if gpus:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        hint = Text("start one for each, or give {}", Option("device", "cpu"))
+        expect(local < gpus, f"{count} processes: this machine has {gpus} GPUs", hint=hint)
+        torch.cuda.set_device(local)
+    if not is_first():
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bars()
+        disable_progress_bar()
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    except (RuntimeError, ValueError, OSError) as error:
+        raise MoonshotError(f"{count} processes: they cannot connect ({reason(error)})") from error
+
+
+def _failure(message: str) -> str | None:
+    """Report the failure of this process to the others; returns the line to print, None if another one prints it."""
+    if not _several():
+        return message
+    from ..distributed.ranks import leave
+
+    parts = leave(MoonshotError(message))
+    return None if parts is None else "".join(parts)
