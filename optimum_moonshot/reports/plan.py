@@ -11,8 +11,8 @@ from ..files import replace_file
 from .tables import html_table, text_table
 
 PLAN_NAME = "moonshot_plan.json"
-DISK = "disk"
-Bytes = dict[str, int]  # by place: a device, "cpu" or "disk"
+DISK, HOST = "disk", "cpu"
+Bytes = dict[str, int]  # by place: a device, HOST or DISK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Plan:
         return f"{phase}: {gib(peak.total(place))} of {place} at {peak.where} ({parts})"
 
 
-def most_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
+def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
     """The peaks of every phase at each place, in their order.
 
     Args:

@@ -20,7 +20,7 @@ from optimum_moonshot.pipeline.solve import weight_losses
 from optimum_moonshot.planning.footprint import LiveBytes, shape_of, without_memory
 from optimum_moonshot.planning.seconds import ordering_products
 from optimum_moonshot.planning.solver import random_problem
-from optimum_moonshot.reports.plan import Snapshot, gib, most_of
+from optimum_moonshot.reports.plan import Snapshot, gib, peaks_of
 from optimum_moonshot.solvers import make_solver
 
 FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16)
@@ -246,7 +246,7 @@ def test_a_plan_is_saved_as_json(tmp_path):
 def test_most_of_keeps_the_peak_of_every_phase():
     small, large = Snapshot("a", "x", {"caches": {"cpu": 1}}), Snapshot("a", "y", {"caches": {"cpu": 3}})
     other = Snapshot("b", "z", {"results": {"disk": 1}})
-    assert most_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
+    assert peaks_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
     assert gib(2**30) == "1.00 GiB" and gib(2**20) == "1.0 MiB"
 
 

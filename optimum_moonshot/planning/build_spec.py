@@ -1,0 +1,114 @@
+"""The `RunSpec` of a model with its calibration data: sequences of blocks, footprint, and the memory that is free."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from ..calibration.storage import Storage, free_memory
+from ..data.batches import Batch, batch_size, split_batches
+from ..data.text import CalibrationData, load_calibration
+from ..errors import MoonshotError, Text, reason, require
+from ..model.calls import Forward, frozen, model_device
+from ..model.model_info import vocabulary_size
+from ..model.onloading import all_onloaded
+from ..pipeline.block_sequences import find_block_sequences
+from ..pipeline.inputs import Subject, prepare, with_room
+from ..pipeline.selection import Selection
+from .footprint import ModelFootprint, model_footprint
+from .run_spec import OffloadedBlocks, RunSpec, module_bytes, text_setting
+
+CPU = torch.device("cpu")
+NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run on tensors without memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The memory that a plan assumes; None is that of this machine."""
+
+    device: int | None = None  # bytes of the device in total, including the model
+    host: int | None = None  # bytes of host memory that are free
+
+
+def build_spec(
+    subject: Subject,
+    selection: Selection,
+    batches: list[Batch],
+    forward: Forward | None,
+    resumes: bool,
+    room: Room,
+    offloaded: OffloadedBlocks | None,
+) -> tuple[RunSpec, CalibrationData]:
+    """The run, and the data in its batches, with notes for the plan.
+
+    Raises:
+        MoonshotError: the run cannot be planned, or not without the model's weights.
+    """
+    model, config, gradients = subject.model, selection.config, selection.needs_gradients
+    blocks, sequences = selection.structure.blocks, None
+    if model_device(model).type != "meta" and offloaded is None:
+        prepared = prepare(subject, selection, batches)
+        assert prepared.data is not None
+        data = prepared.data
+        with frozen(model), all_onloaded(blocks):
+            tested = find_block_sequences(model, blocks, prepared.probe, gradients, subject.loss)
+        sequences = list(tested.sequential), list(tested.non_sequential)
+    else:
+        options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
+        data = with_room(load_calibration(batches, None, **options), selection, model)
+        if selection.needs_losses and any(layer.adapter.separate for layer in selection.layers):
+            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
+    device, free = _free(model, room, offloaded)
+    sizes = tuple(map(batch_size, data.batches))
+    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
+    try:
+        footprint = model_footprint(model, selection.structure, largest, gradients, forward)
+    except Exception as error:  # a model may read the value of any tensor
+        note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
+        if sequences is None:
+            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
+        data = dataclasses.replace(data, notes=[*data.notes, note])
+        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
+        hidden = max(sizes) * (data.sequence_length or 0) * width
+        footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
+    if sequences is None:
+        sequences = footprint.sequences(blocks)
+        hint = Text("without {} they can be pruned, and planned", "offload")
+        single = offloaded is None or (len(sequences[0]) == 1 and not sequences[1])
+        require(single, "plan: the model's layers are no chain", hint=hint)
+    run = RunSpec(
+        selection=selection,
+        sequential=tuple(sequences[0]),
+        non_sequential=tuple(sequences[1]),
+        footprint=footprint,
+        samples=data.num_samples,
+        sizes=sizes,
+        tokens=data.sequence_length,
+        vocabulary=vocabulary_size(model),
+        itemsize=selection.layers[0].parameter.dtype.itemsize,
+        storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
+        resumes=resumes,
+        offloaded=offloaded,
+    )
+    return run, data
+
+
+def _free(
+    model: nn.Module, room: Room, offloaded: OffloadedBlocks | None
+) -> tuple[torch.device, dict[torch.device, int]]:
+    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
+    own = device = model_device(model)
+    meta = own.type == "meta"
+    if meta:
+        device = CPU if room.device is None else torch.device("cuda")
+    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
+    free = free_memory(CPU if meta else device)
+    host = free[CPU] if room.host is None else room.host
+    on_device = free.get(device, 0) if room.device is None else room.device - resident
+    if device.type == "cpu":
+        if room.device is None:
+            on_device = host - resident if meta else host
+        return device, {device: max(0, on_device)}
+    if meta and offloaded is not None and offloaded.place == "cpu":
+        host -= offloaded.total
+    return device, {device: max(0, on_device), CPU: max(0, host)}
