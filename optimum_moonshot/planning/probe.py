@@ -6,7 +6,6 @@ even for a single one. The memory of the statistics is allocated once per part, 
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,18 +16,14 @@ from ..calibration.accumulators import STAGED, GradientPlan, numbers_per_row
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
-from ..devices import wait_for
 from ..errors import MoonshotError
 from ..model.calls import model_device, to_device
 from ..model.layers import Block, PrunableLayer
-from ..model.onloading import RESIDENT
 from ..pipeline.block_probe import without_weights
 from ..pipeline.inputs import Subject
-from ..pipeline.selection import check_weight
 from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
 from ..pipeline.streamed import StreamedPipeline
-from ..results.store import weight_sums
-from .run_spec import RunSpec, module_bytes, tensors_of
+from .run_spec import RunSpec
 from .solver import TRIAL_BYTES, TRIAL_FRACTION, clock
 
 # Seconds of a trial, as predicted from smaller ones, at most; or `TRIAL_FRACTION` of the passes of the run.
@@ -36,11 +31,13 @@ TRIAL_SECONDS = 1.5
 FIRST_TOKENS, GROWTH = 16, 4  # tokens of the first trial, and the factor to the next
 ALL_TOKEN_EXPERTS = 4  # experts of a layer that get all tokens in a trial
 
-# (quantity, block) → seconds of a batch or of a sample. Of each block with layers: "bare", a pass without hooks;
-# "observed", one under the hooks of all layers; "expert", all tokens for one expert; "storage", the allocation of its
-# statistics, which does not grow with the batch. With block "": "capture", the forward pass of the model, with
-# gradients also the head's backward pass; "model", a pass of the whole model for the layers outside of its sequences.
+# (quantity, block) → seconds of a batch or of a sample. For each block with layers: "bare", a pass without hooks;
+# "forward", the same without gradients, if offloaded; "observed", a pass under the hooks of all layers; "expert", all
+# tokens for one expert; "storage", the allocation of its statistics, which does not grow with the batch. For block "":
+# "capture", the forward pass of the model, with gradients also the head's backward pass; "model", a pass of the whole
+# model for the layers outside of its sequences.
 Timing = dict[tuple[str, str], float]
+GROWING = ("capture", "model", "bare", "observed", "expert")  # quantities that grow with the batch, each counted once
 
 
 def total(timing: Timing, *quantities: str) -> float:
@@ -59,9 +56,8 @@ def pass_seconds(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
             again = _trial(subject, run, part)
             timing = {key: min(seconds, again[key]) for key, seconds in timing.items()}
         trials = [*trials[-1:], (_elements(part), timing)]
-        factor = 1 / batch_size(batch)
         sample = extrapolate(trials, _elements(batch))
-        sample = {key: seconds if key[0] == "storage" else factor * seconds for key, seconds in sample.items()}
+        sample |= {key: seconds / batch_size(batch) for key, seconds in sample.items() if key[0] != "storage"}
         limit = TRIAL_FRACTION * run.samples * total(sample, "capture", "model", "observed")
         larger = _larger(batch, part, trials, taken, max(TRIAL_SECONDS, limit))
         if larger is None:
@@ -69,19 +65,14 @@ def pass_seconds(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
         part = larger
 
 
-def _growing(timing: Timing) -> float:
-    """The seconds that grow with the batch."""
-    return sum(seconds for (quantity, _), seconds in timing.items() if quantity != "storage")
-
-
 def _larger(batch: Batch, part: Batch, trials: list[tuple[int, Timing]], taken: float, limit: float) -> Batch | None:
     """The largest part of a batch whose trial should take less than the limit; None for the present one."""
-    passes = _growing(trials[-1][1])
+    passes = total(trials[-1][1], *GROWING)
     for other in (batch, _cut(batch, 1, None), _cut(batch, 1, 256)):
-        expected = _growing(extrapolate(trials, _elements(other)))
-        if _elements(other) > _elements(part) and expected < limit:
-            if max(0.0, taken - passes) + expected < GROWTH * limit:
-                return other
+        expected = total(extrapolate(trials, _elements(other)), *GROWING)
+        affordable = expected < limit and max(0.0, taken - passes) + expected < GROWTH * limit
+        if affordable and _elements(other) > _elements(part):
+            return other
     tokens = next(iter(part.values())).shape[1] if "input_ids" in part else 1
     longer = _cut(batch, 1, GROWTH * tokens)  # a second trial is worth more time, since it gives the line
     return longer if len(trials) == 1 and passes < 2 * limit and _elements(longer) > _elements(part) else None
@@ -97,104 +88,61 @@ def extrapolate(trials: list[tuple[int, Timing]], elements: int) -> Timing:
     else:
         before, first = trials[0]
         slope = {key: max(0.0, seconds - first[key]) / (size - before) for key, seconds in last.items()}
-    return {
-        key: seconds if key[0] == "storage" else seconds + slope[key] * (elements - size)
-        for key, seconds in last.items()
-    }
+    grown = {key: seconds + slope[key] * (elements - size) for key, seconds in last.items() if key[0] != "storage"}
+    return {**last, **grown}
 
 
 def _trial(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
-    """The timing of a batch; of blocks with the same layers one is measured."""
-    if run.offloaded is not None:
-        return _offloaded_trial(subject, run, batch)
-    model, device, structure, gradients = (
-        subject.model,
-        run.device,
-        run.selection.structure,
-        run.selection.needs_gradients,
-    )
+    """The timing of a batch; one block of each kind is measured."""
+    device, structure, gradients = run.device, run.selection.structure, run.selection.needs_gradients
     timing: Timing = {("capture", ""): 0.0, ("model", ""): 0.0}
     for sequence in run.sequential:
-        others = [block for block in structure.blocks if block not in sequence]
         started = clock(device)
-        stages = list(BlockPipeline(model, sequence, [batch], gradients, subject.loss, Storage(device), others))
+        pipeline = _captured(subject, run, sequence, batch)
         timing["capture", ""] += clock(device) - started
-        kinds, missing = dict[Any, Timing](), {_kind(block) for block in sequence if block.layers}
-        for stage in stages:
-            if not missing:
-                break
-            with stage.onloaded():
-                if _kind(stage.block) in missing:
-                    kinds[_kind(stage.block)] = _block_timing(run, stage, batch)
-                    missing.remove(_kind(stage.block))
-                stage.advance()
-        timing |= _of_all(sequence, kinds)
+        missing = {_kind(block) for block in sequence if block.layers}
+        order = range(pipeline.lowest, pipeline.highest + 1)
+        for index in reversed(order) if gradients else order:
+            stage, kind = BlockStage(pipeline, index), _kind(sequence[index])
+            if missing and (kind in missing or run.offloaded is None):
+                with stage.onloaded():
+                    if kind in missing:
+                        measured = _block_timing(run, stage, batch)
+                        alike = [block.name for block in sequence if _kind(block) == kind]
+                        timing |= {(quantity, name): measured[quantity] for quantity in measured for name in alike}
+                        missing.remove(kind)
+                    stage.advance()
+        if gradients and isinstance(pipeline, StreamedPipeline):
+            started = clock(device)
+            pipeline.tail(0, batch)
+            timing["capture", ""] += clock(device) - started + total(timing, "forward")
     rest = tuple(layer for block in run.non_sequential for layer in block.layers) + structure.outside
     if rest:
-        whole = FullModelPipeline(model, structure.blocks, [batch], gradients, subject.loss)
+        whole = FullModelPipeline(subject.model, structure.blocks, [batch], gradients, subject.loss)
         timing["model", ""] = _observed(run, rest, batch, whole.run)[0]
     return timing
 
 
-def _offloaded_trial(subject: Subject, run: RunSpec, batch: Batch) -> Timing:
-    """As `_trial`; one block of each kind is onloaded, in a time that does not count."""
-    gradients, blocks, device = run.selection.needs_gradients, run.sequential[0], run.device
-    started = clock(device)
-    forward = _with_equal_inputs(subject, blocks, batch, False)
-    capture = clock(device) - started
-    pipeline = _with_equal_inputs(subject, blocks, batch, gradients)
-    kinds, forwards = dict[Any, Timing](), dict[Any, float]()
-    order = range(pipeline.lowest, pipeline.highest + 1)
-    for index in reversed(order) if gradients else order:
-        block = blocks[index]
-        if block.layers and _kind(block) not in kinds:
-            with block.onloaded():
-                forwards[_kind(block)], _ = _observed(run, (), batch, BlockStage(forward, index).observe)
-                kinds[_kind(block)] = _block_timing(run, BlockStage(pipeline, index), batch)
-    if gradients:
-        started = clock(device)
-        pipeline.tail(0, batch)
-        capture += clock(device) - started + sum(forwards[_kind(block)] for block in blocks if block.layers)
-    return {("capture", ""): capture, ("model", ""): 0.0, **_of_all(blocks, kinds)}
-
-
-def _with_equal_inputs(subject: Subject, blocks: tuple[Block, ...], batch: Batch, gradients: bool) -> StreamedPipeline:
-    """A pipeline of offloaded blocks before its first stage; all have the inputs of the first, so none is onloaded."""
-    model = subject.model
+def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: Batch) -> BlockPipeline:
+    """A pipeline before its first stage; offloaded blocks all have the inputs of the first, so none is onloaded."""
+    model, gradients, loss = subject.model, run.selection.needs_gradients, subject.loss
+    if run.offloaded is None:
+        others = [block for block in run.selection.structure.blocks if block not in blocks]
+        pipeline = BlockPipeline(model, blocks, [batch], gradients, loss, Storage(run.device), others)
+        pipeline.capture()
+        return pipeline
     device = model_device(model)
     probe = without_weights(model, blocks, to_device(batch, device))
     if probe is None:
         message = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
         raise MoonshotError(message)
-    pipeline = StreamedPipeline(model, blocks, [batch], gradients, subject.loss, Storage(device), probe.extras)
-    pipeline.capture_arguments()
-    hidden = pipeline.call(0, 0).hidden
+    streamed = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), probe.extras)
+    streamed.capture_arguments()
+    hidden = streamed.call(0, 0).hidden
     for index in range(len(blocks)):
-        pipeline.call(index, 0).hidden = hidden
-    pipeline.deltas[0] = torch.full_like(hidden, 1e-3)
-    return pipeline
-
-
-def onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
-    """Seconds of wall time to onload all offloaded blocks once, and to check their weights, from the first of them.
-
-    Raises:
-        MoonshotError: a weight that cannot be pruned.
-    """
-    offloaded = [block for block in blocks if block.weights is not RESIDENT]
-    block = offloaded[0]
-    started = time.perf_counter()
-    with block.onloaded():
-        for tensor in tensors_of(block.module):  # a mapped file is read on first access
-            tensor.sum()
-        wait_for(model_device(block.module))
-        onloaded = time.perf_counter()
-        for layer in block.layers:
-            check_weight(layer)
-            weight_sums(layer)
-        checked = time.perf_counter()
-        factor = sum(module_bytes(each.module) for each in offloaded) / max(1, module_bytes(block.module))
-    return (onloaded - started) * factor, (checked - onloaded) * factor
+        streamed.call(index, 0).hidden = hidden
+    streamed.deltas[0] = torch.full_like(hidden, 1e-3)
+    return streamed
 
 
 def _kind(block: Block) -> Any:
@@ -202,27 +150,21 @@ def _kind(block: Block) -> Any:
     return tuple((type(layer.modules[0]), layer.shape) for layer in block.layers)
 
 
-def _of_all(blocks: Sequence[Block], kinds: dict[Any, Timing]) -> Timing:
-    return {
-        (quantity, block.name): seconds
-        for block in blocks
-        if block.layers
-        for (quantity, _), seconds in kinds[_kind(block)].items()
-    }
-
-
-def _block_timing(run: RunSpec, stage: BlockStage, batch: Batch) -> Timing:
-    layers = stage.block.layers
-    bare, _ = _observed(run, (), batch, stage.observe)
-    expert = 0.0
+def _block_timing(run: RunSpec, stage: BlockStage, batch: Batch) -> dict[str, float]:
+    """The timing of a block, by quantity."""
+    layers, pipeline, gradients = stage.layers, stage.pipeline, stage.pipeline.gradients
+    bare, forward, expert = _observed(run, (), batch, stage.observe)[0], 0.0, 0.0
+    if run.offloaded is not None and gradients:
+        pipeline.gradients = False
+        forward, _ = _observed(run, (), batch, stage.observe)
+        pipeline.gradients = True
     fused = [layer for layer in layers if run.all_token_experts(layer)]
     if fused:
         count = min(ALL_TOKEN_EXPERTS, *(layer.groups for layer in fused))
         parts = [dataclasses.replace(layer, span=(0, count), everywhere=True) for layer in fused]
         expert = max(0.0, _observed(run, parts, batch, stage.observe, gradients=False)[0] - bare) / count
     observed, storage = _observed(run, layers, batch, lambda observer: stage.observe(observer, True))
-    seconds = {"bare": bare, "observed": observed, "storage": storage, "expert": expert}
-    return {(quantity, ""): value for quantity, value in seconds.items()}
+    return {"forward": forward, "bare": bare, "observed": observed, "storage": storage, "expert": expert}
 
 
 class _TimedStorage(Storage):
@@ -276,9 +218,8 @@ def _affordable(run: RunSpec, layer: PrunableLayer, samples: int) -> GradientPla
 def _cut(batch: Batch, samples: int, tokens: int | None) -> Batch:
     """Some samples of a batch, shortened if all inputs are those of tokens."""
     part = take(batch, 0, samples)
-    return (
-        part if tokens is None or not set(part) <= TOKEN_INPUTS else {k: each[:, :tokens] for k, each in part.items()}
-    )
+    shortens = tokens is not None and set(part) <= TOKEN_INPUTS
+    return {name: each[:, :tokens] for name, each in part.items()} if shortens else part
 
 
 def _elements(batch: Batch) -> int:

@@ -1,21 +1,25 @@
 """How long a run takes, computed from short trials of its passes (`probe.py`) and of its solver (`solver.py`)."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import torch
 
 from ..allocation.fisher import ROWS, SHARE, SPARSITIES, sampled_count
 from ..data.text import CalibrationData
-from ..model.calls import frozen
+from ..devices import wait_for
+from ..model.calls import frozen, model_device
 from ..model.layers import Block
+from ..model.onloading import RESIDENT
 from ..pipeline.inputs import Subject
-from ..pipeline.selection import Selection
+from ..pipeline.selection import Selection, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
+from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products
 from .memory import Visit, Visits
-from .probe import Timing, onloading_seconds, pass_seconds, total
-from .run_spec import RunSpec, pattern_of
+from .probe import Timing, pass_seconds, total
+from .run_spec import RunSpec, module_bytes, pattern_of, tensors_of
 from .solver import clock, solving_seconds
 
 # Bytes per second that a disk is assumed to write.
@@ -116,6 +120,28 @@ def _times_read(selection: Selection) -> int:
     return passes + allocation + rotation + (config.recover is not None)
 
 
+def _onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
+    """Seconds of wall time to onload all offloaded blocks once, and to check their weights, from the first of them.
+
+    Raises:
+        MoonshotError: a weight that cannot be pruned.
+    """
+    offloaded = [block for block in blocks if block.weights is not RESIDENT]
+    block = offloaded[0]
+    started = time.perf_counter()
+    with block.onloaded():
+        for tensor in tensors_of(block.module):  # a mapped file is read on first access
+            tensor.sum()
+        wait_for(model_device(block.module))
+        onloaded = time.perf_counter()
+        for layer in block.layers:
+            check_weight(layer)
+            weight_sums(layer)
+        checked = time.perf_counter()
+        factor = sum(module_bytes(each.module) for each in offloaded) / max(1, module_bytes(block.module))
+    return (onloaded - started) * factor, (checked - onloaded) * factor
+
+
 def measure(subject: Subject, run: RunSpec, data: CalibrationData, ready: float) -> Seconds:
     """Run the trials; the model and the random state stay as they are.
 
@@ -132,7 +158,7 @@ def measure(subject: Subject, run: RunSpec, data: CalibrationData, ready: float)
     try:
         with frozen(subject.model):
             passes = pass_seconds(subject, run, data.batches[0])
-            onloading, checks = (0.0, 0.0) if run.offloaded is None else onloading_seconds(run.sequential[0])
+            onloading, checks = (0.0, 0.0) if run.offloaded is None else _onloading_seconds(run.sequential[0])
             solving, product = solving_seconds(run), 0.0
             if run.selection.config.rotation is not None:
                 matrix = torch.ones(512, 512, device=run.device)

@@ -24,19 +24,9 @@ from .run_spec import RunSpec, pattern_of, problem_size
 MATRIX_SECONDS, TRIAL_FRACTION = 0.7, 0.02
 # Bytes that a trial allocates, at most.
 TRIAL_BYTES = 2**29
-# Rows and inputs of the first trial, and of larger ones.
+# Rows and inputs of the first trial, and inputs → rows of larger ones.
 FIRST_SIZE = 128, 128
-SIZES = (
-    (2048, 2048),
-    (512, 2048),
-    (1024, 1024),
-    (256, 1024),
-    (64, 1024),
-    (512, 512),
-    (64, 512),
-    (256, 256),
-    (64, 256),
-)
+SIZES = {2048: (2048, 512), 1024: (1024, 256, 64), 512: (512, 64), 256: (256, 64)}
 
 
 def clock(device: torch.device) -> float:
@@ -73,8 +63,8 @@ def _matrix_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: 
         if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
             taken = min(taken, _solve(solver, pattern, tried))
         limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
-        larger = [size, *(_smaller(solver, pattern, size, rows, d_in) for rows, d_in in SIZES)]
-        ratios = {other: operations(other) / operations(tried) for other in larger}
+        smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, some in SIZES.items() for rows in some)
+        ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}
         ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and other != tried and _fits(other)}
         affordable = [other for other, ratio in ratios.items() if taken * ratio < limit]
         if not affordable and ratios and taken < limit / 5:  # small matrices overestimate

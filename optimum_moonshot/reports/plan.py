@@ -1,13 +1,12 @@
 """The plan of a run: memory at its peaks, calibration passes, seconds, and what does not fit."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import replace_file
+from .json_files import save_json
 from .tables import html_table, text_table
 
 PLAN_NAME = "moonshot_plan.json"
@@ -106,10 +105,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_plan.json in a folder."""
-        path = Path(path)
-        path = path / PLAN_NAME if path.is_dir() else path
-        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        return path
+        return save_json(self.to_dict(), path, PLAN_NAME)
 
     def __repr__(self) -> str:
         """One line: the peaks, the time, and whether it fits."""
@@ -186,12 +182,7 @@ class Plan:
 
 
 def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
-    """The peaks of every phase at each place, in their order.
-
-    Args:
-        snapshots: of a run.
-        places: devices, and the disk.
-    """
+    """The peaks of every phase at each place, in the order of the snapshots."""
     peaks: set[int] = set()
     for phase in dict.fromkeys(each.phase for each in snapshots):
         of_phase = [each for each in snapshots if each.phase == phase]

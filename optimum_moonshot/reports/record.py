@@ -60,42 +60,40 @@ class PruningRecord:
                 value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
                 valid = isinstance(value, Mapping) or (optional and value is None)
                 require(valid, f"must be an object{' or null' if optional else ''}", field=name, value=value)
-            for name in ("lam", "sparsity"):
-                check_number(name, getattr(self, name))
-                _check_fraction(name, getattr(self, name))
-            for name, sparsity in self.allocated.items():
-                check_number(f"allocated: {name}", sparsity)
-                _check_fraction(f"allocated: {name}", sparsity)
+            allocated = {f"allocated: {name}": sparsity for name, sparsity in self.allocated.items()}
+            for name, value in {"lam": self.lam, "sparsity": self.sparsity, **allocated}.items():
+                check_number(name, value)
+                require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
         with _explained("config."):
-            MoonshotConfig.check_version(self._setting("version"))
-            check_number("sparsity", self._setting("sparsity"), optional=True)
-            check_whole("group_size", self._setting("group_size"), least=1)
-            _ = self.pattern_rules, self.targets, self.ignore
+            config = self.config
+            for name in ("version", "sparsity", "group_size", "pattern", "allocation", "targets", "ignore"):
+                require(name in config, f"{name}: missing")
+            MoonshotConfig.check_version(config["version"])
+            check_number("sparsity", config["sparsity"], optional=True)
+            check_whole("group_size", config["group_size"], least=1)
+            _ = self.pattern_rules
+            check_expressions("targets", config["targets"])
+            check_expressions("ignore", config["ignore"])
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
 
-    def _setting(self, name: str) -> Any:
-        """A field of the configuration."""
-        require(name in self.config, f"{name}: missing")
-        return self.config[name]
-
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Expressions for the modules to prune; raises `MoonshotError` for a damaged field."""
-        return check_expressions("targets", self._setting("targets"))
+        """Expressions for the modules to prune."""
+        return check_expressions("targets", self.config["targets"])
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Expressions for the modules to skip; raises `MoonshotError` for a damaged field."""
-        return check_expressions("ignore", self._setting("ignore")) or ()
+        """Expressions for the modules to skip."""
+        return check_expressions("ignore", self.config["ignore"]) or ()
 
     @property
     def pattern_rules(self) -> PatternRules:
         """The rules for the pattern of each layer."""
-        pattern, sparsity, size, how = map(self._setting, ("pattern", "sparsity", "group_size", "allocation"))
-        return PatternRules.parse(pattern, sparsity, size, how, self.allocated)
+        settings = (self.config[name] for name in ("pattern", "sparsity", "group_size", "allocation"))
+        return PatternRules.parse(*settings, self.allocated)
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
         """The pattern of every layer.
@@ -112,13 +110,9 @@ class PruningRecord:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        for name in ("compaction", "rotation"):
-            if values[name] is None:
-                del values[name]
         values["dense"] = list(self.dense)
-        for name in ("dense", "allocated"):
-            if not values[name]:
-                del values[name]
+        optional = ("compaction", "dense", "rotation", "allocated")
+        values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}
 
     @classmethod
@@ -174,10 +168,6 @@ class PruningRecord:
         """Store the record in a model's configuration; does nothing for a plain module."""
         if isinstance(getattr(model, "config", None), PreTrainedConfig):
             setattr(model.config, KEY, self.to_dict())
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
 
 
 @contextmanager
