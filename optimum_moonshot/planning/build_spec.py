@@ -11,6 +11,7 @@ from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..errors import MoonshotError, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
+from ..model.layers import Block
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.onloading import all_onloaded
@@ -21,6 +22,7 @@ from .footprint import ModelFootprint, model_footprint
 from .run_spec import OffloadedBlocks, RunSpec, module_bytes, text_setting
 
 CPU = torch.device("cpu")
+Sequences = tuple[list[tuple[Block, ...]], list[Block]]  # of blocks, and the blocks in none
 NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run on tensors without memory"
 
 
@@ -43,28 +45,21 @@ def build_spec(
 ) -> tuple[RunSpec, CalibrationData]:
     """The run, and the data in its batches, with notes for the plan.
 
-    Raises:
-        MoonshotError: the run cannot be planned, or not without the model's weights.
+    Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
     """
-    model, config, gradients = subject.model, selection.config, selection.needs_gradients
-    blocks, sequences = selection.structure.blocks, None
+    model, config, blocks = subject.model, selection.config, selection.structure.blocks
     if model_device(model).type != "meta" and offloaded is None:
-        prepared = prepare(subject, selection, batches)
-        assert prepared.data is not None
-        data = prepared.data
-        with frozen(model), all_onloaded(blocks):
-            tested = find_block_sequences(model, blocks, prepared.probe, gradients, subject.loss)
-        sequences = list(tested.sequential), list(tested.non_sequential)
+        data, sequences = _tested(subject, selection, batches)
     else:
         options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
-        data = with_room(load_calibration(batches, None, **options), selection, model)
+        data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
         if selection.needs_losses and any(layer.adapter.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
     device, free = _free(model, room, offloaded)
     sizes = tuple(map(batch_size, data.batches))
     largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
     try:
-        footprint = model_footprint(model, selection.structure, largest, gradients, forward)
+        footprint = model_footprint(model, selection.structure, largest, selection.needs_gradients, forward)
     except Exception as error:  # a model may read the value of any tensor
         note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
         if sequences is None:
@@ -95,6 +90,16 @@ def build_spec(
     return run, data
 
 
+def _tested(subject: Subject, selection: Selection, batches: list[Batch]) -> tuple[CalibrationData, Sequences]:
+    """The data of a run on a model with all its weights, and the sequences of its blocks."""
+    prepared, blocks = prepare(subject, selection, batches), selection.structure.blocks
+    assert prepared.data is not None
+    with frozen(subject.model), all_onloaded(blocks):
+        gradients = selection.needs_gradients
+        tested = find_block_sequences(subject.model, blocks, prepared.probe, gradients, subject.loss)
+    return prepared.data, (list(tested.sequential), list(tested.non_sequential))
+
+
 def _free(
     model: nn.Module, room: Room, offloaded: OffloadedBlocks | None
 ) -> tuple[torch.device, dict[torch.device, int]]:
@@ -122,11 +127,7 @@ def is_given(calibration: Any) -> bool:
 
 
 def example_batches(subject: Subject, selection: Selection, calibration: Any) -> list[Batch]:
-    """The batches of a run: those given, or random ones of their size.
-
-    Raises:
-        MoonshotError: the form of the model's inputs is unknown.
-    """
+    """The batches of a run: those given, or random ones of their size."""
     config, model = selection.config, subject.model
     if is_given(calibration):
         options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}

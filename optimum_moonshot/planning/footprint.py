@@ -7,8 +7,8 @@ without data, so every expert of a mixture gets the same number of tokens.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -57,15 +57,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-@contextmanager
-def without_memory() -> Iterator[FakeTensorMode]:
-    """In the context, new tensors have shapes and no memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode
-
-
 def shape_of(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a module on fake CPU tensors, in the mode of `without_memory`; its weights may be on any device."""
+    """A copy of a module on fake CPU tensors; its weights may be on any device."""
     memo: dict[int, Any] = {}
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -96,11 +89,7 @@ class ModelFootprint:
     top_k: dict[str, int] = dataclasses.field(default_factory=dict)  # layer of experts → experts per token, if known
 
     def sequences(self, blocks: Sequence[Block]) -> tuple[list[tuple[Block, ...]], list[Block]]:
-        """The sequential blocks, and the others with layers to prune, as far as shapes can show.
-
-        Args:
-            blocks: all of the model.
-        """
+        """Of all blocks the sequential ones, and the others with layers to prune, as far as shapes can show."""
         by_name = {block.name: block for block in blocks}
         sequences: list[list[Block]] = []
         once = [name for name in self.order if self.order.count(name) == 1]
@@ -116,19 +105,11 @@ class ModelFootprint:
 def model_footprint(
     model: nn.Module, structure: Structure, batch: Batch, gradients: bool, forward: Forward | None = None
 ) -> ModelFootprint:
-    """Run a copy of a model and its blocks on fake tensors.
+    """Run a copy of a model and its blocks on fake tensors, with a batch of the size of the largest one.
 
-    Args:
-        model: its weights may be anywhere, or on the meta device.
-        structure: of the model.
-        batch: the largest one.
-        gradients: whether the passes include a backward pass.
-        forward: (model, inputs) → output, or None for a plain call.
-
-    Raises:
-        Exception: any that the model raises where it reads the value of a tensor.
+    A model that reads the value of a tensor raises any exception.
     """
-    with without_memory() as mode, frozen(model):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, frozen(model):
         fake = _FakeModel(model, mode, batch_size(batch), gradients)
         inputs = {
             name: torch.empty(each.shape, dtype=each.dtype) for name, each in batch.items() if name != "attention_mask"

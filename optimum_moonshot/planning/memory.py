@@ -101,14 +101,10 @@ def count_blocks(
     whole: bool = False,
     done: Callable[[Block], None] = lambda block: None,
 ) -> Visits:
-    """The dry run of the passes of a phase.
+    """The dry run of the passes of a phase, which calls `done` after every block.
 
-    Args:
-        trace: records the snapshots.
-        phase: of the snapshots.
-        solves: whether the layers are solved; else their statistics are freed.
-        whole: collect all layers of a block in one pass, whatever the memory.
-        done: called with every block whose layers have been counted.
+    Unless `solves`, the statistics are freed unused. With `whole`, one pass collects all layers of a block, whatever
+    the memory.
     """
     task = CountedTask(trace, phase, solves, whole)
 
@@ -206,27 +202,53 @@ class CountedTask(PartitionedTask):
         again = part.slices or UnderCalibratedExperts(self.spec, self.backoff, []).observes_again(part.layers)
         return Visit(part, passes + bool(again and last), experts)  # one more pass advances to the next block
 
-    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, "CountedStatistics"]]:
-        """The statistics of a part; of a layer in slices those of the first slice, since all have the same size."""
+    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, int]]:
+        """Each layer with the rows that are collected at once, 0 for all; of slices the first, since all are alike."""
         assert isinstance(stage, CountedStage)
         footprint = self.run.footprint.blocks.get(stage.block.name)
         activations = self.run.footprint.whole if footprint is None else footprint.observed
-        layers, where, plan, shared = part.layers, stage.block.name, None, list[set[str]]()
+        layers, where, rows, plan, shared = part.layers, stage.block.name, 0, None, list[set[str]]()
         if part.slices:
             layer, first, where = layers[0], part.slices[0], layers[0].name
-            plan = self.spec.plan(layer)
             if layer.adapter.separate:
                 layers = (dataclasses.replace(layer, span=(first.start, first.stop)),)
             else:
-                plan = dataclasses.replace(plan, rows=first)
+                rows, plan = first.stop - first.start, dataclasses.replace(self.spec.plan(layer), rows=first)
                 activations += 4 * (1 + self.run.batch) * layer.shape[0] * layer.shape[1]  # sums over all slices
         elif footprint is not None:
             shared = [{stage.layers[index].name for index in group} for group in footprint.shared]
-        statistics = CountedStatistics(self.trace, layers, shared, plan)
+        statistics = self._allocate(layers, shared, plan)
         self.trace.snapshot(self.phase, where, activations=activations + max(map(self._temporary, layers)))
         for layer in part.layers:
-            yield layer, statistics
-            statistics.free(layer)
+            yield layer, rows
+            for names, allocation in statistics:
+                if layer.name in names:
+                    names.remove(layer.name)
+                    if not names:
+                        self.trace.free("statistics", allocation)
+
+    def _allocate(
+        self, layers: Sequence[PrunableLayer], shared: Sequence[set[str]], plan: GradientPlan | None
+    ) -> list[tuple[set[str], Allocation]]:
+        """Gradients, and one Gram matrix for all layers that read the same tensor (`shared`), with these layers."""
+        trace, device, statistics = self.trace, self.run.device, list[tuple[set[str], Allocation]]()
+        for layer in layers:
+            size = self.spec.gradient_bytes(layer, plan)
+            if size:
+                statistics.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
+        by_name = {layer.name: layer for layer in layers}
+        groups = [readers for group in shared if (readers := group & by_name.keys())]
+        groups += [{name} for name in by_name if not any(name in readers for readers in groups)]
+        for readers in groups:
+            layer = next(layer for layer in layers if layer.name in readers)
+            allocation = trace.allocate("statistics", self.spec.gram_bytes(layer), layer.name)
+            if allocation[0] != str(device) and device.type != "cpu":  # on a GPU even beyond its limit
+                trace.free("statistics", allocation)
+                allocation = str(device), allocation[1]
+                trace.add("statistics", *allocation)
+                self.run.storage.used[device] += allocation[1]
+            statistics.append((readers, allocation))
+        return statistics
 
     def _temporary(self, layer: PrunableLayer) -> int:
         """Temporary bytes while a batch's gradients are added."""
@@ -239,64 +261,13 @@ class CountedTask(PartitionedTask):
             return 0
         return min(slice_bytes(self.run.device), 8 * min(STAGED, self.spec.samples) * d_out * d_in)
 
-    def solve(self, layer: PrunableLayer, statistics: "CountedStatistics") -> None:
+    def solve(self, layer: PrunableLayer, statistics: int) -> None:
         self.done.add(layer.name)
-        if not self.solves:
-            return
-        rows = None if statistics.plan is None or statistics.plan.rows is None else statistics.plan.rows
-        size = solver_bytes(self.run, layer, None if rows is None else rows.stop - rows.start)
-        whole = 0 if rows is None else 8 * layer.shape[0] * layer.shape[1]
-        self.trace.snapshot("solver", layer.name, solver=size + whole)
-        self.trace.store_result(layer)
+        if self.solves:
+            whole = 8 * layer.shape[0] * layer.shape[1] if statistics else 0
+            size = solver_bytes(self.run, layer, statistics)
+            self.trace.snapshot("solver", layer.name, solver=size + whole)
+            self.trace.store_result(layer)
 
     def skip(self, layer: PrunableLayer) -> None:
         """There are no data that could miss a layer."""
-
-
-class CountedStatistics:
-    """The statistics of a part: gradients, and one Gram matrix for all layers that read the same tensor.
-
-    Args:
-        trace: counts them.
-        layers: of the part.
-        shared: names of the layers of a block that read the same tensor.
-        plan: form of the gradients; None is the spec's.
-    """
-
-    def __init__(
-        self,
-        trace: MemoryTrace,
-        layers: Sequence[PrunableLayer],
-        shared: Sequence[set[str]],
-        plan: GradientPlan | None,
-    ):
-        self.trace, self.plan, spec = trace, plan, trace.run.statistics
-        self.held: list[tuple[set[str], Allocation]] = []  # with the layers that have not been solved
-        for layer in layers:
-            size = spec.gradient_bytes(layer, plan)
-            if size:
-                self.held.append(({layer.name}, trace.allocate("statistics", size, layer.name)))
-        names = [layer.name for layer in layers]
-        groups = [readers for group in shared if (readers := group.intersection(names))]
-        alone = [{name} for name in names if not any(name in readers for readers in groups)]
-        for readers in groups + alone:
-            layer = next(layer for layer in layers if layer.name in readers)
-            self.held.append((readers, self._gram(layer, spec.gram_bytes(layer))))
-
-    def _gram(self, layer: PrunableLayer, size: int) -> Allocation:
-        """A Gram matrix is on the model's device, beyond its limit if need be; on a CPU it may be on disk."""
-        allocation, device = self.trace.allocate("statistics", size, layer.name), self.trace.run.device
-        if allocation[0] == str(device) or device.type == "cpu":
-            return allocation
-        self.trace.free("statistics", allocation)
-        self.trace.add("statistics", str(device), size)
-        self.trace.run.storage.used[device] += size
-        return str(device), size
-
-    def free(self, layer: PrunableLayer) -> None:
-        """Free a layer's gradients, and its Gram matrix after the last layer that reads it."""
-        for readers, allocation in self.held:
-            if layer.name in readers:
-                readers.remove(layer.name)
-                if not readers:
-                    self.trace.free("statistics", allocation)

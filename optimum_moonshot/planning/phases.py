@@ -11,7 +11,7 @@ from ..pipeline.spec import StatisticsSpec
 from ..recovery.tuning import part_size
 from ..reports.plan import HOST
 from .memory import Allocation, MemoryTrace, count_blocks
-from .run_spec import RunSpec, module_bytes, pattern_of, problem_size, text_setting, weight_bytes
+from .run_spec import module_bytes, pattern_of, problem_size, text_setting, weight_bytes
 
 # float32 numbers per trained weight: the weight, its gradient, Adam's two moments, two snapshots; and a byte of mask.
 TRAINED_BYTES = 4 * 6 + 1
@@ -83,21 +83,17 @@ def recovery(trace: MemoryTrace) -> None:
     """Two streams of hidden states, and one block in training at a time."""
     run = trace.run
     samples = min(part_size(run.samples), run.batch)
+    per_weight = TRAINED_BYTES + (0 if run.itemsize == 4 else run.itemsize + 4)  # with the rounded weight
     streams = [
         trace.allocate("streams", run.footprint.hidden * count // run.batch, "recovery") for count in 2 * run.sizes
     ]
     for block in (block for sequence in run.sequential for block in sequence if block.layers):
         footprint = run.footprint.blocks.get(block.name)
         activations = 0 if footprint is None else footprint.observed * samples * 4 // (run.batch * run.itemsize)
-        trace.snapshot("recovery", block.name, activations=activations, training=trained_bytes(block, run))
+        trained = sum(layer.shape[0] * layer.shape[1] for layer in block.layers) * per_weight
+        trace.snapshot("recovery", block.name, activations=activations, training=trained)
     for stream in streams:
         trace.free("streams", stream)
-
-
-def trained_bytes(block: Block, run: RunSpec) -> int:
-    """Bytes to train a block's weights, besides activations."""
-    rounded = 0 if run.itemsize == 4 else run.itemsize + 4
-    return sum(layer.shape[0] * layer.shape[1] for layer in block.layers) * (TRAINED_BYTES + rounded)
 
 
 def writing(trace: MemoryTrace) -> None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..calibration.storage import Storage
 from ..devices import is_gpu
@@ -37,13 +37,7 @@ class OffloadedBlocks:
 def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
     """The offloaded blocks of a model; None if all are resident.
 
-    Args:
-        structure: of the model.
-        offload: "cpu" or "disk" for a model without weights; None where the blocks themselves show it.
-        on_cpu: whether the model would be on the CPU.
-
-    Raises:
-        MoonshotError: blocks of a model on the CPU that are offloaded to the CPU.
+    `offload` is "cpu" or "disk" for a model without weights, which `on_cpu` must not be offloaded to the CPU.
     """
     blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
     if not blocks:
@@ -56,14 +50,9 @@ def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) ->
     return OffloadedBlocks(max(sizes), sum(sizes), place)
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
-    return [*module.parameters(), *module.buffers()]
-
-
 def module_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
-    return sum({id(each): each.nbytes for each in tensors_of(module)}.values())
+    return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
 
 
 def text_setting(model: nn.Module, name: str) -> int:
@@ -136,8 +125,8 @@ def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
     return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
 
-def problem_size(run: RunSpec, layer: PrunableLayer, rows: int | None = None) -> ProblemSize:
-    """The size of a layer's problem, or of one expert's; `rows` are those of a slice, None is all."""
+def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
+    """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
     selection, lam, device = run.selection, run.selection.lam_of(layer), run.device
     d_out, d_in = layer.shape
     pattern, separate = pattern_of(selection, layer), layer.adapter.separate
@@ -155,7 +144,7 @@ def problem_size(run: RunSpec, layer: PrunableLayer, rows: int | None = None) ->
     )
 
 
-def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int | None = None) -> int:
+def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int) -> int:
     """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
     size, solver = problem_size(run, layer, rows), run.selection.solver
     work = solver.work(size, pattern_of(run.selection, layer))

@@ -19,7 +19,7 @@ from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products
 from .memory import Visit, Visits
 from .probe import Timing, pass_seconds, total
-from .run_spec import RunSpec, module_bytes, pattern_of, tensors_of
+from .run_spec import RunSpec, module_bytes, pattern_of
 from .solver import clock, solving_seconds
 
 # Bytes per second that a disk is assumed to write.
@@ -121,16 +121,12 @@ def _times_read(selection: Selection) -> int:
 
 
 def _onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
-    """Seconds of wall time to onload all offloaded blocks once, and to check their weights, from the first of them.
-
-    Raises:
-        MoonshotError: a weight that cannot be pruned.
-    """
+    """Seconds of wall time to onload all offloaded blocks once, and to check their weights, from the first of them."""
     offloaded = [block for block in blocks if block.weights is not RESIDENT]
     block = offloaded[0]
     started = time.perf_counter()
     with block.onloaded():
-        for tensor in tensors_of(block.module):  # a mapped file is read on first access
+        for tensor in (*block.module.parameters(), *block.module.buffers()):  # a mapped file is read on first access
             tensor.sum()
         wait_for(model_device(block.module))
         onloaded = time.perf_counter()
@@ -143,17 +139,7 @@ def _onloading_seconds(blocks: Sequence[Block]) -> tuple[float, float]:
 
 
 def measure(subject: Subject, run: RunSpec, data: CalibrationData, ready: float) -> Seconds:
-    """Run the trials; the model and the random state stay as they are.
-
-    Args:
-        subject: the model and its tokenizer or processor.
-        run: the planned run.
-        data: in the run's batches.
-        ready: seconds of the plan so far.
-
-    Raises:
-        MoonshotError: the model cannot be run.
-    """
+    """Run the trials, after `ready` seconds of the plan; the model and the random state stay as they are."""
     random = torch.random.get_rng_state()
     try:
         with frozen(subject.model):

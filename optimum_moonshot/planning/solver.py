@@ -65,17 +65,14 @@ def _matrix_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: 
         limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
         smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, some in SIZES.items() for rows in some)
         ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}
-        ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and other != tried and _fits(other)}
+        floats = {other: other.inputs**2 + other.weights * max(1, other.samples) for other in ratios}
+        ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and 4 * floats[other] < TRIAL_BYTES}
         affordable = [other for other, ratio in ratios.items() if taken * ratio < limit]
         if not affordable and ratios and taken < limit / 5:  # small matrices overestimate
             affordable = [min(ratios, key=lambda other: ratios[other])]
         if not affordable:
             return taken * operations(size) / operations(tried)
         tried = max(affordable, key=lambda other: ratios[other])
-
-
-def _fits(size: ProblemSize) -> bool:
-    return 4 * (size.inputs**2 + size.weights * max(1, size.samples)) < TRIAL_BYTES
 
 
 def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_in: int) -> ProblemSize:

@@ -26,6 +26,12 @@ class Snapshot:
         """Bytes at a place."""
         return sum(sizes.get(place, 0) for sizes in self.items.values())
 
+    def line(self, place: str) -> str:
+        """One line of text, with the largest items first."""
+        items = sorted(((sizes.get(place, 0), name) for name, sizes in self.items.items()), reverse=True)
+        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
+        return f"{gib(self.total(place))} of {place} at {self.where} ({parts})"
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
@@ -157,28 +163,21 @@ class Plan:
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
         for phase in dict.fromkeys(each.phase for each in self.snapshots):
-            lines += [self._peak_line(phase, place) for place in self.places if self._most(phase, place).total(place)]
+            of_phase = [each for each in self.snapshots if each.phase == phase]
+            peaks = ((place, max(of_phase, key=lambda each: each.total(place))) for place in self.places)
+            lines += [f"{phase}: {peak.line(place)}" for place, peak in peaks if peak.total(place)]
         lines += [f"{name}: in {count} parts" for each in self.blocks for name, count in each.parts.items()]
         lines += [f"note: {note}" for note in self.notes]
         if self.seconds:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
         lines += [overflow.line() for overflow in self.overflows]
-        peaks = ", ".join(
+        summary = ", ".join(
             f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
             for place, size in self.peaks.items()
         )
         model_part = "the resident part of the model" if offloaded else "the model"
-        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {peaks}")
+        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {summary}")
         return lines
-
-    def _most(self, phase: str, place: str) -> Snapshot:
-        return max((each for each in self.snapshots if each.phase == phase), key=lambda each: each.total(place))
-
-    def _peak_line(self, phase: str, place: str) -> str:
-        peak = self._most(phase, place)
-        items = sorted(((sizes.get(place, 0), name) for name, sizes in peak.items.items()), reverse=True)
-        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
-        return f"{phase}: {gib(peak.total(place))} of {place} at {peak.where} ({parts})"
 
 
 def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:

@@ -251,10 +251,7 @@ class PruneReport:
                 "" if layer.lam is None else f"{layer.lam:g}",
                 *([_short(layer.target_sparsity)] if allocated else []),
                 f"{layer.sparsity:.4f}",
-                _short(layer.reconstruction_masked),
-                _short(layer.reconstruction),
-                _short(layer.fisher_masked),
-                _short(layer.fisher),
+                *map(_short, (layer.reconstruction_masked, layer.reconstruction, layer.fisher_masked, layer.fisher)),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
                 layer._notes(),
@@ -312,11 +309,11 @@ class PruneReport:
             check_fields(_Compaction, values["compaction"], "compaction")
         require(len(values["layers"]) > 0, "layers: must not be empty")
         require(values["parameters"] > 0, "must be positive", field="parameters", value=values["parameters"])
-        layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
-        recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
-        rotation = values.pop("rotation", None)
-        rotation = None if rotation is None else RotationReport.from_dict(rotation)
-        return cls(layers=layers, recovery=recovery, rotation=rotation, **values)
+        values["layers"] = [LayerReport.from_dict(layer) for layer in values["layers"]]
+        values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
+        rotation = values.get("rotation")
+        values["rotation"] = None if rotation is None else RotationReport.from_dict(rotation)
+        return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""

@@ -25,34 +25,22 @@ class PruningRecord:
 
     Reading a record does not need the solver, which may be of a package that is not installed.
 
-    Args:
-        config: `MoonshotConfig.to_dict`, without folders.
-        solver_options: every hyperparameter of the solver, with its value.
-        lam: λ, in [0, 1].
-        sparsity: zeros among all weights of the pruned layers, in [0, 1].
-        calibration: source, number and digest of the samples; None without any.
-        versions: of the libraries.
-        compaction: `Compaction.to_dict`; None unless the model was compacted.
-        dense: names of layers that were selected but not pruned, because no data reached them.
-        rotation: `RotationReport.summary`; None unless the model was rotated.
-        allocated: layer → its sparsity by a method of `allocation`; empty without one.
-
     Raises:
         MoonshotError: a field of another type, or an invalid configuration; it names the field.
     """
 
     VERSION: ClassVar[int] = 1
 
-    config: Mapping[str, Any]
-    solver_options: Mapping[str, Any]
-    lam: float
-    sparsity: float
-    calibration: Mapping[str, Any] | None
-    versions: Mapping[str, str]
-    compaction: Mapping[str, Any] | None = None
-    dense: Sequence[str] = ()
-    rotation: Mapping[str, Any] | None = None
-    allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any]  # `MoonshotConfig.to_dict`, without folders
+    solver_options: Mapping[str, Any]  # every hyperparameter of the solver, with its value
+    lam: float  # λ, in [0, 1]
+    sparsity: float  # zeros among all weights of the pruned layers, in [0, 1]
+    calibration: Mapping[str, Any] | None  # source, number and digest of the samples; None without any
+    versions: Mapping[str, str]  # of the libraries
+    compaction: Mapping[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
+    dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
+    rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
+    allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
 
     def __post_init__(self) -> None:
         with _explained():
@@ -117,11 +105,7 @@ class PruningRecord:
 
     @classmethod
     def from_dict(cls, values: Any) -> "PruningRecord":
-        """The inverse of `to_dict`.
-
-        Raises:
-            MoonshotError: another version, or a field that is missing or damaged; it names the field.
-        """
+        """The inverse of `to_dict`; raises `MoonshotError` with the name of a missing or damaged field."""
         fields = dataclasses.fields(cls)
         required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
         with _explained():
@@ -135,30 +119,18 @@ class PruningRecord:
 
     @classmethod
     def read(cls, config: Any) -> "PruningRecord | None":
-        """The record in a model's configuration; None if the model is not pruned.
-
-        Raises:
-            MoonshotError: as `from_dict`.
-        """
+        """The record in a model's configuration; None if the model is not pruned."""
         values = getattr(config, KEY, None)
         return None if values is None else cls.from_dict(values)
 
     @classmethod
     def of(cls, model: nn.Module) -> "PruningRecord | None":
-        """The record of a model; None if it is not pruned, or not a transformers model.
-
-        Raises:
-            MoonshotError: as `from_dict`.
-        """
+        """The record of a model; None if it is not pruned, or not a transformers model."""
         return cls.read(getattr(model, "config", None))
 
     @classmethod
     def require_of(cls, model: nn.Module) -> "PruningRecord":
-        """The record of a pruned model.
-
-        Raises:
-            MoonshotError: as `from_dict`, and if there is none.
-        """
+        """The record of a model that must be pruned."""
         record = cls.of(model)
         if record is None:
             raise MoonshotError(NOT_PRUNED)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from models import GROUPED, make, token_batches
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
@@ -17,7 +18,7 @@ from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pipeline import loop
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
-from optimum_moonshot.planning.footprint import LiveBytes, shape_of, without_memory
+from optimum_moonshot.planning.footprint import LiveBytes, shape_of
 from optimum_moonshot.planning.seconds import ordering_products
 from optimum_moonshot.planning.solver import random_problem
 from optimum_moonshot.reports.plan import Snapshot, gib, peaks_of
@@ -88,7 +89,7 @@ def test_live_bytes_are_those_of_storages_that_live():
 
 def test_a_model_without_memory_has_the_same_shapes_and_shares_what_was_shared():
     model = llama(tie_word_embeddings=True)
-    with without_memory() as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         twin = shape_of(model, mode)
         output = twin(input_ids=torch.zeros(2, 8, dtype=torch.int64))
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
