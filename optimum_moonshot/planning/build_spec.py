@@ -64,7 +64,7 @@ def build_spec(
         note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
         if sequences is None:
             raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
-        data = dataclasses.replace(data, notes=[*data.notes, note])
+        data = dataclasses.replace(data, notes=(*data.notes, note))
         width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
         hidden = max(sizes) * (data.sequence_length or 0) * width
         footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
@@ -104,8 +104,8 @@ def _free(
     model: nn.Module, room: Room, offloaded: OffloadedBlocks | None
 ) -> tuple[torch.device, dict[torch.device, int]]:
     """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
-    own = device = model_device(model)
-    meta = own.type == "meta"
+    device = model_device(model)
+    meta = device.type == "meta"
     if meta:
         device = CPU if room.device is None else torch.device("cuda")
     resident = module_bytes(model) - (offloaded.total if offloaded else 0)

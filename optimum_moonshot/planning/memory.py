@@ -24,6 +24,7 @@ from ..reports.plan import DISK, HOST, Bytes, Overflow, Snapshot
 from .run_spec import RunSpec, pattern_of, solver_bytes, weight_bytes
 
 Allocation = tuple[str, int]  # place and bytes
+Visit = tuple[Block, list[Part], int]  # a block with its parts, and the number of passes over the data
 
 
 @dataclasses.dataclass
@@ -82,25 +83,13 @@ class MemoryTrace:
         self.add("results", DISK if on_disk else HOST, size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """A part of a block, with its passes over the data."""
-
-    part: Part
-    passes: int
-    all_token_experts: int  # number of experts that get all tokens
-
-
-Visits = list[tuple[Block, list[Visit]]]
-
-
 def count_blocks(
     trace: MemoryTrace,
     phase: str = "calibration",
     solves: bool = True,
     whole: bool = False,
     done: Callable[[Block], None] = lambda block: None,
-) -> Visits:
+) -> list[Visit]:
     """The dry run of the passes of a phase, which calls `done` after every block.
 
     Unless `solves`, the statistics are freed unused. With `whole`, one pass collects all layers of a block, whatever
@@ -179,7 +168,7 @@ class CountedTask(PartitionedTask):
         super().__init__(trace.run.statistics, Backoff(trace.run.storage), lambda: [])
         self.trace, self.phase, self.solves, self.whole, self.run = trace, phase, solves, whole, trace.run
         self.done: set[str] = set()
-        self.visits: Visits = []
+        self.visits: list[Visit] = []
 
     def lacks(self, layer: PrunableLayer) -> bool:
         return layer.name not in self.done
@@ -191,16 +180,16 @@ class CountedTask(PartitionedTask):
         if self.whole and parts:
             parts = [Part(tuple(stage.layers), (0,) * len(stage.layers))]
         if parts:
-            self.visits.append((stage.block, [self._visit(part, part is parts[-1]) for part in parts]))
+            last, experts = parts[-1], UnderCalibratedExperts(self.spec, self.backoff, [])
+            advance = bool(last.slices) or experts.observes_again(last.layers)  # by one more pass
+            self.visits.append((stage.block, list(parts), sum(map(self._passes, parts)) + advance))
         return parts
 
-    def _visit(self, part: Part, last: bool) -> Visit:
-        separate = any(layer.adapter.separate for layer in part.layers)
-        passes = 1 if not part.slices else len(part.slices) if separate else 2 * len(part.slices) - 1
-        experts = max(map(self.run.all_token_experts, part.layers))
-        passes *= 2 if experts else 1
-        again = part.slices or UnderCalibratedExperts(self.spec, self.backoff, []).observes_again(part.layers)
-        return Visit(part, passes + bool(again and last), experts)  # one more pass advances to the next block
+    def _passes(self, part: Part) -> int:
+        """Slices of rows are collected to rank them, and again to solve them, except for the last one."""
+        slices, separate = len(part.slices), any(layer.adapter.separate for layer in part.layers)
+        passes = 1 if not slices else slices if separate else 2 * slices - 1
+        return passes * (2 if any(map(self.run.all_token_experts, part.layers)) else 1)
 
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterator[tuple[PrunableLayer, int]]:
         """Each layer with the rows that are collected at once, 0 for all; of slices the first, since all are alike."""

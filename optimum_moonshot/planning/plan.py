@@ -20,7 +20,7 @@ from ..pipeline.inputs import Subject
 from ..pipeline.selection import select
 from ..reports.plan import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .build_spec import Room, build_spec, example_batches, is_given
-from .memory import MemoryTrace, Visits, count_blocks
+from .memory import MemoryTrace, Visit, count_blocks
 from .phases import allocation, recovery, rotation, saving, writing
 from .run_spec import RunSpec, module_bytes, offloaded_blocks
 from .seconds import Seconds, measure
@@ -97,7 +97,7 @@ def make_plan(
     )
 
 
-def _count(trace: MemoryTrace, model: nn.Module) -> Visits:
+def _count(trace: MemoryTrace, model: nn.Module) -> list[Visit]:
     """All phases, in the order of the run."""
     run, config = trace.run, trace.run.selection.config
     trace.add("weights of a block", str(run.device), run.offloaded.largest if run.offloaded else 0)
@@ -114,24 +114,24 @@ def _count(trace: MemoryTrace, model: nn.Module) -> Visits:
 
 
 def _block_plans(
-    trace: MemoryTrace, visits: Visits, places: Sequence[str], seconds: Seconds | None
+    trace: MemoryTrace, visits: list[Visit], places: Sequence[str], seconds: Seconds | None
 ) -> Iterator[BlockPlan]:
     """In the model's order of blocks; the layers outside of all sequences are last."""
     order = {block.name: index for index, block in enumerate(trace.run.selection.structure.blocks)}
-    for block, parts in sorted(visits, key=lambda visit: order.get(visit[0].name, len(order))):
+    for visit in sorted(visits, key=lambda visit: order.get(visit[0].name, len(order))):
+        block, parts, passes = visit
         names = {block.name, *(layer.name for layer in block.layers)}
-        snapshots = [
-            each for each in trace.snapshots if each.where in names and each.phase in ("calibration", "solver")
-        ]
+        phases = ("calibration", "solver")
+        snapshots = [each for each in trace.snapshots if each.where in names and each.phase in phases]
         peaks = {place: max(each.total(place) for each in snapshots) for place in places}
         yield BlockPlan(
             name=block.name,
             layers=len(block.layers),
             rounds=len(parts),
-            passes=sum(each.passes for each in parts),
-            parts={each.part.layers[0].name: len(each.part.slices) for each in parts if each.part.slices},
+            passes=passes,
+            parts={part.layers[0].name: len(part.slices) for part in parts if part.slices},
             bytes={place: size for place, size in peaks.items() if size},
-            seconds=None if seconds is None else seconds.of_block(block, parts),
+            seconds=None if seconds is None else seconds.of_block(visit),
         )
 
 

@@ -1,4 +1,4 @@
-"""The facts about a run that are known before it, and the sizes that follow from them."""
+"""A run before it starts: its layers, data and memory, and the sizes that follow from them."""
 
 import dataclasses
 from functools import cached_property
@@ -64,7 +64,7 @@ def text_setting(model: nn.Module, name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """A run before it starts."""
+    """A run: layers, sequences of blocks, calibration data and memory."""
 
     selection: Selection
     sequential: tuple[tuple[Block, ...], ...]

@@ -1,6 +1,7 @@
 """How long a run takes, computed from short trials of its passes (`probe.py`) and of its solver (`solver.py`)."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from ..pipeline.selection import Selection, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products
-from .memory import Visit, Visits
+from .memory import Visit
 from .probe import Timing, pass_seconds, total
 from .run_spec import RunSpec, module_bytes, pattern_of
 from .solver import clock, solving_seconds
@@ -41,25 +42,25 @@ class Seconds:
     ready: float  # from the start of the plan to its trials, and of checking offloaded weights
     onloading: float  # of all offloaded weights, once
 
-    def of_block(self, block: Block, visits: Sequence[Visit]) -> float:
+    def of_block(self, visit: Visit) -> float:
         """Seconds of a block's passes and of its solver."""
-        passes, solving = sum(visit.passes for visit in visits), sum(self.solving[layer.name] for layer in block.layers)
-        name, samples = block.name, self.run.samples
+        block, parts, passes = visit
+        name, samples, solving = block.name, self.run.samples, sum(self.solving[layer.name] for layer in block.layers)
         if ("observed", name) not in self.passes:
             return passes * samples * self.passes["model", ""] + solving
         observed = self.passes["observed", name]
         bare = min(self.passes["bare", name], observed)
-        # Each visit has hooks on its own layers only; a slice of rows is observed twice, to rank and to compute.
+        # Each part has hooks on its own layers only; a slice of rows is observed twice, to rank and to solve.
         weights = 0
-        for visit in visits:
-            twice = visit.part.slices and not visit.part.layers[0].adapter.separate
-            weights += sum(layer.shape[0] * layer.shape[1] for layer in visit.part.layers) * (2 if twice else 1)
-        hooks = weights / sum(layer.shape[0] * layer.shape[1] for layer in block.layers)
-        experts = sum(visit.all_token_experts for visit in visits) * self.passes["expert", name]
-        seconds = passes * bare + hooks * (observed - bare) + experts
+        for part in parts:
+            twice = part.slices and not part.layers[0].adapter.separate
+            weights += sum(math.prod(layer.shape) for layer in part.layers) * (2 if twice else 1)
+        hooks = weights / sum(math.prod(layer.shape) for layer in block.layers)
+        experts = sum(max(map(self.run.all_token_experts, part.layers)) for part in parts)
+        seconds = passes * bare + hooks * (observed - bare) + experts * self.passes["expert", name]
         return samples * seconds + self.passes["storage", name] + solving
 
-    def phases(self, blocks: Visits) -> dict[str, float]:
+    def phases(self, visits: Sequence[Visit]) -> dict[str, float]:
         """Seconds by phase, and their total."""
         run, config, layers = self.run, self.run.selection.config, self.run.selection.layers
         capture, blocks_once = self.passes["capture", ""], total(self.passes, "observed")
@@ -73,8 +74,8 @@ class Seconds:
             )
             seconds["allocation"] = (capture + blocks_once) * sampled_count(run.samples) + rows * len(SPARSITIES) / 2
         solving = sum(self.solving[layer.name] for layer in layers)
-        visits = sum(self.of_block(*each) for each in blocks) - solving
-        seconds["calibration"] = self.ready + capture * run.samples * len(run.sequential) + visits
+        passes = sum(map(self.of_block, visits)) - solving
+        seconds["calibration"] = self.ready + capture * run.samples * len(run.sequential) + passes
         seconds["solver"] = solving
         if config.recover is not None:
             samples = config.recover_steps * STEP_SAMPLES + run.samples * (2 + EVALUATIONS / HELDOUT_SHARE)

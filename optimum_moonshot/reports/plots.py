@@ -61,8 +61,8 @@ def plot_report(report: PruneReport) -> Figure:
     target = targets.pop() if len(targets) == 1 else None
     if target is not None:
         axes[0].axhline(target, color="black", linestyle="--", linewidth=1, label="target", zorder=0)
-    label = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
-    axes[0].set(title="Sparsity of every pruned layer", ylabel=label, ylim=(-0.03, 1.03))
+    unit = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
+    axes[0].set(title="Sparsity of every pruned layer", ylabel=unit, ylim=(-0.03, 1.03))
     axes[0].yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     if measured:
         axes[1].set(title="Loss of every pruned layer (0: dense, 1: layer removed)", ylabel="$L_λ$, relative")

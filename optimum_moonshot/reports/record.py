@@ -80,8 +80,10 @@ class PruningRecord:
     @property
     def pattern_rules(self) -> PatternRules:
         """The rules for the pattern of each layer."""
-        settings = (self.config[name] for name in ("pattern", "sparsity", "group_size", "allocation"))
-        return PatternRules.parse(*settings, self.allocated)
+        pattern, sparsity = self.config["pattern"], self.config["sparsity"]
+        return PatternRules.parse(
+            pattern, sparsity, self.config["group_size"], self.config["allocation"], self.allocated
+        )
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
         """The pattern of every layer.
