@@ -13,9 +13,9 @@ from ..reports.plan import HOST
 from .memory import Allocation, MemoryTrace, count_blocks
 from .run_spec import module_bytes, pattern_of, problem_size, text_setting, weight_bytes
 
-# float32 numbers per trained weight: the weight, its gradient, Adam's two moments, two snapshots; and a byte of mask.
+# Bytes per trained weight: the float32 weight, gradient, two moments of Adam and two snapshots; and the mask.
 TRAINED_BYTES = 4 * 6 + 1
-# The same for a matrix in the learning of a rotation: the matrix, two rotated ones, the scores, and their gradients.
+# Bytes per weight of a matrix while a rotation is learned: the matrix, two rotated ones, the scores, their gradients.
 LEARNED_BYTES = 4 * 7
 # Bytes that `save_pretrained` copies to host memory at once, at most: of a resident model, and of an offloaded one.
 SHARD_BYTES, STREAMED_BYTES = 50 * 10**9, 500 * 10**6

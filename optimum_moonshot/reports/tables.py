@@ -27,8 +27,8 @@ def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[st
         table.add_row(*row)
     # Its defaults would print to a notebook, or add colours in a terminal.
     text = io.StringIO()
-    console = Console(file=text, width=width, force_terminal=False, force_jupyter=False, color_system=None)
-    console.print(table, highlight=False, markup=False, emoji=False)
+    plain: dict[str, Any] = {"color_system": None, "highlight": False, "markup": False, "emoji": False}
+    Console(file=text, width=width, force_terminal=False, force_jupyter=False, **plain).print(table)
     return text.getvalue().rstrip()
 
 

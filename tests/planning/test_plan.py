@@ -244,7 +244,7 @@ def test_a_plan_is_saved_as_json(tmp_path):
     assert repr(plan).startswith("Plan(cpu ") and "<table" in plan._repr_html_()
 
 
-def test_most_of_keeps_the_peak_of_every_phase():
+def test_peaks_of_keeps_the_peak_of_every_phase():
     small, large = Snapshot("a", "x", {"caches": {"cpu": 1}}), Snapshot("a", "y", {"caches": {"cpu": 3}})
     other = Snapshot("b", "z", {"results": {"disk": 1}})
     assert peaks_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
