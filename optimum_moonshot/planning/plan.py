@@ -73,13 +73,7 @@ def make_plan(
     overflows = _model_overflows(model, run, limits.device, limits.host), trace.overflows, _overflows(peaks, free, run)
     return Plan(
         config={**selection.config.to_dict(), "offload_dir": None},
-        model={
-            "class": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": module_bytes(model),
-            "weights": weights,
-            "offloaded": None if offloaded is None else dataclasses.asdict(offloaded),
-        },
+        model=_describe(model, run, weights),
         data={
             "num_samples": data.num_samples,
             "sequence_length": data.sequence_length,
@@ -95,6 +89,16 @@ def make_plan(
         overflows=tuple(overflow for some in overflows for overflow in some),
         notes=tuple(dict.fromkeys([*selection.notes, *data.notes])),
     )
+
+
+def _describe(model: nn.Module, run: RunSpec, weights: bool) -> dict[str, Any]:
+    return {
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "bytes": module_bytes(model),
+        "weights": weights,
+        "offloaded": None if run.offloaded is None else dataclasses.asdict(run.offloaded),
+    }
 
 
 def _count(trace: MemoryTrace, model: nn.Module) -> list[Visit]:
