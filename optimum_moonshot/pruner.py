@@ -30,7 +30,8 @@ from .model.model_info import load_processor, load_tokenizer
 from .model.offload import write_to
 from .objective.patterns import Experts
 from .pipeline.inputs import Subject
-from .planning.plan import Room, make_plan
+from .planning.build_spec import Room
+from .planning.plan import make_plan
 from .reports.plan import Plan
 from .reports.prune_report import PruneReport
 from .reports.record import PruningRecord

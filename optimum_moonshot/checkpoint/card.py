@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto as auto
 from ..errors import MoonshotError, check_number, check_whole, require
 from ..files import read_json, replace_file
 from ..model.layers import by_visit
-from ..reports.layer_plot import PLOT_NAME, by_kind, save_plot
+from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
 from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, Base, find_base, parted, split

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from ..data.sources import short_name
 from ..errors import MoonshotError, require
 from ..files import replace_file, writing
-from ..reports.conform import check_fields
-from ..reports.environment import versions
-from ..reports.measurement import Measured, Measurement
+from ..reports.json_files import check_fields
+from ..reports.measurement import Measured, Measurement, versions
 from .images import Accuracy
 from .text import Perplexity
 from .zeroshot import ZeroShot

@@ -21,9 +21,8 @@ from torch import nn
 from ..errors import MoonshotError, Option, Text, check_whole, reason, require
 from ..model.calls import evaluation_mode
 from ..progress import bars_are_wanted
-from ..reports.conform import check_fields
-from ..reports.environment import versions
-from ..reports.measurement import Measurement
+from ..reports.json_files import check_fields
+from ..reports.measurement import Measurement, versions
 
 PAPER_TASKS = ("boolq", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "piqa", "openbookqa")
 PAPER = "paper"  # the name of all of them

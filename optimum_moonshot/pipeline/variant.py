@@ -13,7 +13,7 @@ from ..model.layers import PrunableLayer
 from ..model.offload import Changes, Offloaded, is_on_disk
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.environment import versions
+from ..reports.measurement import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint

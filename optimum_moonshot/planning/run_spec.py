@@ -1,111 +1,142 @@
-"""A run as far as it is known before it: what a plan asks of layers, batches and the run's own decisions."""
+"""A run before it starts: its layers, data and memory, and the sizes that follow from them."""
 
 import dataclasses
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..calibration.storage import Storage
 from ..devices import is_gpu
-from ..model.layers import Block, PrunableLayer
+from ..errors import Option, Text, require
+from ..model.layers import Block, PrunableLayer, Structure
+from ..model.offload import is_on_disk
+from ..model.onloading import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
 from ..objective.problem_size import ProblemSize, ruler_bytes
 from ..pipeline.selection import Selection
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
-from .block_footprint import ModelFootprint
-from .offloaded import Away
+from ..reports.plan import DISK, HOST
+from .footprint import ModelFootprint
 
-CPU = torch.device("cpu")
-# What a C library keeps of freed tensors within a phase, at most: those of up to 32 MiB, twice.
-KEPT_BYTES = 64 * 2**20
+# The freed memory that a C library retains within a phase, at most: tensors of up to 32 MiB, twice.
+RETAINED_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedBlocks:
+    """Bytes of the offloaded blocks, of which one at a time is onloaded."""
+
+    largest: int
+    total: int
+    place: str  # "cpu" or "disk"
+
+
+def offloaded_blocks(structure: Structure, offload: str | None, on_cpu: bool) -> OffloadedBlocks | None:
+    """The offloaded blocks of a model; None if all are resident.
+
+    `offload` is "cpu" or "disk" for a model without weights, which `on_cpu` must not be offloaded to the CPU.
+    """
+    blocks = [block for block in structure.blocks if offload is not None or block.weights is not RESIDENT]
+    if not blocks:
+        return None
+    sizes = [module_bytes(block.module) for block in blocks]
+    place = offload or (DISK if is_on_disk(blocks) else HOST)
+    hint = Text("use {}, or give {}", Option("offload", "disk"), "device_memory")
+    message = "the model is on the CPU anyway"
+    require(place != HOST or not on_cpu, message, field="offload", value="cpu", hint=hint)
+    return OffloadedBlocks(max(sizes), sum(sizes), place)
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once."""
+    return sum({id(each): each.nbytes for each in (*module.parameters(), *module.buffers())}.values())
+
+
+def text_setting(model: nn.Module, name: str) -> int:
+    """A number in the configuration of the language model; 0 if it has none."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, name, None) or 0
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """A run as far as it is known before it."""
+    """A run: layers, sequences of blocks, calibration data and memory."""
 
     selection: Selection
     sequential: tuple[tuple[Block, ...], ...]
     non_sequential: tuple[Block, ...]
     footprint: ModelFootprint
-    samples: int  # N
     sizes: tuple[int, ...]  # samples of each batch
+    samples: int  # N, in all
     tokens: int | None  # of a sample
     vocabulary: int
-    itemsize: int  # of the model's numbers
+    itemsize: int  # bytes of a number in the model's dtype
     storage: Storage
-    resumes: bool  # results lie in a folder
+    resumes: bool  # results are written to a folder
     kind: type[StatisticsSpec] = StatisticsSpec
-    away: Away | None = None  # blocks that are elsewhere
+    offloaded: OffloadedBlocks | None = None
 
     @property
-    def kept(self) -> int:
-        """What the C library keeps in host memory of what every batch allocates and frees."""
-        passing = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
-        logits = self.logits_bytes() if self.selection.needs_gradients else 0
-        return min(KEPT_BYTES, max(*passing, logits)) if self.storage.device.type == "cpu" else 0
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.storage.device
 
     @property
     def batch(self) -> int:
-        """Samples of the largest."""
+        """Samples of the largest batch."""
         return max(self.sizes)
 
-    @property
+    @cached_property
     def statistics(self) -> StatisticsSpec:
-        """Of the run."""
         patterns = {layer.name: [pattern_of(self.selection, layer)] for layer in self.selection.layers}
         return self.kind.of(self.selection, patterns, self.samples)
 
-    @property
-    def keeps_routing(self) -> bool:
-        """Whether every expert keeps the statistics of its own tokens."""
-        config = self.selection.config
-        return config.expert_tokens != "all" and config.under_calibrated_experts == "routed"
-
-    def under_calibrated(self, layer: PrunableLayer) -> int:
-        """How many experts of a layer are shown all tokens, if its router sends each as many as any other."""
-        config, choices = self.selection.config, self.footprint.choices.get(layer.name)
+    def all_token_experts(self, layer: PrunableLayer) -> int:
+        """The number of experts that get all tokens, if the router sends the same number of tokens to each."""
+        config, top_k = self.selection.config, self.footprint.top_k.get(layer.name)
         everyone = config.expert_tokens == "all"
-        replaced = everyone or config.under_calibrated_experts == "all"
-        if choices is None or not replaced:
+        if top_k is None or not (everyone or config.under_calibrated_experts == "all"):
             return 0
-        tokens = self.samples * (self.tokens or 0) * choices // len(layer.parameter)
+        tokens = self.samples * (self.tokens or 0) * top_k // len(layer.parameter)
         return layer.groups if everyone or is_under_calibrated(tokens, layer.shape[1]) else 0
 
     def logits_bytes(self) -> int:
-        """A batch's logits with their gradient, and one sample's in float32, three times."""
+        """A batch's logits with their gradient, and three float32 copies of one sample's."""
         if not self.tokens:
             return 0
         sample = self.tokens * self.vocabulary
         return 2 * self.batch * sample * self.itemsize + (12 if self.itemsize == 4 else 16) * sample
 
+    @cached_property
+    def retained(self) -> int:
+        """Host memory that the C library retains of the tensors that every batch allocates and frees."""
+        passes = [each.observed for each in self.footprint.blocks.values()] or [self.footprint.whole]
+        logits = self.logits_bytes() if self.selection.needs_gradients else 0
+        return min(RETAINED_BYTES, max(*passes, logits)) if self.device.type == "cpu" else 0
+
 
 def pattern_of(selection: Selection, layer: PrunableLayer) -> Pattern:
-    """What a layer is pruned by, as far as it is known before an allocation divides."""
+    """The pattern of a layer, before an allocation changes it."""
     pattern = selection.patterns[layer.name]
     return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
 
-def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None) -> ProblemSize:
-    """What the solver is given of a layer: of one expert, where it is many.
-
-    Args:
-        outline: of the run.
-        layer: any of it.
-        rows: of a chunk; None is all.
-    """
-    selection, lam = outline.selection, outline.selection.lam_of(layer)
+def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSize:
+    """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
+    selection, lam, device = run.selection, run.selection.lam_of(layer), run.device
     d_out, d_in = layer.shape
     pattern, separate = pattern_of(selection, layer), layer.adapter.separate
-    plan = outline.statistics.plan(layer)
-    device = outline.storage.device
     return ProblemSize(
         rows=rows or (d_out // layer.groups if separate else d_out),
         inputs=d_in,
-        samples=outline.samples if lam < 1 else 0,
+        samples=run.samples if lam < 1 else 0,
         groups=1 if separate else layer.groups,
         column_block=selection.solver.column_block(d_in, pattern),
-        compressed=plan.column_block is not None,
+        compressed=run.statistics.plan(layer).column_block is not None,
         lam=lam,
         sparsity=pattern.sparsity,
         device=device,
@@ -113,23 +144,15 @@ def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None
     )
 
 
-def solver_bytes(outline: RunSpec, layer: PrunableLayer, rows: int | None = None) -> int:
-    """What solving takes beside the statistics, with what measuring its losses takes, and the weights of all experts.
-
-    Args:
-        outline: as for `problem_size`.
-        layer: as for `problem_size`.
-        rows: as for `problem_size`.
-    """
-    size = problem_size(outline, layer, rows)
-    solver = outline.selection.solver
-    work = solver.work(size, pattern_of(outline.selection, layer))
-    return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + (
-        weight_bytes(layer) if layer.adapter.separate else 0
-    )
+def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int) -> int:
+    """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
+    size, solver = problem_size(run, layer, rows), run.selection.solver
+    work = solver.work(size, pattern_of(run.selection, layer))
+    weights = weight_bytes(layer) if layer.adapter.separate else 0
+    return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + weights
 
 
 def weight_bytes(layer: PrunableLayer) -> int:
-    """Of a layer's matrix in the model's dtype."""
+    """Bytes of a layer's matrix in the model's dtype."""
     d_out, d_in = layer.shape
     return d_out * d_in * layer.parameter.dtype.itemsize

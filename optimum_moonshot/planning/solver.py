@@ -1,12 +1,11 @@
-"""How long a solver takes, by trying it on one random matrix of every shape.
+"""Seconds of the solver, from trials with one random matrix of every shape.
 
-A matrix that would take more than a moment is tried smaller, with fewer rows and inputs, and counted up by the
-operations that its solver states.
+A matrix that would take more than a moment is tried with fewer rows and inputs. Its time then follows from the
+operations that the solver states.
 """
 
 import dataclasses
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,83 +20,63 @@ from ..pipeline.solve import weight_losses
 from ..solvers import Solver
 from .run_spec import RunSpec, pattern_of, problem_size
 
-# Seconds that a try may take by what a smaller one took; or a share of what it says that the run will take.
-MATRIX_SECONDS, TRY_SHARE = 0.7, 0.02
-# What a plan allocates for a try, at most.
-TRY_BYTES = 2**29
-FIRST_SIZE = 128
+# Seconds of a trial, as predicted from smaller ones, at most; or this fraction of the predicted time of the run.
+MATRIX_SECONDS, TRIAL_FRACTION = 0.7, 0.02
+# Bytes that a trial allocates, at most.
+TRIAL_BYTES = 2**29
+# Rows and inputs of the first trial, and inputs → rows of larger ones.
+FIRST_SIZE = 128, 128
+SIZES = {2048: (2048, 512), 1024: (1024, 256, 64), 512: (512, 64), 256: (256, 64)}
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: of this process where one thread does all the work, so that others do not count; else of the wall."""
+    """CPU seconds of this process if a single thread does all the work, so that other processes do not count; else
+    seconds of wall time.
+    """
     if not is_gpu(device) and torch.get_num_threads() == 1:
         return time.process_time()
     wait_for(device)
     return time.perf_counter()
 
 
-def solving_seconds(outline: RunSpec) -> dict[str, float]:
-    """Seconds in the solver of every layer; those alike are tried once.
-
-    Args:
-        outline: of the run.
-    """
-    layers, solver = outline.selection.layers, outline.selection.solver
-    kinds = {layer.name: (problem_size(outline, layer), pattern_of(outline.selection, layer)) for layer in layers}
-    parts = {layer.name: layer.groups if layer.adapter.separate else 1 for layer in layers}
-    counts: dict[Any, int] = {}
+def solving_seconds(run: RunSpec) -> dict[str, float]:
+    """Seconds in the solver of every layer; layers of the same size and pattern share a trial."""
+    layers, solver = run.selection.layers, run.selection.solver
+    kinds = {layer.name: (problem_size(run, layer), pattern_of(run.selection, layer)) for layer in layers}
+    matrices = {layer.name: layer.groups if layer.adapter.separate else 1 for layer in layers}
+    counts: dict[tuple[ProblemSize, Pattern], int] = {}
     for name, kind in kinds.items():
-        counts[kind] = counts.get(kind, 0) + parts[name]
-    known = {kind: solver_seconds(solver, kind[1], kind[0], count) for kind, count in counts.items()}
-    return {name: known[kind] * parts[name] for name, kind in kinds.items()}
+        counts[kind] = counts.get(kind, 0) + matrices[name]
+    seconds = {kind: _matrix_seconds(solver, kind[1], kind[0], count) for kind, count in counts.items()}
+    return {name: seconds[kind] * matrices[name] for name, kind in kinds.items()}
 
 
-def solver_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: int = 1) -> float:
-    """How long a matrix takes, by random ones: of its size, if that takes no more than `MATRIX_SECONDS`.
+def _matrix_seconds(solver: Solver, pattern: Pattern, size: ProblemSize, count: int) -> float:
+    """Seconds of one of `count` matrices in the run."""
 
-    Args:
-        solver: by which algorithm.
-        pattern: that it is pruned by.
-        size: of the matrix.
-        count: of such matrices in the run, of whose time a try may take `TRY_SHARE`.
-    """
-    tried, taken = _smaller(solver, pattern, size, FIRST_SIZE, FIRST_SIZE), 0.0
+    def operations(other: ProblemSize) -> float:
+        return solver.work(other, pattern).operations
+
+    tried = _smaller(solver, pattern, size, *FIRST_SIZE)
     while True:
         taken = _solve(solver, pattern, tried)
-        if taken < MATRIX_SECONDS:  # the first time has what a process needs once
+        if taken < MATRIX_SECONDS:  # the first trial includes the one-time costs of a process
             taken = min(taken, _solve(solver, pattern, tried))
-        larger = [size, *(_smaller(solver, pattern, size, rows, d_in) for rows, d_in in _SIZES)]
-        operations = solver.work(tried, pattern).operations
-        limit = max(MATRIX_SECONDS, TRY_SHARE * count * taken * solver.work(size, pattern).operations / operations)
-        more = {other: solver.work(other, pattern).operations / operations for other in larger}
-        more = {other: ratio for other, ratio in more.items() if ratio > 1 and other != tried and _fits(other)}
-        affordable = [other for other, ratio in more.items() if taken * ratio < limit]
-        if not affordable and more and taken < limit / 5:  # what is small says too much
-            affordable = [min(more, key=lambda other: more[other])]
+        limit = max(MATRIX_SECONDS, TRIAL_FRACTION * count * taken * operations(size) / operations(tried))
+        smaller = (_smaller(solver, pattern, size, rows, d_in) for d_in, some in SIZES.items() for rows in some)
+        ratios = {other: operations(other) / operations(tried) for other in (size, *smaller)}
+        floats = {other: other.inputs**2 + other.weights * max(1, other.samples) for other in ratios}
+        ratios = {other: ratio for other, ratio in ratios.items() if ratio > 1 and 4 * floats[other] < TRIAL_BYTES}
+        affordable = [other for other, ratio in ratios.items() if taken * ratio < limit]
+        if not affordable and ratios and taken < limit / 5:  # small matrices overestimate
+            affordable = [min(ratios, key=lambda other: ratios[other])]
         if not affordable:
-            return taken * solver.work(size, pattern).operations / operations
-        tried = max(affordable, key=lambda other: more[other])
-
-
-_SIZES = (
-    (2048, 2048),
-    (512, 2048),
-    (1024, 1024),
-    (256, 1024),
-    (64, 1024),
-    (512, 512),
-    (64, 512),
-    (256, 256),
-    (64, 256),
-)
-
-
-def _fits(size: ProblemSize) -> bool:
-    return 4 * (size.inputs**2 + size.weights * max(1, size.samples)) < TRY_BYTES
+            return taken * operations(size) / operations(tried)
+        tried = max(affordable, key=lambda other: ratios[other])
 
 
 def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_in: int) -> ProblemSize:
-    """A part of a matrix, with at most so many rows and inputs; whole groups of both."""
+    """A part of a matrix with at most so many rows and inputs, in whole groups of both."""
     width = size.column_block or pattern.width
     inputs = min(size.inputs, max(width, d_in // width * width))
     rows = min(size.rows, max(1, rows // size.groups) * size.groups)
@@ -106,7 +85,7 @@ def _smaller(solver: Solver, pattern: Pattern, size: ProblemSize, rows: int, d_i
 
 @torch.no_grad()
 def _solve(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
-    """Seconds of a random matrix, with the losses of its result."""
+    """Seconds to solve a random matrix and to measure its losses."""
     generator = torch.Generator(size.device).manual_seed(0)
     weight, statistics = random_problem(solver, size, generator)
     started = clock(size.device)
@@ -115,18 +94,12 @@ def _solve(solver: Solver, pattern: Pattern, size: ProblemSize) -> float:
         result = solver.solve(objective, pattern)
         weight_losses(objective, result.weight, result.keep, weight.dtype)
     except FactorizationError:
-        pass  # it has taken its time
+        pass  # after most of the time
     return clock(size.device) - started
 
 
 def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator) -> tuple[Tensor, LayerStatistics]:
-    """A random weight [d_out, d_in] and statistics of it.
-
-    Args:
-        solver: which decides what statistics are.
-        size: of the matrix.
-        generator: on the device of `size`.
-    """
+    """A random weight [d_out, d_in] and its statistics for a solver; the generator is on the device of `size`."""
     rows, d_in, device = size.rows, size.inputs, size.device
 
     def normal(*shape: int) -> Tensor:
@@ -142,7 +115,6 @@ def random_problem(solver: Solver, size: ProblemSize, generator: torch.Generator
     if size.samples:
         gradients = SampleGradients(normal(size.samples, rows, d_in))
         if size.compressed:
-            found = gradients.column_blocks(size.size)
-            values = found.gradients.transpose(0, 1)
+            values = gradients.column_blocks(size.size).gradients.transpose(0, 1)
             gradients = FisherMatrices(values.mT @ values, size.samples)
     return weight, LayerStatistics(gram, gradients, size.samples)

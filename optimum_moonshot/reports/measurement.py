@@ -1,5 +1,8 @@
-"""Measurements of a model, such as its perplexity."""
+"""Measurements of a model, such as its perplexity, and the library versions that results depend on."""
 
+import contextlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
 
@@ -16,3 +19,12 @@ class Measured(Protocol):
 
     def measurements(self) -> dict[str, Measurement]:
         """The measurements, by their data set or task."""
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries."""
+    installed = {"python": platform.python_version()}
+    for name in ("optimum-moonshot", "torch", "transformers", "datasets", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed

@@ -1,18 +1,17 @@
 """The plan of a run: memory at its peaks, calibration passes, seconds, and what does not fit."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import replace_file
+from .json_files import save_json
 from .tables import html_table, text_table
 
 PLAN_NAME = "moonshot_plan.json"
-DISK = "disk"
-Bytes = dict[str, int]  # by place: a device, "cpu" or "disk"
+DISK, HOST = "disk", "cpu"
+Bytes = dict[str, int]  # by place: a device, HOST or DISK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +25,12 @@ class Snapshot:
     def total(self, place: str) -> int:
         """Bytes at a place."""
         return sum(sizes.get(place, 0) for sizes in self.items.values())
+
+    def line(self, place: str) -> str:
+        """One line of text, with the largest items first."""
+        items = sorted(((sizes.get(place, 0), name) for name, sizes in self.items.items()), reverse=True)
+        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
+        return f"{gib(self.total(place))} of {place} at {self.where} ({parts})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +111,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_plan.json in a folder."""
-        path = Path(path)
-        path = path / PLAN_NAME if path.is_dir() else path
-        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        return path
+        return save_json(self.to_dict(), path, PLAN_NAME)
 
     def __repr__(self) -> str:
         """One line: the peaks, the time, and whether it fits."""
@@ -161,37 +163,25 @@ class Plan:
         tokens = f" of {data['sequence_length']} tokens" if data["sequence_length"] else ""
         lines += [f"data: {data['num_samples']} samples{tokens} in {data['batches']} batches"] if data else []
         for phase in dict.fromkeys(each.phase for each in self.snapshots):
-            lines += [self._peak_line(phase, place) for place in self.places if self._most(phase, place).total(place)]
+            of_phase = [each for each in self.snapshots if each.phase == phase]
+            peaks = ((place, max(of_phase, key=lambda each: each.total(place))) for place in self.places)
+            lines += [f"{phase}: {peak.line(place)}" for place, peak in peaks if peak.total(place)]
         lines += [f"{name}: in {count} parts" for each in self.blocks for name, count in each.parts.items()]
         lines += [f"note: {note}" for note in self.notes]
         if self.seconds:
             lines.append("; ".join(f"{name} {duration(value)}" for name, value in self.seconds.items()))
         lines += [overflow.line() for overflow in self.overflows]
-        peaks = ", ".join(
+        summary = ", ".join(
             f"{place} {gib(size)}" + (f" of {gib(self.room[place])} free" if place in self.room else "")
             for place, size in self.peaks.items()
         )
         model_part = "the resident part of the model" if offloaded else "the model"
-        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {peaks}")
+        lines.append(f"{'fits' if self.fits else 'DOES NOT FIT'}: besides {model_part}, at most {summary}")
         return lines
 
-    def _most(self, phase: str, place: str) -> Snapshot:
-        return max((each for each in self.snapshots if each.phase == phase), key=lambda each: each.total(place))
 
-    def _peak_line(self, phase: str, place: str) -> str:
-        peak = self._most(phase, place)
-        items = sorted(((sizes.get(place, 0), name) for name, sizes in peak.items.items()), reverse=True)
-        parts = ", ".join(f"{name} {gib(size)}" for size, name in items if size)
-        return f"{phase}: {gib(peak.total(place))} of {place} at {peak.where} ({parts})"
-
-
-def most_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
-    """The peaks of every phase at each place, in their order.
-
-    Args:
-        snapshots: of a run.
-        places: devices, and the disk.
-    """
+def peaks_of(snapshots: Sequence[Snapshot], places: Sequence[str]) -> tuple[Snapshot, ...]:
+    """The peaks of every phase at each place, in the order of the snapshots."""
     peaks: set[int] = set()
     for phase in dict.fromkeys(each.phase for each in snapshots):
         of_phase = [each for each in snapshots if each.phase == phase]

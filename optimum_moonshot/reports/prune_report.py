@@ -1,16 +1,15 @@
 """The report of a run: a `PruneReport`, with one `LayerReport` per weight matrix, as a table and as JSON."""
 
 import dataclasses
-import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..errors import MoonshotError, check_path, require
-from ..files import read_json, replace_file
+from ..errors import require
 from ..objective.quadratic import RelativeLoss
-from .conform import check_fields, check_value
+from .json_files import check_fields, check_value, load_json, save_json, with_tuples
 from .measurement import Measured
 from .rotation_report import RotationReport
 from .tables import html_table, text_table
@@ -73,18 +72,19 @@ class LayerReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "LayerReport":
         """From the JSON of `dataclasses.asdict`."""
-        choice, lists = values.get("experts"), {"shape": values["shape"], "notes": values.get("notes", ())}
-        if values.get("expert_targets") is not None:
-            lists["expert_targets"] = values["expert_targets"]
+        choice = values.get("experts")
         experts = None if choice is None else ExpertChoice(tuple(choice["removed"]), choice["losses"])
-        return cls(**{**values, **{name: tuple(entries) for name, entries in lists.items()}, "experts": experts})
+        return cls(**{**with_tuples(values, "shape", "notes", "expert_targets"), "experts": experts})
 
-    def _expert_sparsities(self) -> str:
-        """The target sparsities of the experts; empty if they are equal."""
-        if self.expert_targets is None or self.target_sparsity is None:
-            return ""
-        least, most = self.expert_targets
-        return f"its experts' sparsities: least {least:.4f}, mean {self.target_sparsity:.4f}, most {most:.4f}"
+    def _notes(self) -> str:
+        """For the table, with the experts that were removed, or the sparsities of experts that differ."""
+        notes = [self.experts.line()] if self.experts else []
+        notes += [note for note in self.notes if note]
+        if self.expert_targets is not None and self.target_sparsity is not None:
+            least, most = self.expert_targets
+            mean = f"mean {self.target_sparsity:.4f}"
+            notes.append(f"its experts' sparsities: least {least:.4f}, {mean}, most {most:.4f}")
+        return "; ".join(notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class BlockReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BlockReport":
         """From the JSON of `dataclasses.asdict`."""
-        return cls(**{**values, "notes": tuple(values.get("notes", ()))})
+        return cls(**with_tuples(values, "notes"))
 
 
 class _Evaluation(TypedDict):
@@ -155,12 +155,12 @@ class PruneReport:
     @property
     def chosen(self) -> float:
         """The fraction of the model's parameters that are in pruned layers."""
-        return sum(_size(layer) for layer in self.layers) / self.parameters
+        return sum(math.prod(layer.shape) for layer in self.layers) / self.parameters
 
     @property
     def model_sparsity(self) -> float:
         """Zeros of the pruned layers among all parameters of the model."""
-        return sum(layer.sparsity * _size(layer) for layer in self.layers) / self.parameters
+        return sum(layer.sparsity * math.prod(layer.shape) for layer in self.layers) / self.parameters
 
     @property
     def mostly_dense(self) -> str:
@@ -251,17 +251,10 @@ class PruneReport:
                 "" if layer.lam is None else f"{layer.lam:g}",
                 *([_short(layer.target_sparsity)] if allocated else []),
                 f"{layer.sparsity:.4f}",
-                _short(layer.reconstruction_masked),
-                _short(layer.reconstruction),
-                _short(layer.fisher_masked),
-                _short(layer.fisher),
+                *map(_short, (layer.reconstruction_masked, layer.reconstruction, layer.fisher_masked, layer.fisher)),
                 f"{layer.damping:g}" if layer.damping else "",
                 f"{layer.seconds:.2f}",
-                "; ".join(
-                    filter(
-                        None, [layer.experts.line() if layer.experts else "", *layer.notes, layer._expert_sparsities()]
-                    )
-                ),
+                layer._notes(),
             ]
             for layer in self.layers
         ]
@@ -316,18 +309,15 @@ class PruneReport:
             check_fields(_Compaction, values["compaction"], "compaction")
         require(len(values["layers"]) > 0, "layers: must not be empty")
         require(values["parameters"] > 0, "must be positive", field="parameters", value=values["parameters"])
-        layers = [LayerReport.from_dict(layer) for layer in values.pop("layers")]
-        recovery = [BlockReport.from_dict(block) for block in values.pop("recovery", ())]
-        rotation = values.pop("rotation", None)
-        rotation = None if rotation is None else RotationReport.from_dict(rotation)
-        return cls(layers=layers, recovery=recovery, rotation=rotation, **values)
+        values["layers"] = [LayerReport.from_dict(layer) for layer in values["layers"]]
+        values["recovery"] = [BlockReport.from_dict(block) for block in values.get("recovery", ())]
+        rotation = values.get("rotation")
+        values["rotation"] = None if rotation is None else RotationReport.from_dict(rotation)
+        return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to a file, or to moonshot_report.json in a folder."""
-        path = Path(path)
-        path = path / REPORT_NAME if path.is_dir() else path
-        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        return path
+        return save_json(self.to_dict(), path, REPORT_NAME)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PruneReport":
@@ -336,13 +326,7 @@ class PruneReport:
         Raises:
             MoonshotError: there is no such file, or it is damaged.
         """
-        check_path("path", path)
-        path = Path(path)
-        path = path / REPORT_NAME if path.is_dir() else path
-        try:
-            return cls.from_dict(read_json(path))
-        except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is not the report of a run ({error})") from None
+        return load_json(cls.from_dict, "a run", path, REPORT_NAME)
 
 
 def _short(value: float | None) -> str:
@@ -350,40 +334,13 @@ def _short(value: float | None) -> str:
 
 
 def mean_over_weights(layers: Sequence[LayerReport], field: str) -> float:
-    """The mean of a field over layers, weighted by their numbers of weights.
-
-    Args:
-        layers: at least one.
-        field: of `LayerReport`, a number in each of them.
-    """
-    return sum(getattr(layer, field) * _size(layer) for layer in layers) / sum(map(_size, layers))
+    """The mean of a numeric field over layers, at least one, weighted by their numbers of weights."""
+    sizes = [math.prod(layer.shape) for layer in layers]
+    return sum(getattr(layer, field) * size for layer, size in zip(layers, sizes, strict=True)) / sum(sizes)
 
 
-def _size(layer: LayerReport) -> int:
-    """The number of weights."""
-    return layer.shape[0] * layer.shape[1]
-
-
-class LossFields(TypedDict, total=False):
-    """λ and the losses of a `LayerReport`."""
-
-    lam: float | None
-    reconstruction: float
-    reconstruction_masked: float
-    fisher: float | None
-    fisher_masked: float | None
-    loss: float
-    loss_masked: float
-
-
-def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> LossFields:
-    """The losses of a `LayerReport`.
-
-    Args:
-        lam: λ, in [0, 1].
-        masked: losses of the mask on the dense weights.
-        pruned: losses of the solver's weights.
-    """
+def loss_fields(lam: float, masked: RelativeLoss, pruned: RelativeLoss) -> dict[str, Any]:
+    """λ and the losses of a `LayerReport`: of the mask on the dense weights, and of the solver's weights."""
     return {
         "lam": lam,
         "reconstruction": pruned.reconstruction,

@@ -25,34 +25,22 @@ class PruningRecord:
 
     Reading a record does not need the solver, which may be of a package that is not installed.
 
-    Args:
-        config: `MoonshotConfig.to_dict`, without folders.
-        solver_options: every hyperparameter of the solver, with its value.
-        lam: λ, in [0, 1].
-        sparsity: zeros among all weights of the pruned layers, in [0, 1].
-        calibration: source, number and digest of the samples; None without any.
-        versions: of the libraries.
-        compaction: `Compaction.to_dict`; None unless the model was compacted.
-        dense: names of layers that were selected but not pruned, because no data reached them.
-        rotation: `RotationReport.summary`; None unless the model was rotated.
-        allocated: layer → its sparsity by a method of `allocation`; empty without one.
-
     Raises:
         MoonshotError: a field of another type, or an invalid configuration; it names the field.
     """
 
     VERSION: ClassVar[int] = 1
 
-    config: Mapping[str, Any]
-    solver_options: Mapping[str, Any]
-    lam: float
-    sparsity: float
-    calibration: Mapping[str, Any] | None
-    versions: Mapping[str, str]
-    compaction: Mapping[str, Any] | None = None
-    dense: Sequence[str] = ()
-    rotation: Mapping[str, Any] | None = None
-    allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any]  # `MoonshotConfig.to_dict`, without folders
+    solver_options: Mapping[str, Any]  # every hyperparameter of the solver, with its value
+    lam: float  # λ, in [0, 1]
+    sparsity: float  # zeros among all weights of the pruned layers, in [0, 1]
+    calibration: Mapping[str, Any] | None  # source, number and digest of the samples; None without any
+    versions: Mapping[str, str]  # of the libraries
+    compaction: Mapping[str, Any] | None = None  # `Compaction.to_dict`, if the model was compacted
+    dense: Sequence[str] = ()  # layers that were selected but not pruned, because no data reached them
+    rotation: Mapping[str, Any] | None = None  # `RotationReport.summary`, if the model was rotated
+    allocated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # layer → its sparsity by an allocation
 
     def __post_init__(self) -> None:
         with _explained():
@@ -60,42 +48,42 @@ class PruningRecord:
                 value, optional = getattr(self, name), name in ("calibration", "compaction", "rotation")
                 valid = isinstance(value, Mapping) or (optional and value is None)
                 require(valid, f"must be an object{' or null' if optional else ''}", field=name, value=value)
-            for name in ("lam", "sparsity"):
-                check_number(name, getattr(self, name))
-                _check_fraction(name, getattr(self, name))
-            for name, sparsity in self.allocated.items():
-                check_number(f"allocated: {name}", sparsity)
-                _check_fraction(f"allocated: {name}", sparsity)
+            allocated = {f"allocated: {name}": sparsity for name, sparsity in self.allocated.items()}
+            for name, value in {"lam": self.lam, "sparsity": self.sparsity, **allocated}.items():
+                check_number(name, value)
+                require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
         with _explained("config."):
-            MoonshotConfig.check_version(self._setting("version"))
-            check_number("sparsity", self._setting("sparsity"), optional=True)
-            check_whole("group_size", self._setting("group_size"), least=1)
-            _ = self.pattern_rules, self.targets, self.ignore
+            config = self.config
+            for name in ("version", "sparsity", "group_size", "pattern", "allocation", "targets", "ignore"):
+                require(name in config, f"{name}: missing")
+            MoonshotConfig.check_version(config["version"])
+            check_number("sparsity", config["sparsity"], optional=True)
+            check_whole("group_size", config["group_size"], least=1)
+            _ = self.pattern_rules
+            check_expressions("targets", config["targets"])
+            check_expressions("ignore", config["ignore"])
         with _explained():
             listed = isinstance(self.dense, list | tuple) and all(isinstance(name, str) for name in self.dense)
             require(listed, "must be a list of names", field="dense", value=self.dense)
             object.__setattr__(self, "dense", tuple(self.dense))
 
-    def _setting(self, name: str) -> Any:
-        """A field of the configuration."""
-        require(name in self.config, f"{name}: missing")
-        return self.config[name]
-
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Expressions for the modules to prune; raises `MoonshotError` for a damaged field."""
-        return check_expressions("targets", self._setting("targets"))
+        """Expressions for the modules to prune."""
+        return check_expressions("targets", self.config["targets"])
 
     @property
     def ignore(self) -> tuple[str, ...]:
-        """Expressions for the modules to skip; raises `MoonshotError` for a damaged field."""
-        return check_expressions("ignore", self._setting("ignore")) or ()
+        """Expressions for the modules to skip."""
+        return check_expressions("ignore", self.config["ignore"]) or ()
 
     @property
     def pattern_rules(self) -> PatternRules:
         """The rules for the pattern of each layer."""
-        pattern, sparsity, size, how = map(self._setting, ("pattern", "sparsity", "group_size", "allocation"))
-        return PatternRules.parse(pattern, sparsity, size, how, self.allocated)
+        pattern, sparsity = self.config["pattern"], self.config["sparsity"]
+        return PatternRules.parse(
+            pattern, sparsity, self.config["group_size"], self.config["allocation"], self.allocated
+        )
 
     def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
         """The pattern of every layer.
@@ -112,22 +100,14 @@ class PruningRecord:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types; `from_dict` is the inverse."""
         values = {field.name: copy.deepcopy(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        for name in ("compaction", "rotation"):
-            if values[name] is None:
-                del values[name]
         values["dense"] = list(self.dense)
-        for name in ("dense", "allocated"):
-            if not values[name]:
-                del values[name]
+        optional = ("compaction", "dense", "rotation", "allocated")
+        values = {name: value for name, value in values.items() if value or name not in optional}
         return {"version": self.VERSION, **values}
 
     @classmethod
     def from_dict(cls, values: Any) -> "PruningRecord":
-        """The inverse of `to_dict`.
-
-        Raises:
-            MoonshotError: another version, or a field that is missing or damaged; it names the field.
-        """
+        """The inverse of `to_dict`; raises `MoonshotError` with the name of a missing or damaged field."""
         fields = dataclasses.fields(cls)
         required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
         with _explained():
@@ -141,30 +121,18 @@ class PruningRecord:
 
     @classmethod
     def read(cls, config: Any) -> "PruningRecord | None":
-        """The record in a model's configuration; None if the model is not pruned.
-
-        Raises:
-            MoonshotError: as `from_dict`.
-        """
+        """The record in a model's configuration; None if the model is not pruned."""
         values = getattr(config, KEY, None)
         return None if values is None else cls.from_dict(values)
 
     @classmethod
     def of(cls, model: nn.Module) -> "PruningRecord | None":
-        """The record of a model; None if it is not pruned, or not a transformers model.
-
-        Raises:
-            MoonshotError: as `from_dict`.
-        """
+        """The record of a model; None if it is not pruned, or not a transformers model."""
         return cls.read(getattr(model, "config", None))
 
     @classmethod
     def require_of(cls, model: nn.Module) -> "PruningRecord":
-        """The record of a pruned model.
-
-        Raises:
-            MoonshotError: as `from_dict`, and if there is none.
-        """
+        """The record of a model that must be pruned."""
         record = cls.of(model)
         if record is None:
             raise MoonshotError(NOT_PRUNED)
@@ -174,10 +142,6 @@ class PruningRecord:
         """Store the record in a model's configuration; does nothing for a plain module."""
         if isinstance(getattr(model, "config", None), PreTrainedConfig):
             setattr(model.config, KEY, self.to_dict())
-
-
-def _check_fraction(name: str, value: Any) -> None:
-    require(0 <= value <= 1, "must be between 0 and 1", field=name, value=value)
 
 
 @contextmanager

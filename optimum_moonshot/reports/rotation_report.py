@@ -1,13 +1,10 @@
 """The report of a rotation."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError
-from ..files import read_json, replace_file
-from .conform import check_fields
+from .json_files import check_fields, load_json, save_json, with_tuples
 
 ROTATION_NAME = "moonshot_rotation.json"
 
@@ -79,13 +76,11 @@ class RotationReport:
         """
         check_fields(cls, values)
         spaces = {name: (count, width) for name, (count, width) in values["spaces"].items()}
-        return cls(**{**values, "spaces": spaces, "notes": tuple(values.get("notes", ()))})
+        return cls(**{**with_tuples(values, "notes"), "spaces": spaces})
 
     def save(self, folder: str | Path) -> Path:
         """Write moonshot_rotation.json into a folder."""
-        path = Path(folder) / ROTATION_NAME
-        replace_file(path, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        return path
+        return save_json(self.to_dict(), Path(folder) / ROTATION_NAME)
 
     @classmethod
     def load(cls, folder: str | Path) -> "RotationReport":
@@ -94,8 +89,4 @@ class RotationReport:
         Raises:
             MoonshotError: there is no such file, or it is damaged.
         """
-        path = Path(folder) / ROTATION_NAME
-        try:
-            return cls.from_dict(read_json(path))
-        except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is not the report of a rotation ({error})") from None
+        return load_json(cls.from_dict, "a rotation", Path(folder) / ROTATION_NAME)

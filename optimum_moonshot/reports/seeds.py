@@ -68,19 +68,7 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def choice(reports: Sequence[Swept], pattern: str, sparsity: float) -> float | None:
-    """The λ with the best mean of one pattern and sparsity; the larger one where two are equal.
-
-    Args:
-        reports: of the same variants, one per seed.
-        pattern: "unstructured", "structured" or "n:m".
-        sparsity: fraction of the weights removed, exactly as in the entries.
-
-    Returns:
-        λ in [0, 1], never one whose metric is NaN; None if every metric is NaN.
-
-    Raises:
-        MoonshotError: as `means`.
-    """
+    """The λ with the best mean of one pattern and sparsity, the larger of equal ones; None if every metric is NaN."""
     values = {lam: m.value for (p, s, lam), m in means(reports).items() if (p, s) == (pattern, sparsity)}
     candidates = [lam for lam, value in values.items() if not math.isnan(value)]
     return max(candidates, key=lambda lam: (values[lam] if reports[0].maximize else -values[lam], lam), default=None)
@@ -114,14 +102,7 @@ def heading(reports: Sequence[Swept]) -> str:
 
 
 def table(reports: Sequence[Swept]) -> str:
-    """The metric by λ (rows), pattern and sparsity (columns); * marks the best λ of a column.
-
-    Args:
-        reports: of the same variants, one per seed.
-
-    Raises:
-        MoonshotError: as `means`.
-    """
+    """A text table of `cells`, for reports of the same variants, one per seed."""
     headers, rows = cells(reports)
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines = (zip(row, widths, strict=True) for row in (headers, *rows))
@@ -129,11 +110,5 @@ def table(reports: Sequence[Swept]) -> str:
 
 
 def label(pattern: str, sparsity: float) -> str:
-    """The label of a pattern with its sparsity, in tables and plots.
-
-    Args:
-        pattern: "unstructured", "structured" or "n:m".
-        sparsity: fraction of the weights removed; unused for n:m.
-    """
-    names = {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}
-    return names.get(pattern, pattern)
+    """The label of a pattern with its sparsity, which n:m implies."""
+    return {"unstructured": f"{sparsity:g}", "structured": f"structured {sparsity:g}"}.get(pattern, pattern)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MoonshotError, Option, Text, check_path, require
-from ..files import read_json, staged
-from .conform import check_fields
+from ..errors import Option, Text, require
+from ..files import staged
+from .json_files import check_fields, load_json, save_json
 from .seeds import SweepEntry, cells, choice, heading, label, table
 from .tables import html_table
 
@@ -105,20 +104,13 @@ class SweepReport:
         Raises:
             MoonshotError: there is no such file, or it is damaged.
         """
-        check_path("path", path)
-        path = Path(path)
-        path = path / REPORT_NAME if path.is_dir() else path
-        try:
-            return cls.from_dict(read_json(path))
-        except MoonshotError as error:
-            raise MoonshotError(f"{path} is damaged: it is not the report of a sweep ({error})") from None
+        return load_json(cls.from_dict, "a sweep", path, REPORT_NAME)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write sweep.json, sweep.csv, metric_by_lambda.png and, with several sparsities, metric_by_sparsity.png."""
         with staged("output", folder, model=False) as staging:
             _write_all([self], staging)
-            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-            (staging / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+            save_json(self.to_dict(), staging / REPORT_NAME)
 
 
 def _with_nan(values: Any, *fields: str) -> Any:
@@ -133,16 +125,12 @@ def _finite(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _finite(value) for key, value in values.items()}
     if isinstance(values, list):
-        return [_finite(value) for value in values]
+        return list(map(_finite, values))
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def save_all(reports: Sequence[SweepReport], folder: str | os.PathLike[str]) -> None:
-    """Write sweep.csv with every entry of every report, and the plots of their means.
-
-    Args:
-        reports: of the same variants, one per seed.
-        folder: created if missing.
+    """Write sweep.csv with every entry of every report, and the plots of their means over seeds.
 
     Raises:
         MoonshotError: the reports are of different variants, or the folder cannot be written.
@@ -160,7 +148,7 @@ def _write_all(reports: Sequence[SweepReport], folder: Path) -> None:
             for entry in report.entries:
                 shared = {"solver": report.solver, "seed": report.config["seed"]}
                 writer.writerow({**shared, **dataclasses.asdict(entry)})
-    from .sweep_plots import plot_by_lambda, plot_by_sparsity  # late: importing matplotlib is slow
+    from .plots import plot_by_lambda, plot_by_sparsity  # late: importing matplotlib is slow
 
     plot_by_lambda(reports, folder / "metric_by_lambda.png")
     if len({s for p, s in reports[0].settings() if p == "unstructured"}) > 1:

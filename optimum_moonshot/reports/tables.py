@@ -15,13 +15,9 @@ Rows = Sequence[Sequence[str]]
 
 
 def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[str] = ()) -> str:
-    """Format columns without lines; the first one is left-aligned and wraps.
+    """Format a table in lines of `width` characters, without rules; the first column wraps.
 
-    Args:
-        headers: of the columns.
-        rows: their cells.
-        width: characters per line.
-        left: the headers of other left-aligned columns; the rest is right-aligned.
+    That column and those with headers in `left` are left-aligned.
     """
     table = Table(title=None, box=None, pad_edge=False)
     for number, header in enumerate(headers):
@@ -31,28 +27,15 @@ def text_table(headers: Sequence[str], rows: Rows, width: int, left: Sequence[st
         table.add_row(*row)
     # Its defaults would print to a notebook, or add colours in a terminal.
     text = io.StringIO()
-    console = Console(
-        file=text,
-        width=width,
-        force_terminal=False,
-        force_jupyter=False,
-        color_system=None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    console.print(table)
+    plain: dict[str, Any] = {"color_system": None, "highlight": False, "markup": False, "emoji": False}
+    Console(file=text, width=width, force_terminal=False, force_jupyter=False, **plain).print(table)
     return text.getvalue().rstrip()
 
 
 def html_table(headers: Sequence[str], rows: Rows, lines: Sequence[str] = (), left: Sequence[str] = ()) -> str:
-    """Format a table with lines of text below it; the middle of long ones is omitted.
+    """Format a table with paragraphs of text below it; the middle of long ones is omitted.
 
-    Args:
-        headers: of the columns.
-        rows: their cells.
-        lines: text, a paragraph each.
-        left: the headers of left-aligned columns besides the first.
+    The first column and those with headers in `left` are left-aligned.
     """
     shift = [number for number, header in enumerate(headers) if number == 0 or header in left]
     parts = ['<div><table style="text-align:right">', "<thead>", _row(headers, shift, "th"), "</thead>", "<tbody>"]

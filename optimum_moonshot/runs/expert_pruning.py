@@ -33,7 +33,7 @@ from ..pipeline.selection import Selection, resolved_lam
 from ..pipeline.stages import Stage
 from ..pipeline.variant import divided, open_store
 from ..progress import progress_bar
-from ..reports.environment import versions
+from ..reports.measurement import versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
 from ..reports.record import PruningRecord
 from ..results.store import ResultStore

@@ -26,7 +26,7 @@ from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec, solving_cost
 from ..pipeline.stages import Stage
 from ..pipeline.variant import Variant
-from ..reports.prune_report import LayerReport, LossFields, loss_fields
+from ..reports.prune_report import LayerReport, loss_fields
 from ..results.store import sparsity_of
 from ..solvers import Solver
 
@@ -221,7 +221,7 @@ def solve(
             notes=each.notes if calibrated else (),
             target_sparsity=pattern.sparsity,
             expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
-            **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else LossFields(lam=None)),
+            **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else {"lam": None}),
         )
         results.append((report, each.weight))
     return results

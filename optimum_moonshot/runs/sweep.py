@@ -31,7 +31,7 @@ from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.selection import Selection, select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
-from ..reports.environment import versions
+from ..reports.measurement import versions
 from ..reports.prune_report import PruneReport
 from ..reports.seeds import SweepEntry
 from ..reports.sweep_report import SweepReport

@@ -20,7 +20,7 @@ from optimum_moonshot.pipeline.backoff import Backoff
 from optimum_moonshot.pipeline.spec import StatisticsSpec
 from optimum_moonshot.pipeline.under_calibrated_experts import UnderCalibratedExperts
 from optimum_moonshot.planning.footprint import LiveBytes
-from optimum_moonshot.planning.seconds import _line, _Tried
+from optimum_moonshot.planning.probe import extrapolate
 from optimum_moonshot.recovery.student import Student
 from optimum_moonshot.results.store import weight_sums
 from optimum_moonshot.runs.layers import solve
@@ -196,11 +196,10 @@ def test_a_plan_counts_the_weights_of_all_experts_while_they_are_solved():
 
 
 def test_what_does_not_grow_with_the_tokens_is_not_counted_up():
-    def tried(seconds, once=5.0):
-        return _Tried(seconds, {"block": 2 * seconds}, {"block": seconds}, 0.0, {"block": once}, {"block": 0.0})
+    def timing(seconds):
+        return {("capture", ""): seconds, ("observed", "block"): 2 * seconds, ("storage", "block"): 5.0}
 
-    found = _line([(16, tried(1.0)), (64, tried(1.5))], 256)
-    assert found.first == pytest.approx(3.5) and found.block["block"] == pytest.approx(7.0)
-    assert found.once == {"block": 5.0}
-    assert _line([(16, tried(1.0))], 64).first == pytest.approx(4.0)
-    assert _line([(16, tried(1.0)), (64, tried(0.9))], 256).first == pytest.approx(0.9)
+    line = extrapolate([(16, timing(1.0)), (64, timing(1.5))], 256)
+    assert line == pytest.approx(timing(3.5))
+    assert extrapolate([(16, timing(1.0))], 64)["capture", ""] == pytest.approx(4.0)
+    assert extrapolate([(16, timing(1.0)), (64, timing(0.9))], 256)["capture", ""] == pytest.approx(0.9)

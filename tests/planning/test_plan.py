@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from models import GROUPED, make, token_batches
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
@@ -17,10 +18,10 @@ from optimum_moonshot.objective.problem_size import ProblemSize, ruler_bytes
 from optimum_moonshot.pipeline import loop
 from optimum_moonshot.pipeline.selection import select
 from optimum_moonshot.pipeline.solve import weight_losses
-from optimum_moonshot.planning.footprint import LiveBytes, shape_of, without_memory
+from optimum_moonshot.planning.footprint import LiveBytes, shape_of
 from optimum_moonshot.planning.seconds import ordering_products
 from optimum_moonshot.planning.solver import random_problem
-from optimum_moonshot.reports.plan import Snapshot, gib, most_of
+from optimum_moonshot.reports.plan import Snapshot, gib, peaks_of
 from optimum_moonshot.solvers import make_solver
 
 FAST = dict(sparsity=0.5, num_samples=8, batch_size=4, sequence_length=16)
@@ -88,7 +89,7 @@ def test_live_bytes_are_those_of_storages_that_live():
 
 def test_a_model_without_memory_has_the_same_shapes_and_shares_what_was_shared():
     model = llama(tie_word_embeddings=True)
-    with without_memory() as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         twin = shape_of(model, mode)
         output = twin(input_ids=torch.zeros(2, 8, dtype=torch.int64))
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
@@ -243,10 +244,10 @@ def test_a_plan_is_saved_as_json(tmp_path):
     assert repr(plan).startswith("Plan(cpu ") and "<table" in plan._repr_html_()
 
 
-def test_most_of_keeps_the_peak_of_every_phase():
+def test_peaks_of_keeps_the_peak_of_every_phase():
     small, large = Snapshot("a", "x", {"caches": {"cpu": 1}}), Snapshot("a", "y", {"caches": {"cpu": 3}})
     other = Snapshot("b", "z", {"results": {"disk": 1}})
-    assert most_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
+    assert peaks_of([small, large, other], ["cpu", "disk"]) == (large, other) or large.total("disk") == 0
     assert gib(2**30) == "1.00 GiB" and gib(2**20) == "1.0 MiB"
 
 

@@ -9,8 +9,8 @@ import torch
 from models import make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.reports.plots import plot_by_lambda, plot_by_sparsity
 from optimum_moonshot.reports.seeds import SweepEntry, choice, means, table
-from optimum_moonshot.reports.sweep_plots import plot_by_lambda, plot_by_sparsity
 from optimum_moonshot.reports.sweep_report import SweepReport, save_all
 from optimum_moonshot.runs import sweep as sweep_module
 

@@ -1,32 +1,92 @@
-"""Plots of a sweep: the metric against λ and against sparsity, as means over seeds with standard errors.
+"""Plots of reports: sparsity and loss of the layers of a run; the metric of a sweep against λ and sparsity.
 
-With several sparsities on an axis, the differences between λ are too small to see: a second panel shows them relative
-to the single-objective baseline.
+Plots of a sweep show means over seeds with standard errors. If the sweep has several sparsities, the differences
+between λ are too small to see, so a second panel shows them relative to the single-objective baseline.
 """
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
-from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, PercentFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, PercentFormatter
 
-from .layer_plot import COLORS, MARKERS
+from .prune_report import LayerReport, PruneReport
 from .seeds import Mean, Swept, baseline_lam, choice, label, mean, means
 
+PLOT_NAME = "moonshot_report.png"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#555555", "#ee8866", "#000000")
+MARKERS = "osD^vP*X<>"
 Point = tuple[float, Mean]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a layer's name into block and kind: "model.layers.3.mlp.up_proj" → "model.layers.3", "mlp.up_proj"."""
+    match = re.match(r"(.*\.\d+)\.([^0-9]*[^.]*)$", name)
+    return (match[1], match[2]) if match else ("", name)
+
+
+def by_kind(report: PruneReport) -> dict[str, list[tuple[int, LayerReport]]]:
+    """The layers of every kind, with the index of their block; layers outside of blocks have the last index.
+
+    Kinds and layers are in the model's order.
+    """
+    blocks: dict[str, int] = {}
+    for layer in report.layers:
+        if split_name(layer.name)[0]:
+            blocks.setdefault(split_name(layer.name)[0], len(blocks))
+    kinds: dict[str, list[tuple[int, LayerReport]]] = {}
+    for layer in report.layers:
+        block, kind = split_name(layer.name)
+        kinds.setdefault(kind, []).append((blocks.get(block, len(blocks)), layer))
+    return kinds
+
+
+def plot_report(report: PruneReport) -> Figure:
+    """Plot sparsity over the blocks, and the loss L_λ if there was calibration data; a line for every kind."""
+    measured = any(layer.loss is not None for layer in report.layers)
+    figure = Figure(figsize=(8, 6 if measured else 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots(2 if measured else 1, sharex=True, squeeze=False)[:, 0]
+    for number, (kind, layers) in enumerate(by_kind(report).items()):
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2, "alpha": 0.85}
+        indices = [index for index, _ in layers]
+        axes[0].plot(indices, [layer.sparsity for _, layer in layers], label=kind, **style)
+        if measured:
+            axes[1].plot(indices, [layer.loss for _, layer in layers], **style)
+    targets = {layer.target_sparsity for layer in report.layers}
+    target = targets.pop() if len(targets) == 1 else None
+    if target is not None:
+        axes[0].axhline(target, color="black", linestyle="--", linewidth=1, label="target", zorder=0)
+    unit = "experts removed, %" if any(layer.experts for layer in report.layers) else "zeros, % of the weights"
+    axes[0].set(title="Sparsity of every pruned layer", ylabel=unit, ylim=(-0.03, 1.03))
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
+    if measured:
+        axes[1].set(title="Loss of every pruned layer (0: dense, 1: layer removed)", ylabel="$L_λ$, relative")
+        losses = [layer.loss for layer in report.layers if layer.loss is not None]
+        axes[1].set_yscale("log" if min(losses) > 0 and max(losses) > 20 * min(losses) else "linear")
+    axes[-1].set(xlabel="block, in the model's order")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def save_plot(report: PruneReport, folder: str | os.PathLike[str]) -> Path:
+    """Save the plot as moonshot_report.png in a folder, and return its path."""
+    path = Path(folder) / PLOT_NAME
+    plot_report(report).savefig(path)
+    return path
 
 
 def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
     """Plot the metric against λ, a line per pattern and sparsity; λ = 0 and 1, the single objectives, are marked.
 
-    Args:
-        reports: of the same variants, one per seed.
-        path: of the plot; its suffix selects the format.
-
-    Raises:
-        MoonshotError: the reports are of different variants.
+    The suffix of the path selects the format.
     """
     settings, metrics = reports[0].settings(), means(reports)
     changes = _changes(reports)
@@ -45,15 +105,7 @@ def plot_by_lambda(reports: Sequence[Swept], path: str | os.PathLike[str]) -> No
 
 
 def plot_by_sparsity(reports: Sequence[Swept], path: str | os.PathLike[str]) -> None:
-    """Plot the metric against unstructured sparsity, for the best λ of each and the single-objective baseline.
-
-    Args:
-        reports: of the same variants, one per seed.
-        path: of the plot; its suffix selects the format.
-
-    Raises:
-        MoonshotError: the reports are of different variants.
-    """
+    """Plot the metric against unstructured sparsity, for the best λ of each and the single-objective baseline."""
     solver, single = reports[0].solver, baseline_lam(reports[0].solver)
     sparsities = sorted({s for p, s in reports[0].settings() if p == "unstructured"})
     best = {s: choice(reports, "unstructured", s) for s in sparsities}

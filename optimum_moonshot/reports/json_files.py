@@ -1,15 +1,50 @@
-"""Check the content of JSON files against the annotations of the dataclass that they are read into."""
+"""JSON files of reports, checked against the annotations of the dataclasses that they are read into."""
 
 import dataclasses
+import json
+import os
 import types
-from collections.abc import Mapping
-from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ..errors import MoonshotError, require
+from ..errors import MoonshotError, check_path, require
+from ..files import read_json, replace_file
+
+Report = TypeVar("Report")
+_NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}
+
+
+def save_json(values: Any, path: str | os.PathLike[str], name: str = "") -> Path:
+    """Write JSON to a file, or to the file of that name in a folder; returns the path of the file."""
+    path = Path(path)
+    path = path / name if path.is_dir() else path
+    replace_file(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def load_json(from_dict: Callable[[Any], Report], subject: str, path: str | os.PathLike[str], name: str = "") -> Report:
+    """Read the report of a `subject` from a file, or from the file of that name in a folder.
+
+    Raises:
+        MoonshotError: there is no such file, or it is damaged.
+    """
+    check_path("path", path)
+    path = Path(path)
+    path = path / name if path.is_dir() else path
+    try:
+        return from_dict(read_json(path))
+    except MoonshotError as error:
+        raise MoonshotError(f"{path} is damaged: it is not the report of {subject} ({error})") from None
+
+
+def with_tuples(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The fields of an object, with tuples for some of its lists."""
+    return {name: tuple(value) if name in names and value is not None else value for name, value in values.items()}
 
 
 def check_fields(cls: Any, values: Any, where: str = "") -> None:
-    """Raise `MoonshotError` unless an object has the fields of a class, each of its type.
+    """Check that an object has the fields of a class, each of its type.
 
     Args:
         cls: a dataclass, for objects without other fields, or a `TypedDict`, for objects that may have others.
@@ -25,8 +60,7 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
     else:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         hints = {name: hints[name] for name in fields}
-        missing = dataclasses.MISSING
-        required = {n for n, field in fields.items() if field.default is missing and field.default_factory is missing}
+        required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
     require(isinstance(values, Mapping), f"{where or 'it'} is not an object")
     prefix = f"{where}." if where else ""
     for name in sorted(required - set(values)):
@@ -37,12 +71,9 @@ def check_fields(cls: Any, values: Any, where: str = "") -> None:
 
 
 def check_value(hint: Any, value: Any, where: str) -> None:
-    """Raise `MoonshotError` unless a value, as JSON types, has the type of an annotation.
+    """Check that a value, as JSON types, has the type of an annotation; `where` is its name in messages.
 
-    Args:
-        hint: a resolved annotation: a plain type, a union, a list, tuple or dict of such, or a class with fields.
-        value: to check.
-        where: its name in messages.
+    The annotation is a plain type, a union, a list, tuple or dict of such, or a class with fields.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -65,6 +96,3 @@ def check_value(hint: Any, value: Any, where: str) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         good = number if hint is float else isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         require(good, f"must be a {_NAMES.get(hint, hint.__name__)}", field=where, value=value)
-
-
-_NAMES = {float: "number", int: "whole number", str: "string", bool: "boolean"}

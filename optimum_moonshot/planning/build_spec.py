@@ -1,0 +1,169 @@
+"""The inputs of a plan: calibration batches, sequences of blocks, footprint, and the memory that is free."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calibration.storage import Storage, free_memory
+from ..data.batches import Batch, batch_size, split_batches
+from ..data.text import LONGEST, CalibrationData, load_calibration
+from ..errors import MoonshotError, Text, reason, require
+from ..model.calls import Forward, frozen, model_device
+from ..model.layers import Block
+from ..model.losses import is_causal
+from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..model.onloading import all_onloaded
+from ..pipeline.block_sequences import find_block_sequences
+from ..pipeline.inputs import Subject, prepare, with_room
+from ..pipeline.selection import Selection
+from .footprint import ModelFootprint, model_footprint
+from .run_spec import OffloadedBlocks, RunSpec, module_bytes, text_setting
+
+CPU = torch.device("cpu")
+Sequences = tuple[list[tuple[Block, ...]], list[Block]]  # of blocks, and the blocks in none
+NO_ACTIVATIONS = "activations are not in the figures, since the model cannot run on tensors without memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The memory that a plan assumes; None is that of this machine."""
+
+    device: int | None = None  # bytes of the device in total, including the model
+    host: int | None = None  # bytes of host memory that are free
+
+
+def build_spec(
+    subject: Subject,
+    selection: Selection,
+    batches: list[Batch],
+    forward: Forward | None,
+    resumes: bool,
+    room: Room,
+    offloaded: OffloadedBlocks | None,
+) -> tuple[RunSpec, CalibrationData]:
+    """The run, and the data in its batches, with notes for the plan.
+
+    Raises `MoonshotError` for a run that cannot be planned, or not without the model's weights.
+    """
+    model, config, blocks = subject.model, selection.config, selection.structure.blocks
+    if model_device(model).type != "meta" and offloaded is None:
+        data, sequences = _tested(subject, selection, batches)
+    else:
+        options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
+        data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
+        if selection.needs_losses and any(layer.adapter.separate for layer in selection.layers):
+            data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
+    device, free = _free(model, room, offloaded)
+    sizes = tuple(map(batch_size, data.batches))
+    largest = max(data.batches, key=lambda batch: next(iter(batch.values())).numel())
+    try:
+        footprint = model_footprint(model, selection.structure, largest, selection.needs_gradients, forward)
+    except Exception as error:  # a model may read the value of any tensor
+        note = f"{NO_ACTIVATIONS} ({reason(error)[:200]})"
+        if sequences is None:
+            raise MoonshotError(f"plan: {note}: load its weights, and plan with these") from error
+        data = dataclasses.replace(data, notes=(*data.notes, note))
+        width = text_setting(model, "hidden_size") * next(model.parameters()).dtype.itemsize
+        hidden = max(sizes) * (data.sequence_length or 0) * width
+        footprint = ModelFootprint({}, (), frozenset(), hidden, 0, 0)
+    if sequences is None:
+        sequences = footprint.sequences(blocks)
+        hint = Text("without {} they can be pruned, and planned", "offload")
+        single = offloaded is None or (len(sequences[0]) == 1 and not sequences[1])
+        require(single, "plan: the model's layers are no chain", hint=hint)
+    run = RunSpec(
+        selection=selection,
+        sequential=tuple(sequences[0]),
+        non_sequential=tuple(sequences[1]),
+        footprint=footprint,
+        samples=data.num_samples,
+        sizes=sizes,
+        tokens=data.sequence_length,
+        vocabulary=vocabulary_size(model),
+        itemsize=selection.layers[0].parameter.dtype.itemsize,
+        storage=Storage(device, config.max_memory_bytes, config.offload_dir, free),
+        resumes=resumes,
+        offloaded=offloaded,
+    )
+    return run, data
+
+
+def _tested(subject: Subject, selection: Selection, batches: list[Batch]) -> tuple[CalibrationData, Sequences]:
+    """The data of a run on a model with all its weights, and the sequences of its blocks."""
+    prepared, blocks = prepare(subject, selection, batches), selection.structure.blocks
+    assert prepared.data is not None
+    with frozen(subject.model), all_onloaded(blocks):
+        gradients = selection.needs_gradients
+        tested = find_block_sequences(subject.model, blocks, prepared.probe, gradients, subject.loss)
+    return prepared.data, (list(tested.sequential), list(tested.non_sequential))
+
+
+def _free(
+    model: nn.Module, room: Room, offloaded: OffloadedBlocks | None
+) -> tuple[torch.device, dict[torch.device, int]]:
+    """The device that the model will be on, and the free bytes there, besides its resident weights, and on the host."""
+    device = model_device(model)
+    meta = device.type == "meta"
+    if meta:
+        device = CPU if room.device is None else torch.device("cuda")
+    resident = module_bytes(model) - (offloaded.total if offloaded else 0)
+    free = free_memory(CPU if meta else device)
+    host = free[CPU] if room.host is None else room.host
+    on_device = free.get(device, 0) if room.device is None else room.device - resident
+    if device.type == "cpu":
+        if room.device is None:
+            on_device = host - resident if meta else host
+        return device, {device: max(0, on_device)}
+    if meta and offloaded is not None and offloaded.place == "cpu":
+        host -= offloaded.total
+    return device, {device: max(0, on_device), CPU: max(0, host)}
+
+
+def is_given(calibration: Any) -> bool:
+    """Whether calibration data are batches of model inputs, which a plan can use."""
+    return isinstance(calibration, list | tuple) and len(calibration) > 0 and not isinstance(calibration[0], str)
+
+
+def example_batches(subject: Subject, selection: Selection, calibration: Any) -> list[Batch]:
+    """The batches of a run: those given, or random ones of their size."""
+    config, model = selection.config, subject.model
+    if is_given(calibration):
+        options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
+        return load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options).batches
+    generator = torch.Generator().manual_seed(config.seed)
+    firsts = range(0, config.num_samples, config.batch_size)
+    sizes = [min(config.batch_size, config.num_samples - first) for first in firsts]
+    if takes_images(model):
+        return [_images(subject, selection, size, generator) for size in sizes]
+    return [_tokens(model, selection, size, generator) for size in sizes]
+
+
+def _unknown(model: Any) -> MoonshotError:
+    hint = "give calibration batches, a list of dictionaries of model inputs"
+    return MoonshotError(f"plan: {type(model).__name__}'s inputs cannot be made up: {hint}")
+
+
+def _tokens(model: Any, selection: Selection, count: int, generator: torch.Generator) -> Batch:
+    size, longest = embedded_tokens(model), max_positions(model)
+    if size is None or reads_images_and_text(model):
+        raise _unknown(model)
+    length = selection.config.sequence_length or min(longest or LONGEST, LONGEST)
+    message = f"the model has {longest} positions"
+    require(longest is None or length <= longest, message, field="sequence_length", value=length)
+    ids = torch.randint(size, (count, length), generator=generator)
+    return {"input_ids": ids} if is_causal(model) else {"input_ids": ids, "labels": ids}
+
+
+def _images(subject: Subject, selection: Selection, count: int, generator: torch.Generator) -> Batch:
+    config: Any = getattr(subject.model, "config", None)
+    side, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+    sizes = getattr(subject.processor, "crop_size", None) or getattr(subject.processor, "size", None) or {}
+    side = side or sizes.get("height") or sizes.get("shortest_edge")
+    if side is None or reads_images_and_text(subject.model):
+        raise _unknown(subject.model)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    images = torch.randn(count, channels, height, width, generator=generator)
+    labels = {"labels": torch.zeros(count, dtype=torch.int64)} if selection.needs_losses else {}
+    return {"pixel_values": images, **labels}
