@@ -3,7 +3,7 @@
 `Samples` keeps every A_n, `Squares` their elementwise Σ_n A_n², and `RowMatrices` compresses them exactly, where there
 are more samples than inputs, to ``Σ_n a_n a_nᵀ`` for every row, or every column block of a row. All but `Squares` give
 a `Fisher`, and may gather some rows of the layer alone. Pieces arrive as x [samples, groups, tokens, in] and δ
-[samples, groups, tokens, out] (`model/layer_adapters.py`); a layer that is called several times for a
+[samples, groups, tokens, out] (`model/layer_kinds.py`); a layer that is called several times for a
 sample, or in strips, has the sum of its pieces as gradient.
 """
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import naming, require
-from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..objective.linalg import all_finite
 from .accumulators import GradientPlan
@@ -60,7 +59,7 @@ class Observer(AbstractContextManager["Observer"]):
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.kind = InputSquares if diagonal else Gram
         kinds = [self.kind, *of_inputs]
-        kinds += [TokenCounts] if any(layer.adapter.separate for layer in layers) else []
+        kinds += [TokenCounts] if any(layer.separate for layer in layers) else []
         self.inputs = InputSums(kinds, storage, share, into)
         self.gradients = {
             layer.name: GradientSums(
@@ -77,7 +76,7 @@ class Observer(AbstractContextManager["Observer"]):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                self._hooks.callback(layer.adapter_of(module).watch(partial(self._observe, layer)).remove)
+                self._hooks.callback(layer.at(module).watch(partial(self._observe, layer)).remove)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -107,7 +106,7 @@ class Observer(AbstractContextManager["Observer"]):
         for sums in self.gradients.values():
             sums.end()
 
-    def _observe(self, layer: PrunableLayer, form: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor | None:
+    def _observe(self, layer: PrunableLayer, form: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
         """Hand on a call's inputs, and its gradient once it is known.
 
         Returns:

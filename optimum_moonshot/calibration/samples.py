@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError
 from ..model.calls import close, run_model
-from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..model.losses import token_mask
 
@@ -63,18 +62,18 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
     """
     found: Calls = {layer.name: [] for layer in layers}
 
-    def see(name: str, form: LayerAdapter, inputs: Tensor, output: Tensor) -> None:
+    def see(name: str, form: PrunableLayer, inputs: Tensor, output: Tensor) -> None:
         found[name].append(_print(inputs) if _accepts(form, inputs, output, mask, samples) else None)
 
     with ExitStack() as stack:
         for layer in layers:
             for module in layer.modules:
-                stack.callback(layer.adapter_of(module).watch(partial(see, layer.name)).remove)
+                stack.callback(layer.at(module).watch(partial(see, layer.name)).remove)
         run()
     return found
 
 
-def _accepts(form: LayerAdapter, inputs: Tensor, output: Tensor, mask: Tensor | None, samples: int) -> bool:
+def _accepts(form: PrunableLayer, inputs: Tensor, output: Tensor, mask: Tensor | None, samples: int) -> bool:
     try:
         kept = form.token_mask(inputs, mask)
         next(form.pairs(inputs, output, kept, samples))

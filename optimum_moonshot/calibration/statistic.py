@@ -1,6 +1,6 @@
 """The interface of a layer's statistics, and how to add one.
 
-The hooks of `Observer` convert every call of a layer to the normal form of model/layer_adapters.py and pass it on in
+The hooks of `Observer` convert every call of a layer to the normal form of model/layer_kinds.py and pass it on in
 pieces. A statistic is a class that is made for a layer, sees all of its pieces, and has a result. One that needs the
 inputs alone is an `InputStatistic`, shared by the layers that read the same tensor; one that needs the output gradients
 too is a `GradientStatistic`. Its partial results of several processes are merged by merging.py. To add one, write the

@@ -1,6 +1,6 @@
 """What is made of the calls of layers: sums over their inputs, and sums over the gradients of their samples.
 
-Calls arrive from the hooks of observer.py and are read in the normal form of model/layer_adapters.py, piece by piece.
+Calls arrive from the hooks of observer.py and are read in the normal form of model/layer_kinds.py, piece by piece.
 `InputSums` keeps what needs the inputs alone, `Gram` or `InputSquares`, once for all layers that read the same tensor
 (q, k and v); `GradientSums` keeps a layer's accumulator (accumulators.py). statistic.py says how to add one.
 """
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NO_BACKWARD, Text, naming, require
-from ..model.layer_adapters import LayerAdapter, Pair
-from ..model.layers import PrunableLayer
+from ..model.layer_kinds import Pair, PrunableLayer
 from .accumulators import GradientPlan, LayerTotals, RowMatrices, Samples, Squares
 from .statistic import GradientStatistic, InputStatistic
 from .storage import Storage
@@ -25,7 +24,7 @@ class LayerCall:
     """One call of a layer on a batch."""
 
     layer: PrunableLayer
-    adapter: LayerAdapter  # of the module that was called: one of several, where they share the weight
+    adapter: PrunableLayer  # of the module that was called: one of several, where they share the weight
     inputs: Tensor  # as the module read them
     version: int  # of the inputs: it grows when they are changed in place
     mask: Tensor | None  # of the tokens that count, laid out as the inputs

@@ -204,7 +204,7 @@ class _Search:
         for family in self.families:
             layer = family.members[0][0]
             name = self.names[id(layer.parameter)][0]
-            width = shapes.get(name, (0, 0))[layer.adapter.axes[1]]
+            width = shapes.get(name, (0, 0))[layer.axes[1]]
             gone, rest = divmod(family.size * family.count - width, family.size)
             if rest or not 0 <= gone <= family.dead:
                 return None
@@ -229,11 +229,11 @@ class _Search:
         for family, gone in removed.items():
             for layer, groups, dead in family.members:
                 dropped = dead[:gone]
-                cut(layer.parameter, layer.adapter.axes[1], ~torch.isin(groups.columns, dropped))
+                cut(layer.parameter, layer.axes[1], ~torch.isin(groups.columns, dropped))
                 for producer, served in groups.rows.items():
-                    adapter, keep = self.layers[producer].adapter, ~torch.isin(served, dropped)
-                    cut(adapter.parameter, adapter.axes[0], keep)
-                    cut(adapter.module._parameters.get("bias"), 0, keep)
+                    source, keep = self.layers[producer], ~torch.isin(served, dropped)
+                    cut(source.parameter, source.axes[0], keep)
+                    cut(source.module._parameters.get("bias"), 0, keep)
         return cuts
 
     def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:

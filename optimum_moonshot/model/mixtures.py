@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..data.batches import Batch
 from ..errors import MoonshotError, Option, reason, require
 from .calls import close, first_tensor, run_model
-from .experts import expert_keys, expert_parameters, routing, with_others
+from .experts import expert_parameters, routing, with_others
 from .layers import onloading_in, visited
 from .onloading import onloaded_in_turn
 
@@ -267,7 +267,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
         MoonshotError: there are none, they differ in size, or the contributions of experts cannot be computed.
     """
     name = type(model).__name__
-    mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_keys(module)]
+    mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_parameters(module)]
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
     experts = Option("pattern", "experts")
     message = f"{name} has no experts in fused parameters"

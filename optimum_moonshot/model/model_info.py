@@ -11,7 +11,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from ..errors import MoonshotError, reason, require
-from .layer_adapters import find_adapter
+from .layer_kinds import find_layer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -68,7 +68,7 @@ def takes_images(model: nn.Module) -> bool:
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(adapter is not None and adapter.images for adapter in map(find_adapter, model.modules()))
+    return any(layer is not None and layer.images for layer in map(find_layer, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:

@@ -297,30 +297,32 @@ def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
-def weights_of(model: nn.Module, block: nn.Module) -> Weights:
-    """The weights of a block.
+def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
+    """The weights of one of a model's blocks or, with the model as `block`, those outside of its blocks `without`."""
+    from accelerate.utils import named_module_tensors
 
-    Args:
-        model: with the block.
-        block: one of its modules.
-    """
-    return _weights(model, block, list(block.modules()))
+    inside = {module for each in without for module in each.modules()}
+    slots = []
+    for module in (module for module in block.modules() if module not in inside):
+        for hook in hooked(module):
+            tensors = named_module_tensors(
+                module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
+            )
+            for name, _ in tensors:
+                owner, _, key = name.rpartition(".")
+                slots.append(_Slot(module.get_submodule(owner), key, hook, name))
+    if not slots:
+        return RESIDENT
+    tie_again(model)
+    cached: Offloaded | None = vars(block).get(_WEIGHTS)
+    if cached is None or [slot[:2] for slot in cached.slots] != [slot[:2] for slot in slots]:
+        cached = vars(block)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
+    return cached
 
 
 def is_on_disk(blocks: Sequence[Onloadable]) -> bool:
     """Whether any of the blocks' weights are loaded from disk."""
     return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
-
-
-def rest_of(model: nn.Module, blocks: list[nn.Module]) -> Weights:
-    """The weights of everything but the blocks: embeddings, last norm and head.
-
-    Args:
-        model: with the blocks.
-        blocks: its repeated modules.
-    """
-    inside = {module for block in blocks for module in block.modules()}
-    return _weights(model, model, [module for module in model.modules() if module not in inside])
 
 
 def write_to(model: nn.Module, folder: str | None) -> None:
@@ -331,17 +333,6 @@ def write_to(model: nn.Module, folder: str | None) -> None:
         folder: None for the system's folder of temporary files.
     """
     _FOLDERS[model] = folder
-
-
-def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weights:
-    slots = [slot for module in modules for slot in _slots(module)]
-    if not slots:
-        return RESIDENT
-    tie_again(model)
-    cached: Offloaded | None = vars(key).get(_WEIGHTS)
-    if cached is None or [slot[:2] for slot in cached.slots] != [slot[:2] for slot in slots]:
-        cached = vars(key)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
-    return cached
 
 
 def tie_again(model: nn.Module) -> None:
@@ -362,18 +353,6 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
         return model.get_parameter(name)
     except AttributeError:
         return None
-
-
-def _slots(module: nn.Module) -> Iterator[_Slot]:
-    from accelerate.utils import named_module_tensors
-
-    for hook in hooked(module):
-        tensors = named_module_tensors(
-            module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
-        )
-        for name, _ in tensors:
-            owner, _, key = name.rpartition(".")
-            yield _Slot(module.get_submodule(owner), key, hook, name)
 
 
 def read_bytes() -> int:

@@ -22,7 +22,6 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
-from .layer_adapters import LayerAdapter
 from .layers import Block, PrunableLayer, Structure, find_structure
 from .model_info import max_positions, vocabulary_size
 from .onloading import differentiated_in_turn
@@ -61,7 +60,7 @@ class _Trace:
 
 def _may_have_groups(layer: PrunableLayer) -> bool:
     """Whether its kind may have neurons or heads."""
-    return not layer.adapter.images and not layer.adapter.separate
+    return not layer.images and not layer.separate
 
 
 def find_structured_groups(
@@ -123,14 +122,14 @@ def structured_patterns(
     groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
-        if layer.adapter.separate:
+        if layer.separate:
             skipped[layer.name] = EXPERTS
         elif layer.name in groups and groups[layer.name].size > 1:
             patterns[layer.name] = dataclasses.replace(pattern, group=groups[layer.name].size)
         elif layer.name in groups or chosen:
             patterns[layer.name] = pattern
         elif all(layer.name not in group.rows for group in groups.values()):
-            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.adapter.images else OUTSIDE)
+            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.images else OUTSIDE)
         if chosen and layer.name not in groups and layer.name in patterns:
             notes.append(f"{layer.name}: its columns are no neurons or heads; zero columns make no model smaller")
 
@@ -178,7 +177,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, _: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
@@ -188,7 +187,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         for block in blocks:
             for layer in block.layers:
                 for module in layer.modules:
-                    hooks.callback(layer.adapter_of(module).watch(partial(replace, layer)).remove)
+                    hooks.callback(layer.at(module).watch(partial(replace, layer)).remove)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:

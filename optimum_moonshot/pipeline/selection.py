@@ -111,7 +111,7 @@ def _fitting(
         pattern = patterns[layer.name]
         if not pattern.fits(layer.shape):
             skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
-        elif layer.groups > 1 and not (solver.grouped or layer.adapter.separate):
+        elif layer.groups > 1 and not (solver.grouped or layer.separate):
             skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
 
     def left(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:

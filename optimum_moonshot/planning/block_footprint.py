@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..data.batches import Batch, batch_size
 from ..model.calls import BlockCall, Forward, called_by, first_tensor, frozen, join_hidden, run_model, split_hidden
-from ..model.experts import ExpertsAdapter, expert_keys, routing
+from ..model.experts import ExpertsLayer, expert_parameters, routing
 from ..model.layers import Block, PrunableLayer, Structure
 from .footprint import LiveBytes, shape_of, without_memory
 
@@ -83,7 +83,7 @@ def model_footprint(
     with without_memory() as mode, frozen(model):
         twin = _Twin(shape_of(model, mode), mode, names, samples=batch_size(batch))
         for module in twin.model.modules():
-            if expert_keys(module):
+            if expert_parameters(module):
                 module.forward = _balanced(module, twin)
         inputs = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in batch.items()}
         inputs = {name: each for name, each in inputs.items() if name != "attention_mask"}
@@ -99,7 +99,7 @@ def model_footprint(
         first = next((twin.calls[name] for name in twin.order), None)
         arguments = 0 if first is None else _bytes_of((first.args, first.kwargs))
         hidden = 0 if first is None else first.hidden.nbytes
-        fused = {layer.name: twin.layer(layer).modules[0] for layer in structure.layers() if layer.adapter.separate}
+        fused = {layer.name: twin.layer(layer).modules[0] for layer in structure.layers() if layer.separate}
         choices = {name: twin.choices[module] for name, module in fused.items() if module in twin.choices}
     return ModelFootprint(blocks, tuple(twin.order), frozenset(twin.follows), hidden, arguments, whole, choices)
 
@@ -180,7 +180,7 @@ def _call(module: nn.Module, call: BlockCall, gradients: bool) -> Any:
 
 def _watch(twin: _Twin, layer: PrunableLayer, stack: ExitStack, reads: dict[Any, list[str]]) -> None:
     """Hold and convert what `Observer` does of a layer's calls."""
-    form = layer.adapter
+    form = layer
     if form.separate:  # its module's stand-in does
         return
 
@@ -214,7 +214,7 @@ def _balanced(module: nn.Module, twin: _Twin) -> Callable[..., Tensor]:
 
     Without a graph one expert's tensors are alive at a time and, under hooks, the inputs of all.
     """
-    forms = [ExpertsAdapter(module, key) for key in expert_keys(module)]
+    forms = [ExpertsLayer("", (module,), key=key) for key in expert_parameters(module)]
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found, tokens = routing(args, kwargs), hidden.reshape(-1, hidden.shape[-1])

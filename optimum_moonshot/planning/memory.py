@@ -125,7 +125,7 @@ class Visit:
     @property
     def by_rows(self) -> bool:
         """Whether the slices are rows, not experts."""
-        return bool(self.slices) and not self.layers[0].adapter.separate
+        return bool(self.slices) and not self.layers[0].separate
 
 
 Visits = list[tuple[Block, list[Visit]]]
@@ -260,7 +260,7 @@ class CountedTask(PartitionedTask):
         return parts
 
     def _visit(self, part: Part, last: bool) -> Visit:
-        separate, routed = any(layer.adapter.separate for layer in part.layers), self.run.keeps_routing
+        separate, routed = any(layer.separate for layer in part.layers), self.run.keeps_routing
         passes = 1 if not part.slices else len(part.slices) if separate else 2 * len(part.slices) - 1
         shown = max(map(self.run.under_calibrated, part.layers))
         passes *= 2 if shown else 1
@@ -293,12 +293,12 @@ class CountedTask(PartitionedTask):
         """The first slice of a layer, since all are alike."""
         (layer,), first = part.layers, part.slices[0]
         plan, some = self.spec.plan(layer), layer
-        if layer.adapter.separate:
+        if layer.separate:
             some = dataclasses.replace(layer, span=(first.start, first.stop))
         else:
             plan = dataclasses.replace(plan, rows=first)
         statistics = CountedStatistics(self.trace, self.spec, (some,), (), plan)
-        totals = 0 if layer.adapter.separate else 4 * (1 + self.run.batch) * layer.shape[0] * layer.shape[1]
+        totals = 0 if layer.separate else 4 * (1 + self.run.batch) * layer.shape[0] * layer.shape[1]
         self.trace.moment(self.phase, layer.name, activations=activations + statistics.temporary(some) + totals)
         yield layer, statistics
         statistics.forget(some)

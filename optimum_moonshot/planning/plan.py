@@ -173,7 +173,7 @@ def _ready(
             batches, None, num_samples=config.num_samples, batch_size=config.batch_size, seed=config.seed
         )
         data, chains = with_room(data, selection, model), None
-        if selection.needs_losses and any(layer.adapter.separate for layer in selection.layers):
+        if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
     device, free = _free(model, room, away)
     return data, Storage(device, config.max_memory_bytes, config.offload_dir, free), chains

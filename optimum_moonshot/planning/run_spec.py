@@ -96,7 +96,7 @@ def problem_size(outline: RunSpec, layer: PrunableLayer, rows: int | None = None
     """
     selection, lam = outline.selection, outline.selection.lam_of(layer)
     d_out, d_in = layer.shape
-    pattern, separate = pattern_of(selection, layer), layer.adapter.separate
+    pattern, separate = pattern_of(selection, layer), layer.separate
     plan = outline.statistics.plan(layer)
     device = outline.storage.device
     return ProblemSize(
@@ -125,7 +125,7 @@ def solver_bytes(outline: RunSpec, layer: PrunableLayer, rows: int | None = None
     solver = outline.selection.solver
     work = solver.work(size, pattern_of(outline.selection, layer))
     return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + (
-        weight_bytes(layer) if layer.adapter.separate else 0
+        weight_bytes(layer) if layer.separate else 0
     )
 
 

@@ -44,7 +44,7 @@ def solving_seconds(outline: RunSpec) -> dict[str, float]:
     """
     layers, solver = outline.selection.layers, outline.selection.solver
     kinds = {layer.name: (problem_size(outline, layer), pattern_of(outline.selection, layer)) for layer in layers}
-    parts = {layer.name: layer.groups if layer.adapter.separate else 1 for layer in layers}
+    parts = {layer.name: layer.groups if layer.separate else 1 for layer in layers}
     counts: dict[Any, int] = {}
     for name, kind in kinds.items():
         counts[kind] = counts.get(kind, 0) + parts[name]

@@ -22,7 +22,7 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.experts import plain_implementation
-from ..model.layer_adapters import find_adapter
+from ..model.layer_kinds import find_layer
 from ..model.layers import visited
 from ..model.onloading import differentiated_in_turn, onloaded_in_turn
 from .norms import Norm, find_norm, may_be_norm
@@ -314,7 +314,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
         read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
         if module in embeddings or module in norms or not _is_floating(output):
             return
-        if find_adapter(module) is not None:
+        if find_layer(module) is not None:
             return
         if read is None or not read.is_floating_point():
             tables = list(module.parameters(recurse=False))
@@ -353,7 +353,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
 
 
 def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
-    adapter = find_adapter(module)
+    adapter = find_layer(module)
     if adapter is not None and adapter.unprunable() is None:  # also one that the probe does not reach
         out, into = adapter.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
