@@ -33,8 +33,8 @@ from .calls import (
     to_device,
     without_caches,
 )
-from .configurations import Edit, edited, whole_numbers
 from .layers import PrunableLayer, find_blocks, find_structure
+from .model_info import Edit, edited, whole_numbers
 from .structured_groups import StructuredGroups, find_structured_groups, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]

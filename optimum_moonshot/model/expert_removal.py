@@ -22,9 +22,9 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
 from .calls import first_tensor, run_model, without_caches
-from .configurations import Edit, edited, whole_numbers
 from .layers import onloading_in, visited
 from .mixtures import Mixture, Mixtures
+from .model_info import Edit, edited, whole_numbers
 from .offload import Offloaded, mark_written
 from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
 
@@ -76,16 +76,9 @@ class ExpertRemoval:
 
     @classmethod
     def plan(cls, model: nn.Module, mixtures: Mixtures, pattern: Experts, probe: Batch) -> "ExpertRemoval":
-        """Search the removal, and test it.
+        """Search the removal of experts from a model in evaluation mode, and test it on a small batch.
 
-        Args:
-            model: in evaluation mode; unchanged.
-            mixtures: all of the model.
-            pattern: with the fraction to remove.
-            probe: a small batch on the model's device.
-
-        Raises:
-            MoonshotError: no or too many experts would be removed, or the architecture does not allow it.
+        Raises `MoonshotError` if no or too many experts would be removed, or the architecture does not allow it.
         """
         if not isinstance(model, PreTrainedModel):
             raise MoonshotError(f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
@@ -104,11 +97,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor]) -> None:
-        """Remove the experts; on failure the model is unchanged.
-
-        Args:
-            keep: mixture → the indices of the remaining experts, int64, ascending.
-        """
+        """Remove all but some experts (mixture → ascending int64 indices); on failure the model is unchanged."""
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.index_select(axis, keep[name].to(tensor.device))
@@ -156,11 +145,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def _test_run(self, probe: Batch) -> None:
-        """Run the model with views of the first experts of each mixture, which take no memory.
-
-        Raises:
-            MoonshotError: it does not run.
-        """
+        """Run the model with views of the first experts of each mixture, which take no memory."""
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.narrow(axis, 0, self.left)
@@ -184,11 +169,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def _test_permutation(self, probe: Batch) -> None:
-        """Compare every mixture with itself after a permutation of its experts.
-
-        Raises:
-            MoonshotError: the assignment of tokens depends on more than the router's scores.
-        """
+        """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         owners = {mixture.name: self._owner(mixture) for mixture in self.mixtures}
         with ExitStack() as hooks:

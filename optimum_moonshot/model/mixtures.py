@@ -51,14 +51,7 @@ class Mixture:
         return sum(parameter.numel() for parameter in parameters) // self.count
 
     def watch(self, see: "SeeMixture") -> Any:
-        """Pass every call to a callback until the returned handle is removed.
-
-        Args:
-            see: the callback, which may replace the output.
-
-        Raises:
-            MoonshotError: in a call whose arguments do not show which token is sent to which expert.
-        """
+        """Pass every call to a callback, which may replace the output, until the returned handle is removed."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             return see(self.call(args, kwargs, output), output)
@@ -66,16 +59,7 @@ class Mixture:
         return self.module.register_forward_hook(hook, with_kwargs=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> "MixtureCall":
-        """Interpret a call of the module.
-
-        Args:
-            args: of the call.
-            kwargs: of the call.
-            output: of the call.
-
-        Raises:
-            MoonshotError: its arguments do not show which token is sent to which expert.
-        """
+        """Interpret a call; `MoonshotError` if its arguments do not show which token is sent to which expert."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
@@ -106,21 +90,12 @@ class MixtureCall(Protocol):
         """The largest number of experts of a token."""
 
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        """All contributions, of some tokens at a time.
-
-        Args:
-            delta: the gradient at the module's output, [T, H] or [E·T, H], or None.
-            room: bytes of a piece.
-        """
+        """All contributions, in pieces of `room` bytes; `delta` is the gradient at the output, [T, H] or [E·T, H]."""
 
     def instead(self) -> Tensor | None:
-        """Another output, of the same shape, that is equivalent if only the sum of a token's contributions matters.
+        """Another output that is equivalent if only the sum of a token's contributions matters.
 
-        Returns:
-            The output; None if the module returned that sum.
-
-        Raises:
-            MoonshotError: it returned something else.
+        None if the module returned that sum; raises `MoonshotError` if it returned something else.
         """
 
 
@@ -128,31 +103,13 @@ class SeeMixture(Protocol):
     """The callback of a watched mixture."""
 
     def __call__(self, call: MixtureCall, output: Tensor) -> Tensor | None:
-        """Receive a call.
-
-        Args:
-            call: with the contributions.
-            output: of the module, `shape` as in `MixtureCall.pieces`.
-
-        Returns:
-            A replacement of the output; None keeps it.
-        """
+        """Receive a call and the module's output; return a replacement of the output, or None."""
 
 
 class RoutedCall:
-    """A call with the indices of every token's experts.
+    """A call with the tokens [T, H] and the indices and weights of every token's experts, [T, k].
 
-    Args:
-        mixture: that was called.
-        args: of the call.
-        kwargs: of the call.
-        hidden: the tokens among them, [T, H].
-        index: the indices of their experts, [T, k].
-        weights: of these experts, [T, k].
-        output: of the call, [T, H].
-
-    Raises:
-        MoonshotError: an index beyond the last expert, such as a null choice.
+    Raises `MoonshotError` for an index beyond the last expert, such as a null choice.
     """
 
     def __init__(
@@ -165,10 +122,8 @@ class RoutedCall:
         weights: Tensor,
         output: Tensor,
     ):
-        require(
-            bool((index < mixture.count).all()),
-            f"{mixture.name}: its router has more choices than its {mixture.count} experts",
-        )
+        choices = f"{mixture.name}: its router has more choices than its {mixture.count} experts"
+        require(bool((index < mixture.count).all()), choices)
         self.mixture, self.hidden, self.index, self.weights = mixture, hidden, index, weights
         self.args, self.kwargs, self.output = args, kwargs, output.detach()
         self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
@@ -206,13 +161,7 @@ class RoutedCall:
 
 
 class RepeatedCall:
-    """A call with all tokens once per expert, as zeros where a token is not routed to the expert.
-
-    Args:
-        mixture: that was called.
-        inputs: [E·T, H].
-        output: [E·T, H].
-    """
+    """A call with all tokens once per expert, [E·T, H], as zeros where a token is not routed to the expert."""
 
     def __init__(self, mixture: Mixture, inputs: Tensor, output: Tensor):
         self.mixture = mixture
@@ -257,14 +206,9 @@ class Mixtures:
 
 @torch.no_grad()
 def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
-    """The mixtures of a model, tested on a small batch.
+    """The mixtures of a model in evaluation mode, tested on a small batch.
 
-    Args:
-        model: in evaluation mode; offloaded blocks are onloaded in turn.
-        probe: its inputs, on its device.
-
-    Raises:
-        MoonshotError: there are none, they differ in size, or the contributions of experts cannot be computed.
+    Raises `MoonshotError` if there are none, they differ in size, or the contributions of experts cannot be computed.
     """
     name = type(model).__name__
     mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_parameters(module)]
@@ -280,8 +224,10 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
         run_model(model, probe)
     understood = [look for look in looks if look.chosen and not look.reason]
     counts = {look.mixture.count for look in understood}
+    unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
     for look in looks:  # all mixtures of one size lose experts together
-        require(look in understood or look.mixture.count not in (counts or {look.mixture.count}), look.why)
+        supported = look in understood or look.mixture.count not in (counts or {look.mixture.count})
+        require(supported, look.reason or f"{look.mixture.name}: {unreached}")
     require(
         len(counts) == 1,
         f"{name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; every layer must lose equally many",
@@ -296,12 +242,7 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
 
 
 class _Look:
-    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure.
-
-    Args:
-        mixture: to watch.
-        model: with the mixture.
-    """
+    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure."""
 
     def __init__(self, mixture: Mixture, model: nn.Module):
         self.mixture, self.chosen, self.reason = mixture, 0, ""
@@ -309,12 +250,6 @@ class _Look:
         self.around = model.get_submodule(mixture.name.rpartition(".")[0])
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of its parent
         self.replacement: Tensor | None = None  # of the module's output
-
-    @property
-    def why(self) -> str:
-        """The reason why the mixture is not supported."""
-        unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
-        return self.reason or f"{self.mixture.name}: {unreached}"
 
     def enter(self, hooks: ExitStack) -> None:
         """Watch every call until `hooks` are closed."""
@@ -336,11 +271,7 @@ class _Look:
         return None
 
     def check(self) -> None:
-        """Compare the output of the module, or of its parent, with the sum of the contributions.
-
-        Raises:
-            MoonshotError: they differ.
-        """
+        """Raise `MoonshotError` unless the output of the module, or of its parent, is the sum of the contributions."""
         replacement = None if self.call is None else self.call.instead()
         if replacement is None:
             return

@@ -32,11 +32,7 @@ class Changes(NamedTuple):
 
 
 class WrittenMap(Mapping[str, Tensor]):
-    """A hook's map from names to weights, with the weights that were written in place of the loaded ones.
-
-    Args:
-        source: accelerate's map.
-    """
+    """accelerate's map from names to weights, with the weights that were written in place of the loaded ones."""
 
     def __init__(self, source: Mapping[str, Tensor]):
         self.source = source
@@ -74,12 +70,7 @@ class _Slot(NamedTuple):
 
 
 class Offloaded:
-    """The offloaded weights of a block.
-
-    Args:
-        slots: their parameters and buffers.
-        folder: returns the folder for written weights that come from disk.
-    """
+    """The offloaded weights of a block; `folder` returns the folder for written weights that come from disk."""
 
     read = 0  # bytes loaded, by all blocks
 
@@ -157,7 +148,9 @@ class Offloaded:
             if untied:
                 self._parameters[index] = None
             if untied or tensor.shape != self._placeholders[index].shape:
-                self._placeholders[index] = _placeholder(tensor)
+                empty = tensor.detach().to("meta")
+                parameter = isinstance(tensor, nn.Parameter)
+                self._placeholders[index] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
             slot.hook.weights_map.written[slot.name] = self._store(slot, tensor.detach())
 
     def _clear(self) -> None:
@@ -172,7 +165,8 @@ class Offloaded:
     def _store(self, slot: _Slot, tensor: Tensor) -> Load:
         tensor = tensor.cpu()
         if not slot.hook.weights_map.on_disk(slot.name):
-            return _constant(tensor.clone())
+            copied = tensor.clone()
+            return lambda: copied
         shape = tuple(tensor.shape)
         matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
         if self._spill is None:
@@ -181,12 +175,7 @@ class Offloaded:
         return lambda: load().reshape(shape)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
-        """Store another weight in place of one, without onloading.
-
-        Args:
-            parameter: the placeholder in the model while the weights are offloaded.
-            load: returns the weight in the parameter's layout, each time that it is onloaded.
-        """
+        """Store another weight in place of a placeholder, without onloading; `load` has the parameter's layout."""
         for slot in self.slots:
             if slot.table[slot.key] is parameter:
                 slot.hook.weights_map.written[slot.name] = load
@@ -198,11 +187,7 @@ class Offloaded:
         return Changes(written, self._placeholders[:] if onloaded else [slot.table[slot.key] for slot in self.slots])
 
     def restore(self, changes: Changes) -> None:
-        """Drop the weights stored since.
-
-        Args:
-            changes: returned by `changes`.
-        """
+        """Drop the weights stored since `changes` was called."""
         for slot, before in zip(self.slots, changes.written, strict=True):
             slot.hook.weights_map.written = dict(before)
         if self._depth:
@@ -217,27 +202,13 @@ _ONLOADED: WeakKeyDictionary[nn.Module, Offloaded] = WeakKeyDictionary()  # by t
 
 
 def mark_written(module: nn.Module, key: str) -> None:
-    """Declare that an onloaded weight was written, or replaced: it is stored when its block is offloaded again.
+    """Declare that an onloaded weight of a module was written, or replaced: it is stored when it is offloaded again.
 
     Does nothing for resident weights, so writers need not distinguish them.
-
-    Args:
-        module: that holds the weight.
-        key: the name of its parameter or buffer.
     """
     weights = _ONLOADED.get(module)
     if weights is not None:
         weights.written.add((module, key))
-
-
-def _constant(tensor: Tensor) -> Load:
-    return lambda: tensor
-
-
-def _placeholder(tensor: Tensor) -> Tensor:
-    """An empty tensor on the meta device in place of an offloaded one."""
-    empty = tensor.detach().to("meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 _WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
@@ -253,11 +224,9 @@ def hooked(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside the context the weights of some modules are offloaded, and onloaded to host memory.
+    """Inside the context the weights of some modules, by name, are offloaded, and onloaded to host memory.
 
-    Args:
-        model: with these modules; it is not called meanwhile.
-        sources: the weights of each module by name, of any shape. Its placeholders have the same shapes and dtypes.
+    The model is not called meanwhile. The placeholders have the shapes and dtypes of the sources.
     """
     from accelerate.hooks import AlignDevicesHook
 
@@ -283,9 +252,7 @@ def is_offloaded(model: nn.Module) -> bool:
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a module without the hooks that load weights, and without the weights.
 
-    Args:
-        module: to copy.
-        memo: of `copy.deepcopy`, with replacements for the tensors.
+    `memo` is that of `copy.deepcopy`, with replacements for the tensors.
     """
     if not is_offloaded(module):
         return copy.deepcopy(module, memo)
@@ -326,17 +293,12 @@ def is_on_disk(blocks: Sequence[Onloadable]) -> bool:
 
 
 def write_to(model: nn.Module, folder: str | None) -> None:
-    """Set the folder for written weights that come from disk.
-
-    Args:
-        model: with offloaded weights.
-        folder: None for the system's folder of temporary files.
-    """
+    """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
     _FOLDERS[model] = folder
 
 
 def tie_again(model: nn.Module) -> None:
-    """Give tied offloaded weights one placeholder again: a call of the model leaves each name with its own."""
+    """Give tied offloaded weights one placeholder again: after a call of the model each name has its own."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():

@@ -34,35 +34,24 @@ class Onloadable(Protocol):
     """A module with its weights, such as `layers.Block`."""
 
     @property
-    def module(self) -> nn.Module:
-        """The module."""
+    def module(self) -> nn.Module: ...
 
     @property
-    def weights(self) -> Weights:
-        """Its weights."""
-
-
-def by_module(blocks: Sequence[Onloadable]) -> dict[nn.Module, Weights]:
-    """The weights that each module inside of some blocks belongs to.
-
-    Args:
-        blocks: of a model.
-    """
-    return {module: block.weights for block in blocks for module in block.module.modules()}
+    def weights(self) -> Weights: ...
 
 
 # A context around each call of a module while its weights are onloaded.
 Within = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
+def by_module(blocks: Sequence[Onloadable]) -> dict[nn.Module, Weights]:
+    """The weights that each module inside of some blocks belongs to."""
+    return {module: block.weights for block in blocks for module in block.module.modules()}
+
+
 @contextmanager
 def onloaded_in_turn(blocks: Sequence[Onloadable], within: Within | None = None) -> Iterator[None]:
-    """While the whole model runs forward, each block's weights are onloaded for its call.
-
-    Args:
-        blocks: of the model.
-        within: a context for each call of a block that is offloaded.
-    """
+    """While the whole model runs forward, each offloaded block's weights are onloaded for its call, inside `within`."""
     with ExitStack() as stack:
         for block in blocks:
             if block.weights is not RESIDENT:
@@ -75,22 +64,15 @@ def differentiated_in_turn(blocks: Sequence[Onloadable], within: Within | None =
     """As `onloaded_in_turn`, for a forward pass that gradients are computed of afterwards.
 
     The hooks keep the data that the graph saved of each parameter alive: the parameter itself is empty after the call.
-
-    Args:
-        blocks: of the model.
-        within: a context for each call of a block that is offloaded.
     """
+
+    def alias(tensor: Tensor) -> Tensor:
+        return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+
     offloaded = any(block.weights is not RESIDENT for block in blocks)
-    with saved_tensors_hooks(_alias, _same) if offloaded else nullcontext(), onloaded_in_turn(blocks, within):
+    saved = saved_tensors_hooks(alias, lambda tensor: tensor) if offloaded else nullcontext()
+    with saved, onloaded_in_turn(blocks, within):
         yield
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _onload_for_calls(block: Onloadable, stack: ExitStack, within: Within | None) -> None:

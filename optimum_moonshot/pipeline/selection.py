@@ -97,7 +97,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         if config.allocation == "fisher":
             config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:
-        patterns = config.layer_patterns(layer.name for layer in found.layers())
+        patterns = config.pattern_rules.of(layer.name for layer in found.layers())
     structure = _fitting(found, patterns, solver, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
 
