@@ -1,9 +1,10 @@
 """Calls of a model or one of its blocks, and contexts that restore its modes and gradients."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,20 @@ def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = original
+
+
+@contextmanager
+def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Arguments]]:
+    """The arguments of each module's first call inside the context, by name."""
+    calls: dict[str, Arguments] = {}
+
+    def record(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(name, (args, kwargs))
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_pre_hook(partial(record, name), with_kwargs=True).remove)
+        yield calls
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from .calls import (
     evaluation_mode,
     first_tensor,
     model_device,
+    recorded,
     run_model,
     split_hidden,
     to_device,
@@ -309,22 +309,21 @@ def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Te
     return small.train(model.training)
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 @torch.no_grad()
 def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
-    """Compare every decoder layer in float32, and the models' results in their own dtype.
-
-    Raises:
-        MoonshotError: they differ by more than rounding errors.
-    """
+    """Compare every decoder layer in float32, and the models' results in their dtype, up to rounding errors."""
     inputs = to_device(inputs, model_device(model))
     name = type(model).__name__
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    with evaluation_mode(model), evaluation_mode(small), ExitStack() as hooks:
-        for block, module in find_blocks(model):
-            keep = lambda _, args, kwargs, block=block: calls.setdefault(block, (args, kwargs)) and None  # noqa: E731
-            hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        expected, result = (_result(run_model(each, inputs)) for each in (model, small))
-        hooks.close()
+    with evaluation_mode(model), evaluation_mode(small):
+        with recorded(dict(find_blocks(model))) as calls:
+            expected, result = (
+                next(leaf for leaf in tree_leaves(run_model(each, inputs)) if _is_floating(leaf))
+                for each in (model, small)
+            )
         require(
             close(result, expected), f"the smaller {name} differs from the pruned one in its results: nothing changed"
         )
@@ -335,18 +334,11 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> No
             )
 
 
-def _result(output: Any) -> Tensor:
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
 def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The largest error of a token's change in a decoder layer, relative to that change."""
 
-    def precise(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
     kwargs = without_caches(kwargs)
-    args, kwargs = tree_map_only(Tensor, precise, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda each: each.float() if _is_floating(each) else each, (args, kwargs))
     outputs = []
     for module in (block, other):
         if any(parameter.dtype != torch.float32 for parameter in module.parameters()):

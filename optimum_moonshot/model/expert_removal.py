@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
-from .calls import first_tensor, run_model, without_caches
+from .calls import first_tensor, recorded, run_model, without_caches
 from .layers import onloading_in, visited
 from .mixtures import Mixture, Mixtures
 from .model_info import Edit, edited, whole_numbers
@@ -170,38 +171,29 @@ class ExpertRemoval:
     @torch.no_grad()
     def _test_permutation(self, probe: Batch) -> None:
         """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
-        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         owners = {mixture.name: self._owner(mixture) for mixture in self.mixtures}
-        with ExitStack() as hooks:
-            for name in {*owners.values()}:
-
-                def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                    calls.setdefault(name, (args, kwargs))
-
-                module = self.model.get_submodule(name)
-                hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            hooks.enter_context(onloaded_in_turn(visited(self.model)))
+        modules = {owner: self.model.get_submodule(owner) for owner in owners.values()}
+        with recorded(modules) as calls, onloaded_in_turn(visited(self.model)):
             run_model(self.model, probe)
         size = self.mixtures.count // self.pattern.groups
         order = torch.arange(self.mixtures.count).view(-1, size).roll(1, 1).flatten()
         onloaded = onloading_in(self.model)
         for name, owner in owners.items():
-            module = self.model.get_submodule(owner)
-            with onloaded(module):
+            with onloaded(modules[owner]):
                 permuted = {
                     key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
                     for key, each in self.sliced.items()
                     if each.mixture == name
                 }
                 require(
-                    owner in calls and _agree(module, permuted, *calls[owner]),
+                    owner in calls and _agree(modules[owner], permuted, *calls[owner]),
                     f"{owner}: its experts cannot be removed: their tokens depend on more than the router's scores",
                 )
 
     def _owner(self, mixture: Mixture) -> str:
         """The name of the smallest module with all tensors that have an axis of this mixture's experts."""
         names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
-        return ".".join(_common(names))
+        return ".".join(commonprefix(names))
 
 
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:
@@ -293,20 +285,10 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:
     """The mixture whose name shares the longest prefix with a tensor's; None if ambiguous."""
-    shared = {mixture.name: len(_common([name.split("."), mixture.name.split(".")])) for mixture in mixtures}
+    shared = {each.name: len(commonprefix([name.split("."), each.name.split(".")])) for each in mixtures}
     most = max(shared.values())
     nearest = [mixture for mixture, length in shared.items() if length == most]
     return nearest[0] if len(nearest) == 1 else None
-
-
-def _common(names: list[list[str]]) -> list[str]:
-    """The longest common prefix of several names, in parts."""
-    prefix = []
-    for parts in zip(*names, strict=False):
-        if len({*parts}) > 1:
-            break
-        prefix.append(parts[0])
-    return prefix
 
 
 def _attributes(base: nn.Module, small: nn.Module) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ all tokens once per expert, [E·T, H], already weighted, and returns the contrib
 module does, and checks the sum; names of families are not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -50,7 +50,7 @@ class Mixture:
         parameters = (parameter for parameter in self.module._parameters.values() if parameter is not None)
         return sum(parameter.numel() for parameter in parameters) // self.count
 
-    def watch(self, see: "SeeMixture") -> Any:
+    def watch(self, see: "Callable[[MixtureCall, Tensor], Tensor | None]") -> Any:
         """Pass every call to a callback, which may replace the output, until the returned handle is removed."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -99,34 +99,26 @@ class MixtureCall(Protocol):
         """
 
 
-class SeeMixture(Protocol):
-    """The callback of a watched mixture."""
-
-    def __call__(self, call: MixtureCall, output: Tensor) -> Tensor | None:
-        """Receive a call and the module's output; return a replacement of the output, or None."""
-
-
+@dataclass(eq=False)
 class RoutedCall:
     """A call with the tokens [T, H] and the indices and weights of every token's experts, [T, k].
 
     Raises `MoonshotError` for an index beyond the last expert, such as a null choice.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        output: Tensor,
-    ):
-        choices = f"{mixture.name}: its router has more choices than its {mixture.count} experts"
-        require(bool((index < mixture.count).all()), choices)
-        self.mixture, self.hidden, self.index, self.weights = mixture, hidden, index, weights
-        self.args, self.kwargs, self.output = args, kwargs, output.detach()
-        self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
+    mixture: Mixture
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    output: Tensor
+
+    def __post_init__(self) -> None:
+        name, count = self.mixture.name, self.mixture.count
+        require(bool((self.index < count).all()), f"{name}: its router has more choices than its {count} experts")
+        self.output = self.output.detach()
+        self.tokens = self.hidden.detach().clone()  # the model may write to its tensor before the backward pass
 
     @property
     def chosen(self) -> int:
