@@ -81,29 +81,21 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     check_allocation(allocation)
     named = isinstance(allocation, dict)
     mixed = isinstance(pattern, str) and pattern.startswith("n:")
-    require(
-        not mixed or allocation == "fisher",
-        "its n:m of each layer is chosen by an allocation",
-        field="pattern",
-        value=pattern,
-        hint=Text("add {}, or give a number for n", Option("allocation", "fisher")),
-    )
+    message, hint = "its n:m of each layer is chosen by an allocation", "add {}, or give a number for n"
+    fisher = Option("allocation", "fisher")
+    require(not mixed or allocation == "fisher", message, field="pattern", value=pattern, hint=Text(hint, fisher))
     supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
-    others = ' or "n:m"' if named else ', or a dict of layer → "n:m"'
-    others += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
+    hint = 'use {} or "n:m"' if named else 'use {}, or a dict of layer → "n:m"'
+    hint += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
     require(
         allocation == "uniform" or pattern == "unstructured" or supported,
         Text("{} has equal sparsity in every layer", Option("pattern", pattern)),
         field="allocation",
         value=allocation,
-        hint=Text("use {}" + others, Option("pattern", "unstructured")),
+        hint=Text(hint, Option("pattern", "unstructured")),
     )
-    require(
-        rotation is None or pattern != "structured",
-        Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern)),
-        field="rotation",
-        value=rotation,
-    )
+    rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
+    require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
 
 
 def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[str, Any]) -> None:

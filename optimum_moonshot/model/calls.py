@@ -48,18 +48,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without parameter gradients; restores both on exit."""
     # By name: accelerate creates another parameter object for each call.
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def require_gradients(required: bool) -> None:
-        for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.requires_grad_(required)
-
     try:
-        require_gradients(False)
+        model.requires_grad_(False)
         with evaluation_mode(model), torch.enable_grad():
             yield
     finally:
-        require_gradients(True)
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.requires_grad_(True)
 
 
 @contextmanager
@@ -138,7 +134,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """
     if model in _FORWARDS:
         return _FORWARDS[model](model, batch)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     inputs: dict[str, Any] = dict(batch)
     if not getattr(config, "is_encoder_decoder", False):
         inputs.pop("labels", None)
@@ -147,7 +143,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     takes_flag = any_name or any(p.name == "use_cache" for p in parameters)
     if hasattr(config, "use_cache") or (hasattr(text, "use_cache") and takes_flag):
-        inputs.setdefault("use_cache", False)  # a cache of keys and values would grow with every block
+        inputs.setdefault("use_cache", False)  # of keys and values, which no pass reads
     dtype = next(model.parameters()).dtype
     for name, value in inputs.items():
         inputs[name] = value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -73,15 +73,9 @@ class _Family:
     """The same layer of all decoder layers: a configuration has one width for them."""
 
     name: str
+    size: int  # of a group
+    count: int
     members: tuple[tuple[PrunableLayer, StructuredGroups, Tensor], ...]  # the tensor: indices of the dead groups
-
-    @property
-    def size(self) -> int:
-        return self.members[0][1].size
-
-    @property
-    def count(self) -> int:
-        return self.members[0][1].count
 
     @property
     def dead(self) -> int:
@@ -111,11 +105,8 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     config, removed = search.configuration()
     zeros = search.remaining(removed)
     if not removed:
-        require(
-            bool(zeros),
-            "nothing to compact: no neuron or head has only zeros",
-            hint=Text("prune with {} first", Option("pattern", "structured")),
-        )
+        hint = Text("prune with {} first", Option("pattern", "structured"))
+        require(bool(zeros), "nothing to compact: no neuron or head has only zeros", hint=hint)
         return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
     small = _build(model, config, search.state(removed))
     try:
@@ -141,13 +132,15 @@ class _Search:
             self.names.setdefault(id(parameter), []).append(name)
         self.shapes = _shapes(model)
         structured, _ = find_structured_groups(model, inputs)
-        families: dict[tuple[Any, ...], list[Any]] = {}
+        families: dict[tuple[str, int, int], list[tuple[PrunableLayer, StructuredGroups, Tensor]]] = {}
         for block in structure.blocks:
             for groups in (structured[layer.name] for layer in block.layers if layer.name in structured):
                 name = f"{block.name.rpartition('.')[0]}.*{groups.name.removeprefix(block.name)}"
-                member = (self.layers[groups.name], groups, _dead(self.layers[groups.name], groups))
+                layer = self.layers[groups.name]
+                alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
+                member = (layer, groups, (~alive).nonzero().flatten().cpu())
                 families.setdefault((name, groups.size, groups.count), []).append(member)
-        self.families = [_Family(key[0], tuple(members)) for key, members in families.items()]
+        self.families = [_Family(*key, tuple(members)) for key, members in families.items()]
         self.reasons: dict[_Family, str] = {}
 
     def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
@@ -270,12 +263,6 @@ class _Search:
         return zeros
 
 
-def _dead(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
-    """The indices of the groups whose columns are all zero."""
-    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
-    return (~alive).nonzero().flatten().cpu()
-
-
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
@@ -324,14 +311,12 @@ def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> No
                 next(leaf for leaf in tree_leaves(run_model(each, inputs)) if _is_floating(leaf))
                 for each in (model, small)
             )
-        require(
-            close(result, expected), f"the smaller {name} differs from the pruned one in its results: nothing changed"
-        )
+        message = f"the smaller {name} differs from the pruned one in its results: nothing changed"
+        require(close(result, expected), message)
         for (block, module), (_, other) in zip(find_blocks(model), find_blocks(small), strict=True):
             error = _block_error(module, other, *calls[block]) if block in calls else 0.0
-            require(
-                error <= BLOCK_TOLERANCE, f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
-            )
+            message = f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
+            require(error <= BLOCK_TOLERANCE, message)
 
 
 def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -23,11 +23,10 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
 from .calls import first_tensor, recorded, run_model, without_caches
-from .layers import onloading_in, visited
-from .mixtures import Mixture, Mixtures
+from .layers import by_module, onloaded_in_turn, onloading_in, visited
+from .mixtures import Mixtures
 from .model_info import Edit, edited, whole_numbers
-from .offload import Offloaded, mark_written
-from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
+from .offload import RESIDENT, Offloaded, Weights, mark_written
 
 # Fields with the number of a router's groups of experts, and of the groups that it selects.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
@@ -171,7 +170,10 @@ class ExpertRemoval:
     @torch.no_grad()
     def _test_permutation(self, probe: Batch) -> None:
         """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
-        owners = {mixture.name: self._owner(mixture) for mixture in self.mixtures}
+        owners: dict[str, str] = {}  # mixture → the smallest module with all tensors that have an axis of its experts
+        for mixture in self.mixtures:
+            names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
+            owners[mixture.name] = ".".join(commonprefix(names))
         modules = {owner: self.model.get_submodule(owner) for owner in owners.values()}
         with recorded(modules) as calls, onloaded_in_turn(visited(self.model)):
             run_model(self.model, probe)
@@ -185,15 +187,9 @@ class ExpertRemoval:
                     for key, each in self.sliced.items()
                     if each.mixture == name
                 }
-                require(
-                    owner in calls and _agree(modules[owner], permuted, *calls[owner]),
-                    f"{owner}: its experts cannot be removed: their tokens depend on more than the router's scores",
-                )
-
-    def _owner(self, mixture: Mixture) -> str:
-        """The name of the smallest module with all tensors that have an axis of this mixture's experts."""
-        names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
-        return ".".join(commonprefix(names))
+                invariant = owner in calls and _agree(modules[owner], permuted, *calls[owner])
+                reason = "its experts cannot be removed: their tokens depend on more than the router's scores"
+                require(invariant, f"{owner}: {reason}")
 
 
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:
@@ -277,10 +273,7 @@ def _explained(
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, tied ones under every name."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:

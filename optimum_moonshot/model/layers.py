@@ -7,20 +7,22 @@ any (a plain `torch.nn.Module`) has all layers pruned but the first and the last
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MoonshotError, Text, require
 from .experts import ExpertsLayer, expert_parameters, stacks_experts
 from .layer_kinds import WEIGHT, find_layer
 from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
-from .offload import weights_of
-from .onloading import RESIDENT, Weights, by_module
+from .offload import RESIDENT, Offloaded, Weights, weights_of
 
 ROUTER = "a router of experts stays dense unless targets names it"
+Within = Callable[[nn.Module], AbstractContextManager[Any]]  # a context around each call of a module
 Visit = Callable[[], AbstractContextManager[None]]  # returns a context in which some weights are onloaded
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -35,7 +37,7 @@ class Block:
     weights: Weights = RESIDENT
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the block's parameters hold its weights; see onloading.py."""
+        """A context in which the block's parameters hold its weights."""
         return self.weights.onloaded()
 
 
@@ -117,6 +119,73 @@ def _is_block(module: nn.Module) -> bool:
     return any(find_layer(child) is not None for child in module.modules() if child is not module)
 
 
+def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
+    """The weights that each module inside of some blocks belongs to."""
+    return {module: block.weights for block in blocks for module in block.module.modules()}
+
+
+def is_on_disk(blocks: Sequence[Block]) -> bool:
+    """Whether any of the blocks' weights are loaded from disk."""
+    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
+
+
+@contextmanager
+def onloaded_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """While the whole model runs forward, each offloaded block's weights are onloaded for its call, inside `within`."""
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.weights is not RESIDENT:
+                _onload_for_calls(block, stack, within)
+        yield
+
+
+@contextmanager
+def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """As `onloaded_in_turn`, for a forward pass that gradients are computed of afterwards.
+
+    The hooks keep the data that the graph saved of each parameter alive: the parameter itself is empty after the call.
+    """
+
+    def alias(tensor: Tensor) -> Tensor:
+        return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+
+    offloaded = any(block.weights is not RESIDENT for block in blocks)
+    saved = saved_tensors_hooks(alias, lambda tensor: tensor) if offloaded else nullcontext()
+    with saved, onloaded_in_turn(blocks, within):
+        yield
+
+
+def _onload_for_calls(block: Block, stack: ExitStack, within: Within | None) -> None:
+    calls: list[ExitStack] = []  # of the calls in progress
+
+    def enter(*_: Any) -> None:
+        with ExitStack() as inside:
+            inside.enter_context(block.weights.onloaded())
+            if within is not None:
+                inside.enter_context(within(block.module))
+            calls.append(inside.pop_all())
+
+    def leave(*_: Any) -> None:
+        calls.pop().close()
+
+    def end() -> None:  # after a call that failed
+        for inside in reversed(calls):
+            inside.close()
+
+    stack.callback(end)
+    stack.callback(block.module.register_forward_pre_hook(enter, prepend=True).remove)
+    stack.callback(block.module.register_forward_hook(leave).remove)
+
+
+@contextmanager
+def all_onloaded(blocks: Sequence[Block]) -> Iterator[None]:
+    """All blocks' weights at once, for backward passes of the whole model."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.weights.onloaded())
+        yield
+
+
 def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignore: Sequence[str] = ()) -> Structure:
     """The layers that `targets` and `ignore`, expressions searched for in module names, select.
 
@@ -124,20 +193,13 @@ def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignor
     everything but the first and the last layer in the order of their definition. Raises `MoonshotError` for PEFT
     adapters, an expression that matches no module, or nothing left to prune.
     """
-    require(
-        not adapted_layers(model),
-        "it has PEFT adapters",
-        field="model",
-        hint="prune it before they are added, or merge them first (merge_and_unload)",
-    )
+    hint = "prune it before they are added, or merge them first (merge_and_unload)"
+    require(not adapted_layers(model), "it has PEFT adapters", field="model", hint=hint)
     names = [name for name, _, _ in holders(model) if name] + [name for name, _ in model.named_modules() if name]
     for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
         for expression in expressions:
-            require(
-                any(re.search(expression, name) for name in names),
-                f"{expression!r} matches no module name, such as {', '.join(names[-3:])}",
-                field=field_name,
-            )
+            message = f"{expression!r} matches no module name, such as {', '.join(names[-3:])}"
+            require(any(re.search(expression, name) for name in names), message, field=field_name)
     blocks = find_blocks(model)
     layers, skipped = _candidates(model, [name for name, _ in blocks], targets, ignore)
     structure = Structure(

@@ -87,9 +87,8 @@ def loss_gradient(
         single = sample.float().requires_grad_(True)
         with torch.enable_grad():
             value = _cross_entropy(single, label)
-        require(
-            bool(torch.isfinite(value)), f"the calibration loss is {value.item()}", hint="check the model's weights"
-        )
+        message = f"the calibration loss is {value.item()}"
+        require(bool(torch.isfinite(value)), message, hint="check the model's weights")
         (step,) = torch.autograd.grad(value, single)
         out.copy_(step * scale)
         losses.append(value.detach())
@@ -119,9 +118,8 @@ def _checked_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over one sample's labelled positions."""
-    require(
-        bool((labels != IGNORED).any()), "a calibration sample has no label", hint="give samples of 2 tokens or more"
-    )
+    hint = "give samples of 2 tokens or more"
+    require(bool((labels != IGNORED).any()), "a calibration sample has no label", hint=hint)
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
 

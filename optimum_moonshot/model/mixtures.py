@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Option, reason, require
+from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
 from .experts import expert_parameters, routing, with_others
-from .layers import onloading_in, visited
-from .onloading import onloaded_in_turn
+from .layers import onloaded_in_turn, onloading_in, visited
 
 # Bytes of contributions in memory at a time.
 ROOM = 64 * 2**20
@@ -205,9 +204,8 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     name = type(model).__name__
     mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_parameters(module)]
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
-    experts = Option("pattern", "experts")
     message = f"{name} has no experts in fused parameters"
-    require(bool(mixtures), message, field=experts.name, value=experts.value, hint="use a mixture of experts")
+    require(bool(mixtures), message, field="pattern", value="experts", hint="use a mixture of experts")
     looks = [_Look(mixture, model) for mixture in mixtures]
     with ExitStack() as hooks:
         for look in looks:
@@ -220,12 +218,9 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     for look in looks:  # all mixtures of one size lose experts together
         supported = look in understood or look.mixture.count not in (counts or {look.mixture.count})
         require(supported, look.reason or f"{look.mixture.name}: {unreached}")
-    require(
-        len(counts) == 1,
-        f"{name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; every layer must lose equally many",
-        field=experts.name,
-        value=experts.value,
-    )
+    sizes = " and ".join(map(str, sorted(counts)))
+    message = f"{name} has mixtures of {sizes} experts; every layer must lose equally many"
+    require(len(counts) == 1, message, field="pattern", value="experts")
     onloaded = onloading_in(model)
     for look in understood:
         with onloaded(look.around):

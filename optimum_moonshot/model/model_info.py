@@ -20,18 +20,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None if its configuration has no limit."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = _text_config(model)
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a language model's logits; 1 if the configuration has none."""
+    return getattr(_text_config(model), "vocab_size", None) or 1
+
+
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "vocab_size", None) or 1
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def embedded_tokens(model: nn.Module) -> int | None:

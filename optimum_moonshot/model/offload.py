@@ -1,4 +1,8 @@
-"""Weights that accelerate keeps in host memory or on disk, onloaded a block at a time.
+"""Weights that are in the model all the time, or that accelerate keeps in host memory or on disk.
+
+Code that reads a block's weights, or runs the block, does it under ``with block.onloaded():``. The block's `Weights`
+decides what that loads, so calibration, solvers and recovery need not know whether a model is on disk, in host memory
+or on the device.
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
 call of the module and offloads them after it. `Offloaded.onloaded` loads those of a whole block at once and disables
@@ -11,17 +15,33 @@ checkpoint never changes.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_matrix
-from .onloading import RESIDENT, Onloadable, Weights
 
 Load = Callable[[], Tensor]
+
+
+class Weights(Protocol):
+    """The weights of a block."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """A context in which the block's parameters hold its weights. Reentrant."""
+
+
+class Resident:
+    """Weights that are in the model all the time."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+RESIDENT = Resident()
 
 
 class Changes(NamedTuple):
@@ -287,11 +307,6 @@ def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] 
     return cached
 
 
-def is_on_disk(blocks: Sequence[Onloadable]) -> bool:
-    """Whether any of the blocks' weights are loaded from disk."""
-    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
-
-
 def write_to(model: nn.Module, folder: str | None) -> None:
     """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
     _FOLDERS[model] = folder
@@ -302,21 +317,10 @@ def tie_again(model: nn.Module) -> None:
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
-        tied, shared = _parameter(model, name), _parameter(model, source)
-        if tied is None or shared is None or tied is shared or not (tied.is_meta and shared.is_meta):
+        try:
+            tied, shared = model.get_parameter(name), model.get_parameter(source)
+        except AttributeError:
             continue
-        if tied.shape == shared.shape:
+        if tied is not shared and tied.is_meta and shared.is_meta and tied.shape == shared.shape:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = shared
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
-    try:
-        return model.get_parameter(name)
-    except AttributeError:
-        return None
-
-
-def read_bytes() -> int:
-    """Bytes of weights loaded so far in this process."""
-    return Offloaded.read

@@ -12,7 +12,6 @@ stays and query heads are removed.
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
-from .layers import Block, PrunableLayer, Structure, find_structure
+from .layers import Block, PrunableLayer, Structure, differentiated_in_turn, find_structure
 from .model_info import max_positions, vocabulary_size
-from .onloading import differentiated_in_turn
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that can be removed, and it produces none"
@@ -148,7 +146,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, _: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
@@ -158,7 +156,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         for block in blocks:
             for layer in block.layers:
                 for module in layer.modules:
-                    hooks.callback(layer.at(module).watch(partial(replace, layer)).remove)
+                    hooks.callback(layer.at(module).watch(replace).remove)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:

@@ -13,10 +13,9 @@ from ..data.batches import Batch
 from ..devices import wait_for
 from ..errors import require
 from ..model.calls import model_device, to_device
-from ..model.layers import Block, Structure
+from ..model.layers import Block, Structure, is_on_disk
 from ..model.losses import Loss
-from ..model.offload import is_on_disk
-from ..model.onloading import RESIDENT
+from ..model.offload import RESIDENT
 from ..pipeline.block_probe import without_weights
 from ..pipeline.selection import Selection, check_weight
 from ..pipeline.streamed import StreamedPipeline

@@ -19,10 +19,9 @@ from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, reason, require
 from ..model.calls import Forward, called_by, frozen, model_device
-from ..model.layers import Block
+from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
-from ..model.onloading import all_onloaded
 from ..objective.patterns import Experts
 from ..pipeline.block_sequences import find_block_sequences
 from ..pipeline.inputs import Subject, prepare, with_room

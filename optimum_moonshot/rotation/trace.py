@@ -23,8 +23,7 @@ from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.experts import plain_implementation
 from ..model.layer_kinds import find_layer
-from ..model.layers import visited
-from ..model.onloading import differentiated_in_turn, onloaded_in_turn
+from ..model.layers import differentiated_in_turn, onloaded_in_turn, visited
 from .norms import Norm, find_norm, may_be_norm
 
 # Relative rounding error of a derivative that commutes.

@@ -25,8 +25,7 @@ from models import GROUPED, image_batches, make, spread, token_batches
 from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.sums import GradientSums, Gram
-from optimum_moonshot.model.layers import visited
-from optimum_moonshot.model.onloading import all_onloaded
+from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
 from optimum_moonshot.runs import layers as solving
