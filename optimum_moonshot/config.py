@@ -211,10 +211,9 @@ class MoonshotConfig:
 
     def make_solver(self) -> Solver:
         """Build the solver with its hyperparameters."""
-        declared = options_of(self.solver)
-        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
-        shared = {name: value for name, value in shared.items() if value is not None}
-        return make_solver(self.solver, {**shared, **self.solver_options})
+        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in options_of(self.solver)}
+        explicit = {name: value for name, value in shared.items() if value is not None}
+        return make_solver(self.solver, {**explicit, **self.solver_options})
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return all hyperparameters of the solver with their values."""

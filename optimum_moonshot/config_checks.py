@@ -87,13 +87,10 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
     hint = 'use {} or "n:m"' if named else 'use {}, or a dict of layer → "n:m"'
     hint += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
-    require(
-        allocation == "uniform" or pattern == "unstructured" or supported,
-        Text("{} has equal sparsity in every layer", Option("pattern", pattern)),
-        field="allocation",
-        value=allocation,
-        hint=Text(hint, Option("pattern", "unstructured")),
-    )
+    allowed = allocation == "uniform" or pattern == "unstructured" or supported
+    equal = Text("{} has equal sparsity in every layer", Option("pattern", pattern))
+    dividable = Text(hint, Option("pattern", "unstructured"))
+    require(allowed, equal, field="allocation", value=allocation, hint=dividable)
     rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
     require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
 

@@ -142,22 +142,17 @@ class ExpertsLayer(PrunableLayer):
         return True
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
-        require(
-            mask is None or bool(mask.all()),
-            "the tokens that an expert reads do not show which are padding",
-            hint=Text("use samples of equal length, or {}", Option("batch_size", 1)),
-        )
+        message = "the tokens that an expert reads do not show which are padding"
+        hint = Text("use samples of equal length, or {}", Option("batch_size", 1))
+        require(mask is None or bool(mask.all()), message, hint=hint)
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
         yield self._grouped(inputs)
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
-        require(
-            samples == 1,
-            f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to",
-            hint=Text("use {}", Option("batch_size", 1)),
-        )
+        message = f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to"
+        require(samples == 1, message, hint=Text("use {}", Option("batch_size", 1)))
         yield Pair(self._grouped(inputs)[None], self._grouped(delta)[None], True)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
@@ -278,10 +273,8 @@ def _routed_to(
     routes = routing(args, kwargs)
     if routes is None:
         options = Option("expert_tokens", "routed"), Option("under_calibrated_experts", "routed")
-        raise MoonshotError(
-            f"the arguments of {type(module).__name__} do not show which token it sends to which expert",
-            hint=Text("leave {} and {}", *options),
-        )
+        message = f"the arguments of {type(module).__name__} do not show which token it sends to which expert"
+        raise MoonshotError(message, hint=Text("leave {} and {}", *options))
     index, _ = routes
     places = torch.arange(index.shape[1], device=index.device)
     last = len(next(iter(expert_parameters(module).values()))) - 1
@@ -331,10 +324,9 @@ class _StandIn(Tensor):
             assert index is not None
             return _StandIn.of(result, self.watched, self.key, int(index), self.turned)
         module, name = type(self.watched.module).__name__, getattr(func, "__name__", str(func))
-        raise MoonshotError(
-            f"{module}.{self.key}: its experts are computed by {name}, whose inputs cannot be separated by expert",
-            hint=Text("add its name to {} to leave it dense", "ignore"),
-        )
+        message = f"its experts are computed by {name}, whose inputs cannot be separated by expert"
+        hint = Text("add its name to {} to leave it dense", "ignore")
+        raise MoonshotError(f"{module}.{self.key}: {message}", hint=hint)
 
 
 _SAME_LAYOUT = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}

@@ -22,7 +22,7 @@ kind.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -41,11 +41,9 @@ STRIP_BYTES = 64 * 2**20
 _Layer = TypeVar("_Layer", bound="PrunableLayer")
 
 
-class See(Protocol):
-    """The callback of a watched layer."""
-
-    def __call__(self, layer: "PrunableLayer", inputs: Tensor, output: Tensor) -> Tensor | None:
-        """Receive a call of a layer, or of one of its experts; return a replacement of the output, or None."""
+# The callback of a watched layer: (layer that was called, or one of its experts, inputs, output) → a replacement of the
+# output, or None.
+See = Callable[["PrunableLayer", Tensor, Tensor], Tensor | None]
 
 
 class Watch(Protocol):
@@ -229,11 +227,9 @@ class LinearLayer(PrunableLayer):
             return mask
         if lead.numel() == mask.numel():
             return mask.reshape(lead)
-        require(
-            bool(mask.all()),
-            f"inputs of shape {list(inputs.shape)} do not show which tokens are padding",
-            hint=Text("use samples of equal length, or {}", Option("batch_size", 1)),
-        )
+        message = f"inputs of shape {list(inputs.shape)} do not show which tokens are padding"
+        hint = Text("use samples of equal length, or {}", Option("batch_size", 1))
+        require(bool(mask.all()), message, hint=hint)
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
@@ -277,22 +273,19 @@ class Conv2dLayer(PrunableLayer):
     input, so they are computed in strips of output rows. Every position counts, whatever the batch's mask.
     """
 
+    modules: tuple[nn.Conv2d, ...]
+
     kind = nn.Conv2d
     images = True
     dimensions = 4
 
     @property
-    def conv(self) -> nn.Conv2d:
-        assert isinstance(self.module, nn.Conv2d)
-        return self.module
-
-    @property
     def groups(self) -> int:  # type: ignore[override] # depends on the module
-        return self.conv.groups
+        return self.modules[0].groups
 
     @property
     def reads(self) -> Hashable:  # type: ignore[override] # depends on the module
-        conv = self.conv
+        conv = self.modules[0]
         return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode, conv.groups
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
@@ -302,20 +295,20 @@ class Conv2dLayer(PrunableLayer):
         return matrix.reshape(self.parameter.shape)
 
     def _is_plain(self) -> bool:
-        cls = type(self.conv)
+        cls = type(self.modules[0])
         return cls.forward is nn.Conv2d.forward and cls._conv_forward is nn.Conv2d._conv_forward
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-        for _, patches, _ in strips(self.conv, _batched(inputs)):
+        for _, patches, _ in strips(self.modules[0], _batched(inputs)):
             yield _joined(patches)
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
         images, delta = _batched(inputs), _batched(delta)
         _check_samples(images, len(images) == samples, samples)
-        for rows, patches, last in strips(self.conv, images):
+        for rows, patches, last in strips(self.modules[0], images):
             deltas = delta[:, :, rows].flatten(2).unflatten(1, (self.groups, -1)).mT.float()
             if len(images) != samples:  # several images of one sample
                 patches, deltas = _joined(patches)[None], _joined(deltas)[None]
@@ -352,11 +345,9 @@ def _batched(images: Tensor) -> Tensor:
 
 
 def _check_samples(tensor: Tensor, separable: bool, samples: int) -> None:
-    require(
-        separable or samples == 1,
-        f"inputs of shape {list(tensor.shape)} do not show which of the batch's {samples} samples they belong to",
-        hint=Text("use {}", Option("batch_size", 1)),
-    )
+    shape = list(tensor.shape)
+    message = f"inputs of shape {shape} do not show which of the batch's {samples} samples they belong to"
+    require(separable or samples == 1, message, hint=Text("use {}", Option("batch_size", 1)))
 
 
 KINDS: tuple[type[PrunableLayer], ...] = (LinearLayer, Conv1DLayer, Conv2dLayer)

@@ -235,12 +235,9 @@ def _candidates(
             selected = any(re.search(target, name) for target in targets)
         if not selected or any(re.search(expression, name) for expression in ignore):
             continue
-        if isinstance(layer, ExpertsLayer):
-            reason = layer.unprunable()
-        else:
-            parent = model.get_submodule(name.rpartition(".")[0])
-            reason = _unprunable(module, layer, parent, targeted=targets is not None)
-            reason = reason or (ROUTER if module in routers else None)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        reason = _unprunable(module, layer, parent, targeted=targets is not None)
+        reason = reason or (ROUTER if module in routers else None)
         if reason:
             skipped[name] = reason
         elif layer is not None:
@@ -309,11 +306,8 @@ def _routers(model: nn.Module) -> set[nn.Module]:
         counts = {_experts(child) for child in module.children()} - {0}
         for child in module.children() if counts else ():
             layers = [layer for layer in map(find_layer, child.modules()) if layer is not None]
-            if (
-                len(layers) == 1
-                and layers[0].module._parameters.get(WEIGHT) is not None
-                and layers[0].shape[0] in counts
-            ):
+            computed = any(layer.module._parameters.get(WEIGHT) is None for layer in layers)
+            if len(layers) == 1 and not computed and layers[0].shape[0] in counts:
                 routers.add(layers[0].module)
     return routers
 

@@ -47,12 +47,9 @@ def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     if "labels" in batch:
         labels = batch["labels"]
     else:
-        require(
-            is_causal(model) and "input_ids" in batch,
-            f"{type(model).__name__} needs them for its loss",
-            field="labels",
-            hint=Text("give calibration data with labels, or {}", NO_BACKWARD),
-        )
+        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
+        able = is_causal(model) and "input_ids" in batch
+        require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
         mask = token_mask(batch)
         assert mask is not None
         labels = batch["input_ids"].masked_fill(~mask, IGNORED)

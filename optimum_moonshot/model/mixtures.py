@@ -132,10 +132,10 @@ class RoutedCall:
             yield Piece(self.index[some], parts, slopes)
 
     def instead(self) -> None:
-        kind = type(self.mixture.module).__name__
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
         except Exception as error:  # a module may fail in any way at an unexpected call
+            kind = type(self.mixture.module).__name__
             message = f"{kind} does not take tokens with one expert each ({reason(error)})"
             raise MoonshotError(message, field="pattern", value="experts").within(self.mixture.name) from error
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
