@@ -21,6 +21,7 @@ kind.
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -106,8 +107,9 @@ class PrunableLayer(ABC):
     @property
     def shape(self) -> tuple[int, int]:
         """[d_out, d_in] of the matrix."""
-        shape = self.parameter.shape
-        return shape[0], shape[1:].numel()
+        sizes = list(self.parameter.shape)
+        d_out = sizes.pop(self.axes[0])
+        return d_out, math.prod(sizes)
 
     @property
     def matrix(self) -> Tensor:
@@ -190,10 +192,10 @@ class LinearLayer(PrunableLayer):
     kind: ClassVar[type[nn.Module]] = nn.Linear
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return tensor if self.axes == (0, 1) else tensor.T
 
     def as_parameter(self, matrix: Tensor) -> Tensor:
-        return matrix
+        return self.as_matrix(matrix)
 
     def _is_plain(self) -> bool:
         """Whether its forward is the kind's, or computes the same on a copy of the module with a tiny weight.
@@ -252,17 +254,6 @@ class Conv1DLayer(LinearLayer):
 
     kind = Conv1D
     axes = (1, 0)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        d_in, d_out = self.parameter.shape
-        return d_out, d_in
-
-    def as_matrix(self, tensor: Tensor) -> Tensor:
-        return tensor.T
-
-    def as_parameter(self, matrix: Tensor) -> Tensor:
-        return matrix.T
 
 
 class Conv2dLayer(PrunableLayer):
