@@ -222,8 +222,10 @@ class _Watched:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call, wrap the current weights; experts that are watched `everywhere` compute all its tokens."""
         layers = [watch.layer for watch in self.watches]
-        for layer in {layer.key: layer for layer in layers}.values():
-            vars(module)[layer.key] = _StandIn.of(layer.parameter, self, layer.key)
+        for key in {layer.key for layer in layers}:
+            parameter = module._parameters[key]  # not a layer's substitute: the call may run with rounded weights
+            assert parameter is not None
+            vars(module)[key] = _StandIn.of(parameter, self, key)
         keys_of: dict[int, set[str]] = {}  # expert → its products that all tokens shall have
         for layer in layers:
             for expert in layer.experts if layer.everywhere else ():

@@ -40,8 +40,6 @@ WEIGHT = "weight"  # the name of the parameter in a module with one matrix
 STRIP_BYTES = 64 * 2**20
 
 _Layer = TypeVar("_Layer", bound="PrunableLayer")
-
-
 # The callback of a watched layer: (layer that was called, or one of its experts, inputs, output) → a replacement of the
 # output, or None.
 See = Callable[["PrunableLayer", Tensor, Tensor], Tensor | None]
