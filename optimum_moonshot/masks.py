@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, Text, check_expressions, require
-from .model.layers import PrunableLayer, adapted_layers, holders
+from .model.layers import PrunableLayer, adapted_layers, named_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -107,7 +107,7 @@ def _selected_layers(
     """The layers selected by `targets` and `ignore`, without adapters."""
     tied: dict[int, PrunableLayer] = {}  # by their parameter
     adapted = adapted_layers(model)
-    for name, module, layer in holders(model):
+    for name, module, layer in named_layers(model):
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # weights of an adapter, which PEFT stores in submodules next to `base_layer`
         weight = None if layer is None else module._parameters.get(layer.key)

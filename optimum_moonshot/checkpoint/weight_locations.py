@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, reason
-from ..model.layers import find_structure, holders
+from ..model.layers import find_structure, named_layers
 from .declared_metadata import DeclaredMetadata
 from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
@@ -54,7 +54,7 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: Iterable[s
         return _by_name(declared, weights, reason(error))
     layers = _declared_layers(declared, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    pruned = {name: layer for name, _, layer in holders(model) if name in set(layers) and layer is not None}
+    pruned = {name: layer for name, _, layer in named_layers(model) if name in set(layers) and layer is not None}
     layer_of = {id(layer.module._parameters.get(layer.key)): name for name, layer in pruned.items()}
     stored = loaded_into(model, weights)
     owners = {weight: layer_of.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}

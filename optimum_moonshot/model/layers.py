@@ -195,7 +195,7 @@ def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignor
     """
     hint = "prune it before they are added, or merge them first (merge_and_unload)"
     require(not adapted_layers(model), "it has PEFT adapters", field="model", hint=hint)
-    names = [name for name, _, _ in holders(model) if name] + [name for name, _ in model.named_modules() if name]
+    names = [name for name, _, _ in named_layers(model) if name] + [name for name, _ in model.named_modules() if name]
     for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
         for expression in expressions:
             message = f"{expression!r} matches no module name, such as {', '.join(names[-3:])}"
@@ -227,7 +227,7 @@ def _candidates(
     tied: dict[int, tuple[str | None, PrunableLayer]] = {}  # by their parameter
     skipped = {} if blocks or targets is not None else _ends(model)
     routers = _routers(model) if targets is None else set()
-    for name, module, layer in holders(model):
+    for name, module, layer in named_layers(model):
         block = next((block for block in blocks if name == block or name.startswith(block + ".")), None)
         if targets is None:
             selected = name not in skipped and (block is not None or not blocks)
@@ -251,7 +251,7 @@ def _candidates(
     return layers, skipped
 
 
-def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, PrunableLayer | None]]:
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PrunableLayer | None]]:
     """Every possible layer: its name, the module, and the layer, None if the module has none.
 
     A layer has the name of its module or, of fused experts, that of the parameter, without the suffix "weight".

@@ -206,29 +206,30 @@ def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
     message = f"{name} has no experts in fused parameters"
     require(bool(mixtures), message, field="pattern", value="experts", hint="use a mixture of experts")
-    looks = [_Look(mixture, model) for mixture in mixtures]
+    trials = [_Trial(mixture, model) for mixture in mixtures]
     with ExitStack() as hooks:
-        for look in looks:
-            look.enter(hooks)
+        for trial in trials:
+            trial.enter(hooks)
         hooks.enter_context(onloaded_in_turn(visited(model)))
         run_model(model, probe)
-    understood = [look for look in looks if look.chosen and not look.reason]
-    counts = {look.mixture.count for look in understood}
+    understood = [trial for trial in trials if trial.chosen and not trial.reason]
+    counts = {trial.mixture.count for trial in understood}
     unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
-    for look in looks:  # all mixtures of one size lose experts together
-        supported = look in understood or look.mixture.count not in (counts or {look.mixture.count})
-        require(supported, look.reason or f"{look.mixture.name}: {unreached}")
+    for trial in trials:  # all mixtures of one size lose experts together
+        supported = trial in understood or trial.mixture.count not in (counts or {trial.mixture.count})
+        require(supported, trial.reason or f"{trial.mixture.name}: {unreached}")
     sizes = " and ".join(map(str, sorted(counts)))
     message = f"{name} has mixtures of {sizes} experts; every layer must lose equally many"
     require(len(counts) == 1, message, field="pattern", value="experts")
     onloaded = onloading_in(model)
-    for look in understood:
-        with onloaded(look.around):
-            look.check()
-    return Mixtures(tuple(look.mixture for look in understood), counts.pop(), max(look.chosen for look in understood))
+    for trial in understood:
+        with onloaded(trial.around):
+            trial.check()
+    chosen = max(trial.chosen for trial in understood)
+    return Mixtures(tuple(trial.mixture for trial in understood), counts.pop(), chosen)
 
 
-class _Look:
+class _Trial:
     """The result of watching a module of experts: the number of experts of a token, or the reason of a failure."""
 
     def __init__(self, mixture: Mixture, model: nn.Module):
