@@ -15,7 +15,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Pattern, parse_pattern
 from optimum_moonshot.rotation.learning import learn
 from optimum_moonshot.rotation.objective import Coordinates, Group, Matrix, Objective, sampled, set_totals, widest
@@ -41,7 +41,7 @@ def make(shape: tuple[int, ...], pattern: Pattern, rows: int | None, device: str
         module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
         some = None if gives else sampled(d_out, rows, 1, chooser)
         columns = sampled(d_in, rows, widest([pattern]), chooser) if gives and free else None
-        return Matrix(PrunableLayer(name, (module,), False), (pattern,), gives, some, columns)
+        return Matrix(LinearLayer(name, (module,), False), (pattern,), gives, some, columns)
 
     def inverse() -> torch.Tensor:
         scale = torch.rand(hidden, generator=generator, device=device) + 0.1

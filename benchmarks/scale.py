@@ -86,7 +86,7 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
     pruned = time.perf_counter()
     if output is not None:
         pruner.save_pretrained(output, format=layout)
-    from optimum_moonshot.model.offload import read_bytes
+    from optimum_moonshot.model.offload import Offloaded
 
     return {
         "seconds": time.perf_counter() - begun,
@@ -95,7 +95,7 @@ def prune(folder: Path, output: Path | None, fields: dict, offload: str | None) 
         "prune": pruned - loaded,
         "save": time.perf_counter() - pruned,
         "phases": report.seconds,
-        "read": read_bytes(),
+        "read": Offloaded.read,
         "before": before,
         "peak": peak_bytes(),
         "sparsity": report.sparsity,

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from .config_checks import check_combinations, check_experts, check_supported, check_values
 from .errors import MAX_INT, MoonshotError, Option, Text, check_expressions, require, shown
 from .objective.allocation_rules import PatternRules
-from .objective.patterns import NM, Experts, MixedNM, Pattern
+from .objective.patterns import Experts, MixedNM, Pattern
 from .recipes import recipe
 from .solvers.base import Solver, make_solver, solver_class
 from .solvers.base import solver_options as options_of
@@ -157,9 +157,8 @@ class MoonshotConfig:
         if isinstance(self.allocation, dict):
             object.__setattr__(self, "allocation", dict(self.allocation))
         check_supported(solver, self.pattern_rules, values)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.pattern == Experts.kind:
-            check_experts(values, defaults)
+            check_experts(values, {field.name: field.default for field in dataclasses.fields(self)})
         self._set_solver_options(solver)
         for field in ("targets", "ignore"):
             object.__setattr__(self, field, check_expressions(field, values[field]))
@@ -205,18 +204,6 @@ class MoonshotConfig:
         """`pattern`, `sparsity` and `group_size` as one object; None if only an allocation by name is given."""
         return self.pattern_rules.default
 
-    def layer_patterns(self, names: Iterable[str]) -> dict[str, Pattern | MixedNM]:
-        """Return the pattern of each layer, before OWL and other methods that need the model divide the budget.
-
-        Raises:
-            MoonshotError: an allocation without an entry for a layer, or an entry that no layer uses.
-        """
-        return self.pattern_rules.of(names)
-
-    def nm_patterns(self) -> list[NM]:
-        """Return the n:m patterns that layers may get, short groups first."""
-        return self.pattern_rules.nm()
-
     @property
     def max_memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
@@ -224,10 +211,9 @@ class MoonshotConfig:
 
     def make_solver(self) -> Solver:
         """Build the solver with its hyperparameters."""
-        declared = options_of(self.solver)
-        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in declared}
-        shared = {name: value for name, value in shared.items() if value is not None}
-        return make_solver(self.solver, {**shared, **self.solver_options})
+        shared = {name: self._explicit(name) for name in SHARED_OPTIONS if name in options_of(self.solver)}
+        explicit = {name: value for name, value in shared.items() if value is not None}
+        return make_solver(self.solver, {**explicit, **self.solver_options})
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return all hyperparameters of the solver with their values."""
@@ -296,11 +282,7 @@ class MoonshotConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoonshotConfig":
-        """Return the configuration of `to_dict`.
-
-        Raises:
-            MoonshotError: another version, an unknown field, or a value that is out of range.
-        """
+        """Return the configuration of `to_dict`; `MoonshotError` for another version or an unknown field."""
         values = dict(values)
         cls.check_version(values.pop("version", cls.VERSION))
         names = {field.name for field in dataclasses.fields(cls)}
@@ -317,15 +299,7 @@ def _whole_numbers(values: Any) -> Any:
 
 
 def memory_size(field: str, value: Any) -> int:
-    """Parse a size in bytes.
-
-    Args:
-        field: the argument.
-        value: bytes, or text such as "8GiB".
-
-    Raises:
-        MoonshotError: anything else, or less than one byte.
-    """
+    """Parse a size, bytes or text such as "8GiB"; `MoonshotError` for anything else, or less than one byte."""
     text = value if isinstance(value, str) else shown(value, most=400)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]i?b)\s*", text.lower())
     if match is None or isinstance(value, bool):

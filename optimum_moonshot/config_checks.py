@@ -9,14 +9,17 @@ from .objective.allocation_rules import PatternRules, check_allocation
 from .objective.patterns import Experts, MixedNM
 from .solvers.base import Solver, solver_names
 
+# Fields that may be None.
+_OPTIONAL = {"recover", "rotation", "sequence_length", "rotation_rows"}
 # Field → its strings.
 _CHOICES = {
     "fisher": ("all", "attention"),
     "expert_tokens": ("routed", "all"),
     "under_calibrated_experts": ("all", "magnitude", "routed"),
     "rotation_weights": ("fisher", "equal"),
+    "recover": ("blockwise", "gradual"),
+    "rotation": ("learned", "heads"),
 }
-_OPTIONAL_CHOICES = {"recover": ("blockwise", "gradual"), "rotation": ("learned", "heads")}
 # Field → the smallest value.
 _WHOLE = {
     "group_size": 1,
@@ -25,8 +28,9 @@ _WHOLE = {
     "recover_steps": 1,
     "rotation_steps": 1,
     "seed": 0,
+    "sequence_length": 2,
+    "rotation_rows": 1,
 }
-_OPTIONAL_WHOLE = {"sequence_length": 2, "rotation_rows": 1}
 # Field → why it has no effect with pattern="experts".
 _NOT_WITH_EXPERTS = {
     "targets": "removes equally many experts of every layer",
@@ -49,21 +53,13 @@ _INTERVALS = {
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raise `MoonshotError` for a field with the wrong type, or out of range.
-
-    Args:
-        values: of all fields.
-    """
+    """Raise `MoonshotError` for a field with the wrong type, or out of range."""
     check_number("sparsity", values["sparsity"], optional=True)
     for field, least in _WHOLE.items():
-        check_whole(field, values[field], least)
-    for field, least in _OPTIONAL_WHOLE.items():
-        if values[field] is not None:
+        if values[field] is not None or field not in _OPTIONAL:
             check_whole(field, values[field], least)
     for field, choices in _CHOICES.items():
-        check_choice(field, values[field], choices)
-    for field, choices in _OPTIONAL_CHOICES.items():
-        check_choice(field, values[field], choices, optional=True)
+        check_choice(field, values[field], choices, optional=field in _OPTIONAL)
     for field, (least, closed, limit) in _INTERVALS.items():
         value = values[field]
         check_number(field, value)
@@ -80,48 +76,27 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def check_combinations(values: Mapping[str, Any]) -> None:
-    """Raise `MoonshotError` for an allocation or a rotation that the pattern excludes.
-
-    Args:
-        values: of all fields.
-    """
+    """Raise `MoonshotError` for an allocation or a rotation that the pattern excludes."""
     allocation, pattern, rotation = values["allocation"], values["pattern"], values["rotation"]
     check_allocation(allocation)
     named = isinstance(allocation, dict)
     mixed = isinstance(pattern, str) and pattern.startswith("n:")
-    require(
-        not mixed or allocation == "fisher",
-        "its n:m of each layer is chosen by an allocation",
-        field="pattern",
-        value=pattern,
-        hint=Text("add {}, or give a number for n", Option("allocation", "fisher")),
-    )
+    message, hint = "its n:m of each layer is chosen by an allocation", "add {}, or give a number for n"
+    fisher = Option("allocation", "fisher")
+    require(not mixed or allocation == "fisher", message, field="pattern", value=pattern, hint=Text(hint, fisher))
     supported = mixed or (allocation == "fisher" if pattern == "structured" else named)
-    others = ' or "n:m"' if named else ', or a dict of layer → "n:m"'
-    others += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
-    require(
-        allocation == "uniform" or pattern == "unstructured" or supported,
-        Text("{} has equal sparsity in every layer", Option("pattern", pattern)),
-        field="allocation",
-        value=allocation,
-        hint=Text("use {}" + others, Option("pattern", "unstructured")),
-    )
-    require(
-        rotation is None or pattern != "structured",
-        Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern)),
-        field="rotation",
-        value=rotation,
-    )
+    hint = 'use {} or "n:m"' if named else 'use {}, or a dict of layer → "n:m"'
+    hint += ', or "n:4" for 1:4, 2:4 and 3:4 by layer' if allocation == "fisher" else ""
+    allowed = allocation == "uniform" or pattern == "unstructured" or supported
+    equal = Text("{} has equal sparsity in every layer", Option("pattern", pattern))
+    dividable = Text(hint, Option("pattern", "unstructured"))
+    require(allowed, equal, field="allocation", value=allocation, hint=dividable)
+    rigid = Text("{} removes neurons and heads as they are; leave one of them out", Option("pattern", pattern))
+    require(rotation is None or pattern != "structured", rigid, field="rotation", value=rotation)
 
 
 def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[str, Any]) -> None:
-    """Raise `MoonshotError` for a pattern of a layer that the solver does not support.
-
-    Args:
-        solver: its class.
-        rules: the patterns of the layers.
-        values: of all fields.
-    """
+    """Raise `MoonshotError` for a pattern of a layer that the solver does not support."""
     takes = f" takes {' or '.join(kind.kind for kind in solver.patterns)}"
     message = Text("{}" + takes, Option("solver", values["solver"]))
     default = rules.default.choices[0] if isinstance(rules.default, MixedNM) else rules.default
@@ -136,12 +111,7 @@ def check_supported(solver: type[Solver], rules: PatternRules, values: Mapping[s
 
 
 def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise `MoonshotError` for a field that has no effect with whole experts, and is not at its default.
-
-    Args:
-        values: of all fields.
-        defaults: of all fields.
-    """
+    """Raise `MoonshotError` for a field that has no effect with whole experts, and is not at its default."""
     for field, why in _NOT_WITH_EXPERTS.items():
         value = values[field]
         unset = value == defaults[field] or (field == "ignore" and not value)

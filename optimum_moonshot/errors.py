@@ -22,10 +22,9 @@ UNSET = Unset.UNSET
 
 
 class _Repr(str):
-    """The representation of a value that an error leaves behind when it is pickled."""
+    """The representation of a value that remains of it in a pickled error."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,9 @@ class Option:
 
 @dataclass(frozen=True, init=False)
 class Text:
-    """A message that mentions fields: each `{}` of a template stands for one of them.
+    """A message that mentions fields: each `{}` of a template, "raise {}, or lower {}", stands for one of them.
 
-    Args:
-        template: such as "raise {}, or lower {}".
-        options: the fields, in order: a name, an `Option` with a value, or a `Text` that mentions others.
+    A field is a name, an `Option` with a value, or a `Text` that mentions others.
     """
 
     template: str
@@ -58,18 +55,14 @@ class Text:
     def render(self, option: Callable[[Option], str]) -> str:
         """Return the message, with each field as `option` formats it."""
         # Not `str.format`: file names and values that callers have put into the template may contain braces.
-        first, *others = self.template.split("{}", len(self.options))
-        fields = zip(self.options, others, strict=True)
-        return first + "".join(_rendered(field, option) + text for field, text in fields)
+        message, *others = self.template.split("{}", len(self.options))
+        for field, text in zip(self.options, others, strict=True):
+            each = Option(field) if isinstance(field, str) else field
+            message += (each.render(option) if isinstance(each, Text) else option(each)) + text
+        return message
 
     def __str__(self) -> str:
         return self.render(str)
-
-
-def _rendered(field: Option | Text | str, option: Callable[[Option], str]) -> str:
-    if isinstance(field, Text):
-        return field.render(option)
-    return option(Option(field) if isinstance(field, str) else field)
 
 
 class MoonshotError(ValueError):
@@ -116,13 +109,10 @@ class MoonshotError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The value may be anything that a user passed: a model, a generator, a lambda.
-        return type(self), (self.message,), {**self.__dict__, "value": _picklable(self.value)}
-
-
-def _picklable(value: Any) -> Any:
-    items = value if isinstance(value, list | tuple) else [value]
-    plain = all(isinstance(item, _PLAIN) for item in items)
-    return value if plain or value is UNSET else _Repr(shown(value))
+        items = self.value if isinstance(self.value, list | tuple) else [self.value]
+        plain = self.value is UNSET or all(isinstance(item, _PLAIN) for item in items)
+        value = self.value if plain else _Repr(shown(self.value))
+        return type(self), (self.message,), {**self.__dict__, "value": value}
 
 
 class FactorizationError(MoonshotError):
@@ -147,43 +137,20 @@ def shown(value: Any, most: int = 80) -> str:
 def require(
     condition: bool, message: str | Text, *, field: str | None = None, value: Any = UNSET, hint: str | Text = ""
 ) -> None:
-    """Raise a `MoonshotError` unless a condition holds.
-
-    Args:
-        condition: the check.
-        message: as for `MoonshotError`.
-        field: as for `MoonshotError`.
-        value: as for `MoonshotError`.
-        hint: as for `MoonshotError`.
-
-    Raises:
-        MoonshotError: the condition does not hold.
-    """
+    """Raise a `MoonshotError`, with these arguments, unless a condition holds."""
     if not condition:
         raise MoonshotError(message, field=field, value=value, hint=hint)
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise `MoonshotError` unless a value is an integer that 64 bits hold.
-
-    Args:
-        name: the field.
-        value: its value.
-        least: the smallest allowed value.
-    """
+    """Raise `MoonshotError` unless a value is an integer of at least `least` that 64 bits hold."""
     ok = isinstance(value, int) and not isinstance(value, bool)
     require(ok and value >= least, f"give a whole number of at least {least}", field=name, value=value)
     require(value <= MAX_INT, f"give a whole number of at most {MAX_INT}", field=name, value=value)
 
 
 def check_number(name: str, value: Any, optional: bool = False) -> None:
-    """Raise `MoonshotError` unless a value is a number, and not NaN.
-
-    Args:
-        name: the field.
-        value: its value.
-        optional: whether None is allowed.
-    """
+    """Raise `MoonshotError` unless a value is a number, and not NaN."""
     if value is None and optional:
         return
     ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value
@@ -191,32 +158,14 @@ def check_number(name: str, value: Any, optional: bool = False) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str], optional: bool = False) -> None:
-    """Raise `MoonshotError` unless a value is one of some strings.
-
-    Args:
-        name: the field.
-        value: its value.
-        choices: the allowed strings.
-        optional: whether None is allowed.
-    """
+    """Raise `MoonshotError` unless a value is one of some strings."""
     ok = (isinstance(value, str) and value in choices) or (value is None and optional)
     names = " or ".join(f'"{choice}"' for choice in choices)
     require(ok, f"use {names}{', or None' if optional else ''}", field=name, value=value)
 
 
 def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
-    """Validate regular expressions.
-
-    Args:
-        field: the argument, "targets" or "ignore".
-        value: a sequence of strings; for "targets" also None.
-
-    Returns:
-        The expressions; None if "targets" is None.
-
-    Raises:
-        MoonshotError: another type, such as a single string, or an invalid regular expression.
-    """
+    """Return a list of regular expressions as a tuple, for "targets" also None; `MoonshotError` for anything else."""
     if value is None and field == "targets":
         return None
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -233,12 +182,7 @@ def check_expressions(field: str, value: Any) -> tuple[str, ...] | None:
 
 
 def check_path(name: str, value: Any) -> None:
-    """Raise `MoonshotError` unless a value is a path, or another string that is not empty.
-
-    Args:
-        name: the field.
-        value: its value.
-    """
+    """Raise `MoonshotError` unless a value is a path, or another string that is not empty."""
     ok = isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value)
     require(ok, "give a path", field=name, value=value)
 

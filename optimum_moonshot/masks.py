@@ -8,6 +8,7 @@ to undo the effects of momentum, weight decay and rounding.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .errors import MoonshotError, Text, check_expressions, require
-from .model.layers import PrunableLayer, adapted_layers, adapter_at, holders
+from .model.layers import PrunableLayer, adapted_layers, named_layers
 from .objective.patterns import NM
 from .packing.bitmask import INTEGERS
 from .runtime.packed_linear import PackedLinear
@@ -104,21 +105,21 @@ def _selected_layers(
     model: nn.Module, targets: tuple[str, ...] | None, ignore: tuple[str, ...]
 ) -> Iterator[PrunableLayer]:
     """The layers selected by `targets` and `ignore`, without adapters."""
-    modules: dict[int, list[nn.Module]] = {}
-    names: dict[int, tuple[str, str]] = {}
+    tied: dict[int, PrunableLayer] = {}  # by their parameter
     adapted = adapted_layers(model)
-    for name, module, key in holders(model):
+    for name, module, layer in named_layers(model):
         if any(name.startswith(f"{each}.") and not name.startswith(f"{each}.base_layer") for each in adapted):
             continue  # weights of an adapter, which PEFT stores in submodules next to `base_layer`
-        adapter = adapter_at(module, key)
-        weight = None if adapter is None else adapter.weight
-        if weight is None or not weight.is_floating_point() or any(re.search(part, name) for part in ignore):
+        weight = None if layer is None else module._parameters.get(layer.key)
+        if layer is None or weight is None or not weight.is_floating_point():
+            continue
+        if any(re.search(part, name) for part in ignore):
             continue
         if targets is not None and not any(re.search(target, name) for target in targets):
             continue
-        modules.setdefault(id(weight), []).append(module)
-        names.setdefault(id(weight), (name, key))
-    return (PrunableLayer(name, tuple(modules[weight]), False, key) for weight, (name, key) in names.items())
+        first = tied.get(id(weight))
+        tied[id(weight)] = replace(first, modules=(*first.modules, module)) if first else layer
+    return iter(tied.values())
 
 
 class Masks:

@@ -68,7 +68,7 @@ def trial_patterns(asked: Pattern | MixedNM) -> tuple[Pattern, ...]:
 def sampled_rows(layer: PrunableLayer) -> slice:
     """The rows of a matrix that its curve is measured on; of experts and grouped convolutions all."""
     d_out = layer.shape[0]
-    step = 1 if layer.groups > 1 or layer.adapter.separate else min(SHARE, max(1, d_out // ROWS))
+    step = 1 if layer.groups > 1 or layer.separate else min(SHARE, max(1, d_out // ROWS))
     return slice(step // 2, d_out, step)
 
 
@@ -92,7 +92,7 @@ def loss_curve(
     """
     weight = layer.matrix[sampled_rows(layer)].float()
     try:
-        if layer.adapter.separate:
+        if layer.separate:
             assert not hasattr(statistics, "solve")
             return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns)
         assert isinstance(statistics, LayerStatistics)
@@ -166,7 +166,7 @@ class SampledRows(StatisticsSpec):
         return GradientPlan(rows=sampled_rows(layer))
 
     def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
-        return super().slicing(layer, size) if layer.adapter.separate else Slicing(1, self.bytes_of(layer), 0)
+        return super().slicing(layer, size) if layer.separate else Slicing(1, self.bytes_of(layer), 0)
 
     def shards_rows(self, layer: PrunableLayer) -> bool:
         return False

@@ -1,6 +1,6 @@
 """Hooks that observe layers during a pass over the data, and the statistics that they collect.
 
-Calls are read piece by piece in the normal form of model/layer_adapters.py, without padding tokens. `InputSums` has the
+Calls are read piece by piece in the normal form of model/layers.py, without padding tokens. `InputSums` has the
 statistics of the inputs, once for all layers that read the same tensor (q, k and v), and `GradientSums` those of a
 layer's gradients; accumulators.py has the statistics themselves, and statistic.py their interface.
 """
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..errors import NO_BACKWARD, MoonshotError, Text, naming, require
-from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
@@ -92,7 +91,7 @@ class LayerCall:
     """One call of a layer on a batch."""
 
     layer: PrunableLayer
-    adapter: LayerAdapter  # of the called module: one of several, where they share the weight
+    called: PrunableLayer  # of the called module: one of several, where they share the weight
     inputs: Tensor
     version: int  # of the inputs: in-place changes increase it
     mask: Tensor | None  # True where a token counts, laid out as the inputs
@@ -108,9 +107,9 @@ class SharedSums:
     first: bool = True  # during the first batch, other layers may join
 
     def add(self, call: LayerCall) -> None:
-        for inputs in call.adapter.tokens(call.inputs, call.mask):
+        for inputs in call.called.tokens(call.inputs, call.mask):
             for statistic in self.statistics.values():
-                statistic.add(inputs, call.adapter.part)
+                statistic.add(inputs, call.called.part)
 
 
 class InputSums:
@@ -133,7 +132,7 @@ class InputSums:
         name, inputs = call.layer.name, call.inputs
         if not inputs.numel():
             return  # its address would not identify it
-        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.adapter.reads)
+        key = (inputs.data_ptr(), inputs.shape, inputs.stride(), call.version, call.called.reads)
         if name not in self.of_layer:
             other = self.by_key.get(key)
             self.of_layer[name] = other if other and other.first else self._make(call.layer, inputs.device)
@@ -235,9 +234,9 @@ class GradientSums:
             hint=Text("use inplace=False, or {}", NO_BACKWARD),
         )
         with naming(call.layer.name):
-            for inputs, part, last in call.adapter.pairs(call.inputs, delta, call.mask, call.samples):
+            for inputs, part, last in call.called.pairs(call.inputs, delta, call.mask, call.samples):
                 for statistic in self.statistics:
-                    statistic.add(inputs, part, last and self.pending == 0, call.adapter.part)
+                    statistic.add(inputs, part, last and self.pending == 0, call.called.part)
 
 
 class Observer(AbstractContextManager["Observer"]):
@@ -275,7 +274,7 @@ class Observer(AbstractContextManager["Observer"]):
         self.layers, self.diagonal, self.samples = layers, diagonal, samples
         self.kind: type[InputSum] = InputSquares if diagonal else Gram
         kinds: list[type[InputStatistic]] = [self.kind, *(kind for kind in extra if issubclass(kind, InputStatistic))]
-        kinds += [TokenCounts] if any(layer.adapter.separate for layer in layers) else []
+        kinds += [TokenCounts] if any(layer.separate for layer in layers) else []
         self.inputs = InputSums(kinds, storage, share, into)
         of_gradients = [kind for kind in extra if issubclass(kind, GradientStatistic)]
         self.gradients = {
@@ -293,7 +292,7 @@ class Observer(AbstractContextManager["Observer"]):
     def __enter__(self) -> "Observer":
         for layer in self.layers:
             for module in layer.modules:
-                self._hooks.callback(layer.adapter_of(module).watch(partial(self._observe, layer)).remove)
+                self._hooks.callback(layer.at(module).watch(partial(self._observe, layer)).remove)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -319,14 +318,14 @@ class Observer(AbstractContextManager["Observer"]):
             for statistic in sums.statistics:
                 statistic.end()
 
-    def _observe(self, layer: PrunableLayer, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor | None:
+    def _observe(self, layer: PrunableLayer, called: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor | None:
         """Add a call's inputs, and later its gradient; returns a new output if the autograd graph begins here."""
         if not self.watching:
             return None
         inputs = inputs.detach()
         with naming(layer.name):
-            mask = adapter.token_mask(inputs, self.mask)
-        call = LayerCall(layer, adapter, inputs, inputs._version, mask, self.count)
+            mask = called.token_mask(inputs, self.mask)
+        call = LayerCall(layer, called, inputs, inputs._version, mask, self.count)
         self.inputs.add(call)
         sums = self.gradients.get(layer.name)
         if sums is None or not torch.is_grad_enabled():

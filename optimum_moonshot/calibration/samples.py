@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..data.batches import Batch, batch_size, take
 from ..errors import MoonshotError
 from ..model.calls import close, run_model
-from ..model.layer_adapters import LayerAdapter
 from ..model.layers import PrunableLayer
 from ..model.losses import token_mask
 
@@ -57,9 +56,9 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
     """
     calls: Calls = {layer.name: [] for layer in layers}
 
-    def see(name: str, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> None:
+    def see(name: str, called: PrunableLayer, inputs: Tensor, output: Tensor) -> None:
         try:
-            next(adapter.pairs(inputs, output, adapter.token_mask(inputs, mask), samples))
+            next(called.pairs(inputs, output, called.token_mask(inputs, mask), samples))
         except MoonshotError:
             calls[name].append(None)
             return
@@ -69,6 +68,6 @@ def calls_seen(layers: Sequence[PrunableLayer], mask: Tensor | None, samples: in
     with ExitStack() as stack:
         for layer in layers:
             for module in layer.modules:
-                stack.callback(layer.adapter_of(module).watch(partial(see, layer.name)).remove)
+                stack.callback(layer.at(module).watch(partial(see, layer.name)).remove)
         run()
     return calls

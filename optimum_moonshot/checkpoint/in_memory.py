@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import MoonshotError, naming, require
 from ..files import staged
 from ..malloc_trim import trim_host_memory
-from ..model.layer_adapters import find_adapter
+from ..model.layer_kinds import find_layer
 from ..model.offload import visiting
 from ..packing import PackedLayer
 from ..packing.codec import Parts
@@ -94,7 +94,7 @@ def obstacle(module: nn.Module, shared: bool) -> str | None:
     """
     if shared:
         return "tied to another weight"
-    adapter = find_adapter(module)
+    adapter = find_layer(module)
     if adapter is None or adapter.images:
         return f"{type(module).__name__} layers are multiplied dense"
     return "accelerate moves it in every call" if hasattr(module, "_hf_hook") else None
@@ -310,7 +310,7 @@ def _unpacked(name: str, module: PackedLinear) -> nn.Module:
 
 @torch.no_grad()
 def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
-    adapter = find_adapter(dense)
+    adapter = find_layer(dense)
     assert adapter is not None
     return adapter.as_parameter(packed.weight).contiguous()
 

@@ -61,10 +61,10 @@ def pruned_layers(model: nn.Module) -> Layers:
     for layer in layers:
         pattern = patterns[layer.name] if isinstance(patterns[layer.name], NM) else None
         # Experts stored [experts, in, out] have n:m along an axis that is not contiguous in the file.
-        stored = None if layer.adapter.separate and layer.adapter.axes == (2, 1) else pattern
+        stored = None if layer.separate and layer.axes == (2, 1) else pattern
         if pattern is None or pattern.fits(layer.shape):
             shape, dtype = tuple(layer.parameter.shape), dtype_name(layer.parameter.dtype)
-            transposed = layer.adapter.axes == (1, 0)
+            transposed = layer.axes == (1, 0)
             entry = PackedLayer(shape, transposed, str(stored or Unstructured.kind), dtype)
             entries |= dict.fromkeys(names[id(layer.parameter)], entry)
     return entries

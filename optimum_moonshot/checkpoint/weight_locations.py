@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import MoonshotError, reason
-from ..model.layers import adapter_at, find_structure, holders
+from ..model.layers import find_structure, named_layers
 from .declared_metadata import DeclaredMetadata
 from .meta_model import checkpoint_meta_model
 from .packed_files import pruned_layers
@@ -54,13 +54,12 @@ def locate_weights(folder: Path, declared: DeclaredMetadata, weights: Iterable[s
         return _by_name(declared, weights, reason(error))
     layers = _declared_layers(declared, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    pruned = ((name, adapter_at(module, key)) for name, module, key in holders(model) if name in set(layers))
-    adapters = {name: adapter for name, adapter in pruned if adapter is not None}
-    layer_of = {id(adapter.weight): name for name, adapter in adapters.items()}
+    pruned = {name: layer for name, _, layer in named_layers(model) if name in set(layers) and layer is not None}
+    layer_of = {id(layer.module._parameters.get(layer.key)): name for name, layer in pruned.items()}
     stored = loaded_into(model, weights)
     owners = {weight: layer_of.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}
     # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
-    transposed = {name for name, adapter in adapters.items() if adapter.axes in ((1, 0), (2, 1))}
+    transposed = {name for name, layer in pruned.items() if layer.axes in ((1, 0), (2, 1))}
     return WeightLocations(
         tuple(layers), {weight: name for weight, name in owners.items() if name}, frozenset(transposed)
     )

@@ -27,8 +27,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import naming, require
 from ..masks import find_pruned, is_pruned
-from ..model.layer_adapters import find_adapter
-from ..model.layers import WEIGHT
+from ..model.layer_kinds import WEIGHT, find_layer
 
 HINT = "use a LoraConfig without such options on pruned layers, or leave them out of target_modules"
 # Initializations that change the base weight.
@@ -249,7 +248,7 @@ class SparseLinear(_Masked, Linear):
         return result.to(dtype)
 
     def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        layer = find_adapter(self.get_base_layer())
+        layer = find_layer(self.get_base_layer())
         assert layer is not None  # PEFT wraps a Linear or a Conv1D
         weight = layer.as_matrix(self.get_delta_weight(adapter))
         x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))

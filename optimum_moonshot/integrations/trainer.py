@@ -312,7 +312,7 @@ def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
         model: any module.
     """
     record = PruningRecord.of(model) if config is None else config
-    return [] if record is None else record.nm_patterns()
+    return [] if record is None else record.pattern_rules.nm()
 
 
 def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:

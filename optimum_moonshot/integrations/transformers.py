@@ -25,7 +25,7 @@ from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
 from ..errors import Option, Text, naming, require
-from ..model.layer_adapters import find_adapter
+from ..model.layer_kinds import find_layer
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
 from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
@@ -293,7 +293,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
         for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
-            adapter = find_adapter(module)
+            adapter = find_layer(module)
             with naming(name):
                 require(layer.shape == shape, f"it was saved as {layer.shape}, config.json says {shape}")
                 matching = layer.transposed == (adapter is not None and adapter.axes == (1, 0))

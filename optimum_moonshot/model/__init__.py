@@ -1,1 +1,1 @@
-"""What is pruned and how it is called: layers, blocks, losses, facts about a model, neurons and heads, compaction."""
+"""Layers, blocks and losses of a model, its calls and properties; structured groups, experts and compaction."""

@@ -1,9 +1,10 @@
 """Calls of a model or one of its blocks, and contexts that restore its modes and gradients."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from ..devices import is_out_of_memory
 from ..errors import MoonshotError, reason, require
 
 Forward = Callable[[nn.Module, Batch], Any]  # from a model's inputs to its outputs
-
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call: positional, and by name
 
 _FORWARDS: dict[nn.Module, Forward] = {}  # of models with a custom call
@@ -48,19 +47,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without parameter gradients; restores both on exit."""
     # By name: accelerate creates another parameter object for each call.
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
-        _require_gradients(model, wanted, False)
+        model.requires_grad_(False)
         with evaluation_mode(model), torch.enable_grad():
             yield
     finally:
-        _require_gradients(model, wanted, True)
-
-
-def _require_gradients(model: nn.Module, names: set[str], wanted: bool) -> None:
-    for name, parameter in model.named_parameters():
-        if name in names:
-            parameter.requires_grad_(wanted)
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.requires_grad_(True)
 
 
 @contextmanager
@@ -77,42 +72,41 @@ def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = original
 
 
+@contextmanager
+def recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Arguments]]:
+    """The arguments of each module's first call inside the context, by name."""
+    calls: dict[str, Arguments] = {}
+
+    def record(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(name, (args, kwargs))
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_pre_hook(partial(record, name), with_kwargs=True).remove)
+        yield calls
+
+
 def first_tensor(output: Any) -> Tensor:
     """The hidden state in a block's output."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden state of a block's call, and the arguments with None in its place.
-
-    Args:
-        args: of the call; the first is the hidden state if it is a tensor.
-        kwargs: of the call; else `hidden_states` is.
-    """
+    """The hidden state of a block's call, and the arguments with None in its place."""
     if args and isinstance(args[0], Tensor):
         return args[0], (None, *args[1:]), kwargs
     return kwargs["hidden_states"], args, {**kwargs, "hidden_states": None}
 
 
 def join_hidden(hidden: Tensor, call: BlockCall) -> Arguments:
-    """The arguments of a block's call with a hidden state in its place: the inverse of `split_hidden`.
-
-    Args:
-        hidden: [B, T, d], or of any shape that the block reads.
-        call: with the other arguments.
-    """
+    """The arguments of a block's call with a hidden state, of any shape that the block reads, in its place."""
     if call.args:
         return (hidden, *call.args[1:]), call.kwargs
     return call.args, {**call.kwargs, "hidden_states": hidden}
 
 
 def close(output: Tensor, expected: Tensor) -> bool:
-    """Whether two hidden states are equal up to rounding: ‖output - expected‖ is small relative to ‖expected‖.
-
-    Args:
-        output: of any shape.
-        expected: of the same shape; the tolerance is 0.1% in float32, 5% in narrower dtypes.
-    """
+    """Whether two hidden states are equal up to rounding, 0.1% of ‖expected‖ in float32, 5% in narrower dtypes."""
     tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     difference = (output.float() - expected.float()).norm()
     return bool(difference <= tolerance * expected.float().norm() + 1e-30)
@@ -120,15 +114,7 @@ def close(output: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def called_by(model: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Inside the context `run_model` calls the model through `forward`, if it is not None.
-
-    Args:
-        model: any module.
-        forward: (model, inputs) → output, or None for a plain call.
-
-    Raises:
-        MoonshotError: `forward` is not callable.
-    """
+    """Inside the context `run_model` calls the model through `forward`, if it is not None."""
     if forward is None:
         yield
         return
@@ -144,27 +130,24 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """The model's outputs; labels are dropped unless the model derives its decoder's inputs from them.
 
     A plain module whose parameters have other names than the batch's tensors gets them by position, in their order.
-    Floating-point inputs are converted to the model's dtype.
-
-    Args:
-        model: in any mode.
-        batch: its inputs, on its device.
-
-    Raises:
-        MoonshotError: the model does not accept these inputs.
+    Floating-point inputs are converted to the model's dtype. Raises `MoonshotError` if the model does not accept them.
     """
     if model in _FORWARDS:
         return _FORWARDS[model](model, batch)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     inputs: dict[str, Any] = dict(batch)
     if not getattr(config, "is_encoder_decoder", False):
         inputs.pop("labels", None)
-    if _may_cache(model, config):
-        inputs.setdefault("use_cache", False)
-    dtype = next(model.parameters()).dtype
-    inputs = {name: value.to(dtype) if _is_floating(value) else value for name, value in inputs.items()}
     parameters = inspect.signature(model.forward).parameters.values()
-    named = any(p.name in inputs or p.kind is p.VAR_KEYWORD for p in parameters)
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    takes_flag = any_name or any(p.name == "use_cache" for p in parameters)
+    if hasattr(config, "use_cache") or (hasattr(text, "use_cache") and takes_flag):
+        inputs.setdefault("use_cache", False)  # of keys and values, which no pass reads
+    dtype = next(model.parameters()).dtype
+    for name, value in inputs.items():
+        inputs[name] = value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    named = any_name or any(p.name in inputs for p in parameters)
     try:
         return model(**inputs) if named else model(*inputs.values())
     except MoonshotError:
@@ -176,23 +159,9 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
         raise MoonshotError(f"{type(model).__name__} cannot be called with {shapes} ({reason(error)})") from error
 
 
-def _may_cache(model: nn.Module, config: Any) -> bool:
-    """Whether a model, or a part of it, has a cache of keys and values that `use_cache` disables."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if hasattr(config, "use_cache"):
-        return True
-    parameters = inspect.signature(model.forward).parameters
-    named = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return hasattr(text, "use_cache") and named
-
-
 def without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a block's call without caches, which hold the state of that call."""
     return {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def model_device(model: nn.Module) -> torch.device:

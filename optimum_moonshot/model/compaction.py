@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,13 +27,14 @@ from .calls import (
     evaluation_mode,
     first_tensor,
     model_device,
+    recorded,
     run_model,
     split_hidden,
     to_device,
     without_caches,
 )
-from .configurations import Edit, edited, whole_numbers
 from .layers import PrunableLayer, find_blocks, find_structure
+from .model_info import Edit, edited, whole_numbers
 from .structured_groups import StructuredGroups, find_structured_groups, probe_inputs
 
 Shapes = dict[str, tuple[int, ...]]
@@ -73,15 +73,9 @@ class _Family:
     """The same layer of all decoder layers: a configuration has one width for them."""
 
     name: str
+    size: int  # of a group
+    count: int
     members: tuple[tuple[PrunableLayer, StructuredGroups, Tensor], ...]  # the tensor: indices of the dead groups
-
-    @property
-    def size(self) -> int:
-        return self.members[0][1].size
-
-    @property
-    def count(self) -> int:
-        return self.members[0][1].count
 
     @property
     def dead(self) -> int:
@@ -111,11 +105,8 @@ def compact_model(model: PreTrainedModel, inputs: Batch | None = None) -> tuple[
     config, removed = search.configuration()
     zeros = search.remaining(removed)
     if not removed:
-        require(
-            bool(zeros),
-            "nothing to compact: no neuron or head has only zeros",
-            hint=Text("prune with {} first", Option("pattern", "structured")),
-        )
+        hint = Text("prune with {} first", Option("pattern", "structured"))
+        require(bool(zeros), "nothing to compact: no neuron or head has only zeros", hint=hint)
         return model, Compaction({}, {}, zeros, (model.num_parameters(),) * 2)
     small = _build(model, config, search.state(removed))
     try:
@@ -141,13 +132,15 @@ class _Search:
             self.names.setdefault(id(parameter), []).append(name)
         self.shapes = _shapes(model)
         structured, _ = find_structured_groups(model, inputs)
-        families: dict[tuple[Any, ...], list[Any]] = {}
+        families: dict[tuple[str, int, int], list[tuple[PrunableLayer, StructuredGroups, Tensor]]] = {}
         for block in structure.blocks:
             for groups in (structured[layer.name] for layer in block.layers if layer.name in structured):
                 name = f"{block.name.rpartition('.')[0]}.*{groups.name.removeprefix(block.name)}"
-                member = (self.layers[groups.name], groups, _dead(self.layers[groups.name], groups))
+                layer = self.layers[groups.name]
+                alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
+                member = (layer, groups, (~alive).nonzero().flatten().cpu())
                 families.setdefault((name, groups.size, groups.count), []).append(member)
-        self.families = [_Family(key[0], tuple(members)) for key, members in families.items()]
+        self.families = [_Family(*key, tuple(members)) for key, members in families.items()]
         self.reasons: dict[_Family, str] = {}
 
     def configuration(self) -> tuple[PreTrainedConfig, dict[_Family, int]]:
@@ -204,7 +197,7 @@ class _Search:
         for family in self.families:
             layer = family.members[0][0]
             name = self.names[id(layer.parameter)][0]
-            width = shapes.get(name, (0, 0))[layer.adapter.axes[1]]
+            width = shapes.get(name, (0, 0))[layer.axes[1]]
             gone, rest = divmod(family.size * family.count - width, family.size)
             if rest or not 0 <= gone <= family.dead:
                 return None
@@ -229,11 +222,11 @@ class _Search:
         for family, gone in removed.items():
             for layer, groups, dead in family.members:
                 dropped = dead[:gone]
-                cut(layer.parameter, layer.adapter.axes[1], ~torch.isin(groups.columns, dropped))
+                cut(layer.parameter, layer.axes[1], ~torch.isin(groups.columns, dropped))
                 for producer, served in groups.rows.items():
-                    adapter, keep = self.layers[producer].adapter, ~torch.isin(served, dropped)
-                    cut(adapter.parameter, adapter.axes[0], keep)
-                    cut(adapter.module._parameters.get("bias"), 0, keep)
+                    source, keep = self.layers[producer], ~torch.isin(served, dropped)
+                    cut(source.parameter, source.axes[0], keep)
+                    cut(source.module._parameters.get("bias"), 0, keep)
         return cuts
 
     def state(self, removed: dict[_Family, int]) -> dict[str, Tensor]:
@@ -270,12 +263,6 @@ class _Search:
         return zeros
 
 
-def _dead(layer: PrunableLayer, groups: StructuredGroups) -> Tensor:
-    """The indices of the groups whose columns are all zero."""
-    alive = (layer.matrix != 0).any(0).view(groups.count, groups.size).any(1)
-    return (~alive).nonzero().flatten().cpu()
-
-
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
@@ -309,44 +296,34 @@ def _build(model: PreTrainedModel, config: PreTrainedConfig, state: dict[str, Te
     return small.train(model.training)
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 @torch.no_grad()
 def _verify(model: PreTrainedModel, small: PreTrainedModel, inputs: Batch) -> None:
-    """Compare every decoder layer in float32, and the models' results in their own dtype.
-
-    Raises:
-        MoonshotError: they differ by more than rounding errors.
-    """
+    """Compare every decoder layer in float32, and the models' results in their dtype, up to rounding errors."""
     inputs = to_device(inputs, model_device(model))
     name = type(model).__name__
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    with evaluation_mode(model), evaluation_mode(small), ExitStack() as hooks:
-        for block, module in find_blocks(model):
-            keep = lambda _, args, kwargs, block=block: calls.setdefault(block, (args, kwargs)) and None  # noqa: E731
-            hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        expected, result = (_result(run_model(each, inputs)) for each in (model, small))
-        hooks.close()
-        require(
-            close(result, expected), f"the smaller {name} differs from the pruned one in its results: nothing changed"
-        )
+    with evaluation_mode(model), evaluation_mode(small):
+        with recorded(dict(find_blocks(model))) as calls:
+            expected, result = (
+                next(leaf for leaf in tree_leaves(run_model(each, inputs)) if _is_floating(leaf))
+                for each in (model, small)
+            )
+        message = f"the smaller {name} differs from the pruned one in its results: nothing changed"
+        require(close(result, expected), message)
         for (block, module), (_, other) in zip(find_blocks(model), find_blocks(small), strict=True):
             error = _block_error(module, other, *calls[block]) if block in calls else 0.0
-            require(
-                error <= BLOCK_TOLERANCE, f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
-            )
-
-
-def _result(output: Any) -> Tensor:
-    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+            message = f"{block}: the smaller {name} differs here by {error:.2g}: nothing changed"
+            require(error <= BLOCK_TOLERANCE, message)
 
 
 def _block_error(block: nn.Module, other: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """The largest error of a token's change in a decoder layer, relative to that change."""
 
-    def precise(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
     kwargs = without_caches(kwargs)
-    args, kwargs = tree_map_only(Tensor, precise, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda each: each.float() if _is_floating(each) else each, (args, kwargs))
     outputs = []
     for module in (block, other):
         if any(parameter.dtype != torch.float32 for parameter in module.parameters()):

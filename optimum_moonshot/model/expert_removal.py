@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Experts
-from .calls import first_tensor, run_model, without_caches
-from .configurations import Edit, edited, whole_numbers
-from .layers import onloading_in, visited
-from .mixtures import Mixture, Mixtures
-from .offload import Offloaded, mark_written
-from .onloading import RESIDENT, Weights, by_module, onloaded_in_turn
+from .calls import first_tensor, recorded, run_model, without_caches
+from .layers import by_module, onloaded_in_turn, onloading_in, visited
+from .mixtures import Mixtures
+from .model_info import Edit, edited, whole_numbers
+from .offload import RESIDENT, Offloaded, Weights, mark_written
 
 # Fields with the number of a router's groups of experts, and of the groups that it selects.
 _GROUPS = re.compile(r"(^|\.|_)n_group$|num_expert_groups?$|n_expert_groups?$")
@@ -76,16 +76,9 @@ class ExpertRemoval:
 
     @classmethod
     def plan(cls, model: nn.Module, mixtures: Mixtures, pattern: Experts, probe: Batch) -> "ExpertRemoval":
-        """Search the removal, and test it.
+        """Search the removal of experts from a model in evaluation mode, and test it on a small batch.
 
-        Args:
-            model: in evaluation mode; unchanged.
-            mixtures: all of the model.
-            pattern: with the fraction to remove.
-            probe: a small batch on the model's device.
-
-        Raises:
-            MoonshotError: no or too many experts would be removed, or the architecture does not allow it.
+        Raises `MoonshotError` if no or too many experts would be removed, or the architecture does not allow it.
         """
         if not isinstance(model, PreTrainedModel):
             raise MoonshotError(f"model is a {type(model).__name__}", hint="pass a PreTrainedModel")
@@ -104,11 +97,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def apply(self, keep: Mapping[str, Tensor]) -> None:
-        """Remove the experts; on failure the model is unchanged.
-
-        Args:
-            keep: mixture → the indices of the remaining experts, int64, ascending.
-        """
+        """Remove all but some experts (mixture → ascending int64 indices); on failure the model is unchanged."""
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.index_select(axis, keep[name].to(tensor.device))
@@ -156,11 +145,7 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def _test_run(self, probe: Batch) -> None:
-        """Run the model with views of the first experts of each mixture, which take no memory.
-
-        Raises:
-            MoonshotError: it does not run.
-        """
+        """Run the model with views of the first experts of each mixture, which take no memory."""
 
         def cut(tensor: Tensor, axis: int, name: str) -> Tensor:
             return tensor.narrow(axis, 0, self.left)
@@ -184,43 +169,27 @@ class ExpertRemoval:
 
     @torch.no_grad()
     def _test_permutation(self, probe: Batch) -> None:
-        """Compare every mixture with itself after a permutation of its experts.
-
-        Raises:
-            MoonshotError: the assignment of tokens depends on more than the router's scores.
-        """
-        calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        owners = {mixture.name: self._owner(mixture) for mixture in self.mixtures}
-        with ExitStack() as hooks:
-            for name in {*owners.values()}:
-
-                def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                    calls.setdefault(name, (args, kwargs))
-
-                module = self.model.get_submodule(name)
-                hooks.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            hooks.enter_context(onloaded_in_turn(visited(self.model)))
+        """Raise `MoonshotError` unless every mixture is invariant to a permutation of its experts."""
+        owners: dict[str, str] = {}  # mixture → the smallest module with all tensors that have an axis of its experts
+        for mixture in self.mixtures:
+            names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
+            owners[mixture.name] = ".".join(commonprefix(names))
+        modules = {owner: self.model.get_submodule(owner) for owner in owners.values()}
+        with recorded(modules) as calls, onloaded_in_turn(visited(self.model)):
             run_model(self.model, probe)
         size = self.mixtures.count // self.pattern.groups
         order = torch.arange(self.mixtures.count).view(-1, size).roll(1, 1).flatten()
         onloaded = onloading_in(self.model)
         for name, owner in owners.items():
-            module = self.model.get_submodule(owner)
-            with onloaded(module):
+            with onloaded(modules[owner]):
                 permuted = {
                     key.removeprefix(f"{owner}."): each.tensor.index_select(each.axis, order.to(each.tensor.device))
                     for key, each in self.sliced.items()
                     if each.mixture == name
                 }
-                require(
-                    owner in calls and _agree(module, permuted, *calls[owner]),
-                    f"{owner}: its experts cannot be removed: their tokens depend on more than the router's scores",
-                )
-
-    def _owner(self, mixture: Mixture) -> str:
-        """The name of the smallest module with all tensors that have an axis of this mixture's experts."""
-        names = [name.split(".") for name, each in self.sliced.items() if each.mixture == mixture.name]
-        return ".".join(_common(names))
+                invariant = owner in calls and _agree(modules[owner], permuted, *calls[owner])
+                reason = "its experts cannot be removed: their tokens depend on more than the router's scores"
+                require(invariant, f"{owner}: {reason}")
 
 
 def _in_groups(config: PreTrainedConfig, mixtures: Mixtures, pattern: Experts) -> Experts:
@@ -304,28 +273,15 @@ def _explained(
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, tied ones under every name."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def _belongs(name: str, mixtures: Mixtures) -> str | None:
     """The mixture whose name shares the longest prefix with a tensor's; None if ambiguous."""
-    shared = {mixture.name: len(_common([name.split("."), mixture.name.split(".")])) for mixture in mixtures}
+    shared = {each.name: len(commonprefix([name.split("."), each.name.split(".")])) for each in mixtures}
     most = max(shared.values())
     nearest = [mixture for mixture, length in shared.items() if length == most]
     return nearest[0] if len(nearest) == 1 else None
-
-
-def _common(names: list[list[str]]) -> list[str]:
-    """The longest common prefix of several names, in parts."""
-    prefix = []
-    for parts in zip(*names, strict=False):
-        if len({*parts}) > 1:
-            break
-        prefix.append(parts[0])
-    return prefix
 
 
 def _attributes(base: nn.Module, small: nn.Module) -> dict[str, dict[str, Any]]:

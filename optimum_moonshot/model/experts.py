@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,14 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import MoonshotError, Option, Text, require
-from .layer_adapters import LayerAdapter, Pair, See
+from .layer_kinds import Pair, PrunableLayer, See
 
 _IMPLEMENTATION = "_experts_implementation"  # of a configuration: the implementation of experts in transformers
-
-
-def expert_keys(module: nn.Module) -> list[str]:
-    """The names of a module's parameters that hold one matrix per expert."""
-    return list(expert_parameters(module))
 
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -39,7 +34,11 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return {}
     counts, parameters = _counts(module), module._parameters.items()
-    return {key: each for key, each in parameters if each is not None and _is_fused(each) and len(each) in counts}
+    return {
+        key: each
+        for key, each in parameters
+        if each is not None and each.ndim == 3 and min(each.shape[1:]) > 1 and len(each) in counts
+    }
 
 
 def stacks_experts(module: nn.Module) -> bool:
@@ -61,42 +60,27 @@ def plain_implementation(module: nn.Module) -> Iterator[None]:
     It gets a copy of the configuration, which the model's modules share.
     """
     config = vars(module).get("config")
-    selectable = "is_transposed" in vars(module) and hasattr(
-        config, _IMPLEMENTATION
-    )  # transformers' decorator sets both
-    if selectable:
-        vars(module)["config"] = plain = copy.copy(config)
-        setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
+    # transformers' decorator sets both
+    if not ("is_transposed" in vars(module) and hasattr(config, _IMPLEMENTATION)):
+        yield
+        return
+    vars(module)["config"] = plain = copy.copy(config)
+    setattr(plain, f"{_IMPLEMENTATION}_internal", "eager")
     try:
         yield
     finally:
-        if selectable:
-            vars(module)["config"] = config
-
-
-def _is_fused(parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+        vars(module)["config"] = config
 
 
 @dataclass(frozen=True)
-class ExpertsAdapter(LayerAdapter):
-    """One fused parameter of a module of experts, or a range of its experts.
+class ExpertsLayer(PrunableLayer):
+    """One fused parameter of a module of experts, or a range of its experts."""
 
-    `span` is the range, [first, stop); None for all. `expert` is set where calls of a single expert are adapted.
-    """
-
-    key: str = ""
-    span: tuple[int, int] | None = None
-    expert: int | None = None
-    everywhere: bool = False  # every expert reads all tokens, not only those routed to it
+    called: int | None = None  # the expert whose products are reported, in the calls of a watch
 
     kind = nn.Module
     dimensions = 3
     separate: ClassVar[bool] = True
-
-    @property
-    def weight(self) -> nn.Parameter | None:
-        return self.module._parameters.get(self.key)
 
     @property
     def axes(self) -> tuple[int, int]:  # type: ignore[override] # depends on the module
@@ -120,7 +104,7 @@ class ExpertsAdapter(LayerAdapter):
         return range(len(self.parameter)) if self.span is None else range(*self.span)
 
     @property
-    def groups(self) -> int:
+    def groups(self) -> int:  # type: ignore[override] # depends on the module
         return len(self.experts)
 
     @property
@@ -129,15 +113,15 @@ class ExpertsAdapter(LayerAdapter):
         return self.groups * out, size
 
     @property
-    def part(self) -> slice:
-        if self.expert is None:
+    def part(self) -> slice:  # type: ignore[override] # depends on the call
+        if self.called is None:
             return slice(None)
-        index = self.expert - self.experts.start
+        index = self.called - self.experts.start
         return slice(index, index + 1)
 
     @property
-    def reads(self) -> Hashable:
-        return id(self.module), self.key, self.expert
+    def reads(self) -> Hashable:  # type: ignore[override] # depends on the module
+        return id(self.module), self.key, self.called
 
     def as_matrix(self, tensor: Tensor) -> Tensor:
         tensor = self._slice(tensor)
@@ -148,49 +132,47 @@ class ExpertsAdapter(LayerAdapter):
         return parts.transpose(1, 2) if self.transposed else parts
 
     def watch(self, see: See) -> "_Watch":
-        return _Watch(self, see)
+        if self.module not in _WATCHED:
+            _WATCHED[self.module] = _Watched(self.module)
+        watch = _Watch(self, see)
+        _WATCHED[self.module].watches.append(watch)
+        return watch
 
     def _is_plain(self) -> bool:
         return True
 
     def token_mask(self, inputs: Tensor, mask: Tensor | None) -> Tensor | None:
-        require(
-            mask is None or bool(mask.all()),
-            "the tokens that an expert reads do not show which are padding",
-            hint=Text("use samples of equal length, or {}", Option("batch_size", 1)),
-        )
+        message = "the tokens that an expert reads do not show which are padding"
+        hint = Text("use samples of equal length, or {}", Option("batch_size", 1))
+        require(mask is None or bool(mask.all()), message, hint=hint)
         return None
 
     def tokens(self, inputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
         yield self._grouped(inputs)
 
     def pairs(self, inputs: Tensor, delta: Tensor, mask: Tensor | None, samples: int) -> Iterator[Pair]:
-        require(
-            samples == 1,
-            f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to",
-            hint=Text("use {}", Option("batch_size", 1)),
-        )
+        message = f"the tokens that an expert reads do not show which of the batch's {samples} samples they belong to"
+        require(samples == 1, message, hint=Text("use {}", Option("batch_size", 1)))
         yield Pair(self._grouped(inputs)[None], self._grouped(delta)[None], True)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[groups, tokens, features] in float32."""
-        return (self._slice(tensor) if self.expert is None else tensor.reshape(1, -1, tensor.shape[-1])).float()
+        return (self._slice(tensor) if self.called is None else tensor.reshape(1, -1, tensor.shape[-1])).float()
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """The span of a tensor with all experts on its first axis."""
         return tensor if self.span is None else tensor[slice(*self.span)]
 
 
+@dataclass(eq=False)
 class _Watch:
     """A callback for the products of some experts, until it is removed."""
 
-    def __init__(self, adapter: ExpertsAdapter, see: See):
-        self.adapter, self.see = adapter, see
-        self.watched = _watched(adapter.module)
-        self.watched.add(self)
+    layer: ExpertsLayer
+    see: See
 
     def remove(self) -> None:
-        self.watched.remove(self)
+        _WATCHED[self.layer.module].remove(self)
 
 
 class _Watched:
@@ -205,40 +187,30 @@ class _Watched:
         self.changes.enter_context(plain_implementation(module))
         self.changes.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
 
-    def add(self, watch: _Watch) -> None:
-        self.watches.append(watch)
-
     def remove(self, watch: _Watch) -> None:
         self.watches.remove(watch)
-        if not any(other.adapter.key == watch.adapter.key for other in self.watches):
-            vars(self.module).pop(watch.adapter.key, None)
+        if all(other.layer.key != watch.layer.key for other in self.watches):
+            vars(self.module).pop(watch.layer.key, None)
         if not self.watches:
             self.changes.close()
-            _WATCHED.pop(self.module, None)
+            del _WATCHED[self.module]
 
     def product(self, key: str, expert: int | None, turned: bool, inputs: Tensor, output: Tensor) -> Tensor:
-        """Report a product of tokens with one expert's matrix, or of each expert's tokens with its matrix.
+        """Report a product of tokens with one expert's matrix, or (`expert` is None) of each expert's with its matrix.
 
-        Args:
-            key: the name of the parameter.
-            expert: its index; None for all.
-            turned: whether the matrix was used as [in, out].
-            inputs: [..., in].
-            output: [..., out].
-
-        Raises:
-            _AllShown: every expert of a call has computed all tokens.
+        `turned`: the matrix was used as [in, out]. Raises `_AllShown` once every expert of a call has computed all
+        tokens.
         """
         for watch in self.watches:
-            adapter = watch.adapter
-            if adapter.key != key or adapter.everywhere != (self.showing is not None):
+            layer = watch.layer
+            if layer.key != key or layer.everywhere != (self.showing is not None):
                 continue
-            if expert is not None and (expert not in adapter.experts or self.showing not in (None, expert)):
+            if expert is not None and (expert not in layer.experts or self.showing not in (None, expert)):
                 continue
-            sizes = adapter.shape[1], adapter.shape[0] // adapter.groups
-            fits = turned == adapter.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
+            sizes = layer.shape[1], layer.shape[0] // layer.groups
+            fits = turned == layer.transposed and (inputs.shape[-1], output.shape[-1]) == sizes
             require(fits, f"{type(self.module).__name__}.{key} is used in another layout than its shape suggests")
-            replaced = watch.see(replace(adapter, expert=expert), inputs, output)
+            replaced = watch.see(replace(layer, called=expert), inputs, output)
             output = output if replaced is None else replaced
         if expert is not None and expert == self.showing and key in self.due:
             self.due[key] -= inputs[..., 0].numel()
@@ -249,17 +221,19 @@ class _Watched:
     @torch.no_grad()
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call, wrap the current weights; experts that are watched `everywhere` compute all its tokens."""
-        for adapter in {watch.adapter.key: watch.adapter for watch in self.watches}.values():
-            vars(module)[adapter.key] = _StandIn.of(adapter.parameter, self, adapter.key)
-        wanted: dict[int, set[str]] = {}
-        for adapter in (watch.adapter for watch in self.watches if watch.adapter.everywhere):
-            for expert in adapter.experts:
-                wanted.setdefault(expert, set()).add(adapter.key)
+        layers = [watch.layer for watch in self.watches]
+        for key in {layer.key for layer in layers}:
+            parameter = module._parameters[key]  # not a layer's substitute: the call may run with rounded weights
+            assert parameter is not None
+            vars(module)[key] = _StandIn.of(parameter, self, key)
+        keys_of: dict[int, set[str]] = {}  # expert → its products that all tokens shall have
+        for layer in layers:
+            for expert in layer.experts if layer.everywhere else ():
+                keys_of.setdefault(expert, set()).add(layer.key)
         try:
-            for self.showing in sorted(wanted):
-                keys = wanted[self.showing]
+            for self.showing in sorted(keys_of):
                 tokens, forged_args, forged_kwargs = _routed_to(module, self.showing, args, kwargs)
-                self.due = dict.fromkeys(keys, tokens)
+                self.due = dict.fromkeys(keys_of[self.showing], tokens)
                 with suppress(_AllShown):
                     module.forward(*forged_args, **forged_kwargs)
         finally:
@@ -273,19 +247,8 @@ class _AllShown(Exception):
 _WATCHED: "WeakKeyDictionary[nn.Module, _Watched]" = WeakKeyDictionary()
 
 
-def _watched(module: nn.Module) -> _Watched:
-    if module not in _WATCHED:
-        _WATCHED[module] = _Watched(module)
-    return _WATCHED[module]
-
-
 def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The indices of every token's experts, int [T, k], and their weights [T, k]; None if a call has none.
-
-    Args:
-        args: of a call of a module of experts.
-        kwargs: of the call.
-    """
+    """The indices of every token's experts, int [T, k], and their weights [T, k], in a call; None if it has none."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     index = [each for each in tensors if not each.is_floating_point() and each.ndim == 2]
     weights = [each for each in tensors if index and each.is_floating_point() and each.shape == index[0].shape]
@@ -295,16 +258,10 @@ def routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tens
 def with_others(
     args: tuple[Any, ...], kwargs: dict[str, Any], *changes: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with some tensors replaced.
-
-    Args:
-        args: of the call.
-        kwargs: of the call.
-        changes: pairs of a tensor among them, of any shape, and its replacement.
-    """
-    others = {id(old): new for old, new in changes}
-    changed = {name: others.get(id(value), value) for name, value in kwargs.items()}
-    return tuple(others.get(id(value), value) for value in args), changed
+    """The arguments of a call, with each of some (tensor, replacement) exchanged."""
+    new = {id(old): replacement for old, replacement in changes}
+    exchanged = {name: new.get(id(value), value) for name, value in kwargs.items()}
+    return tuple(new.get(id(value), value) for value in args), exchanged
 
 
 def _routed_to(
@@ -314,17 +271,12 @@ def _routed_to(
 
     The output has no meaning. The other choices are the last expert, which most modules compute after that one; if the
     last is the first choice, every other choice is a different expert.
-
-    Raises:
-        MoonshotError: the module does not take the indices and weights of every token's experts.
     """
     routes = routing(args, kwargs)
     if routes is None:
         options = Option("expert_tokens", "routed"), Option("under_calibrated_experts", "routed")
-        raise MoonshotError(
-            f"the arguments of {type(module).__name__} do not show which token it sends to which expert",
-            hint=Text("leave {} and {}", *options),
-        )
+        message = f"the arguments of {type(module).__name__} do not show which token it sends to which expert"
+        raise MoonshotError(message, hint=Text("leave {} and {}", *options))
     index, _ = routes
     places = torch.arange(index.shape[1], device=index.device)
     last = len(next(iter(expert_parameters(module).values()))) - 1
@@ -360,28 +312,36 @@ class _StandIn(Tensor):
         if product is not None:
             inputs, turned = product
             return operand.watched.product(operand.key, operand.expert, turned != operand.turned, inputs, result)
-        return operand.followed(func, args, result)
+        return operand._derived(func, args, result)
 
-    def followed(self, func: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> Tensor:
+    def _derived(self, func: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> Tensor:
         """The result of an operation that is no product: a stand-in again, or an error."""
-        if result.shape == self.shape and result.is_floating_point() and func in _KEEPING:
+        if result.shape == self.shape and result.is_floating_point() and func in _SAME_LAYOUT:
             return _StandIn.of(result, self.watched, self.key, self.expert, self.turned)
-        if func in _TURNING and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
+        if func in _TRANSPOSING and result.ndim == self.ndim and result.shape[-2:] == self.shape[:-3:-1]:
             return _StandIn.of(result, self.watched, self.key, self.expert, not self.turned)
         index = args[1] if func is Tensor.__getitem__ else None
-        whole = self.expert is None and self.ndim == 3
-        if whole and _is_number(index) and result.ndim == 2:
+        number = type(index) is int or (isinstance(index, Tensor) and index.numel() == 1 and index.ndim == 0)
+        if number and self.expert is None and self.ndim == 3 and result.ndim == 2:
+            assert index is not None
             return _StandIn.of(result, self.watched, self.key, int(index), self.turned)
         module, name = type(self.watched.module).__name__, getattr(func, "__name__", str(func))
-        raise MoonshotError(
-            f"{module}.{self.key}: its experts are computed by {name}, whose inputs cannot be separated by expert",
-            hint=Text("add its name to {} to leave it dense", "ignore"),
-        )
+        message = f"its experts are computed by {name}, whose inputs cannot be separated by expert"
+        hint = Text("add its name to {} to leave it dense", "ignore")
+        raise MoonshotError(f"{module}.{self.key}: {message}", hint=hint)
 
 
-_KEEPING = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
+_SAME_LAYOUT = {Tensor.to, Tensor.type, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.clone}
 _CLASS: Any = Tensor  # whose properties have getters, unlike those of a tensor
-_TURNING = {Tensor.transpose, torch.transpose, Tensor.t, torch.t, _CLASS.T.__get__, _CLASS.mT.__get__, Tensor.permute}
+_TRANSPOSING = {
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.t,
+    torch.t,
+    _CLASS.T.__get__,
+    _CLASS.mT.__get__,
+    Tensor.permute,
+}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 
@@ -403,7 +363,3 @@ def _product(
 
 def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, _StandIn) else value
-
-
-def _is_number(index: Any) -> TypeGuard[int | Tensor]:
-    return type(index) is int or (isinstance(index, Tensor) and index.numel() == 1 and index.ndim == 0)

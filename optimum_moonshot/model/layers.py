@@ -2,108 +2,29 @@
 
 Decoder layers ("blocks") are the elements of the outermost `ModuleList`s whose elements contain weight matrices: every
 transformers architecture holds its repeated layers so, and the stages of its convolutional networks. A model without
-any (a plain `torch.nn.Module`) has all layers pruned but the first and the last. layer_adapters.py converts the weight
-of each kind of layer to a matrix.
+any (a plain `torch.nn.Module`) has all layers pruned but the first and the last.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import MoonshotError, Text, require
-from .experts import ExpertsAdapter, expert_keys, stacks_experts
-from .layer_adapters import LayerAdapter, find_adapter
-from .offload import mark_written, rest_of, weights_of
-from .onloading import RESIDENT, Weights, by_module
+from .experts import ExpertsLayer, expert_parameters, stacks_experts
+from .layer_kinds import WEIGHT, find_layer
+from .layer_kinds import PrunableLayer as PrunableLayer  # for the users of blocks and their layers
+from .offload import RESIDENT, Offloaded, Weights, weights_of
 
-WEIGHT = "weight"  # what a module with one matrix calls it
 ROUTER = "a router of experts stays dense unless targets names it"
+Within = Callable[[nn.Module], AbstractContextManager[Any]]  # a context around each call of a module
 Visit = Callable[[], AbstractContextManager[None]]  # returns a context in which some weights are onloaded
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class PrunableLayer:
-    """One weight matrix [d_out, d_in], in the normal form of layer_adapters.py.
-
-    Modules that share the parameter (tied weights) are one layer and stay tied.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    attention: bool
-    key: str = WEIGHT  # the name of the parameter in the modules
-    # As in `ExpertsAdapter`.
-    span: tuple[int, int] | None = None
-    everywhere: bool = False
-
-    @cached_property
-    def adapter(self) -> LayerAdapter:
-        """The conversion of the parameter, the inputs and the output gradients to matrices."""
-        return self.adapter_of(self.modules[0])
-
-    def adapter_of(self, module: nn.Module) -> LayerAdapter:
-        """The adapter of one of its modules."""
-        adapter = adapter_at(module, self.key)
-        assert adapter is not None
-        if not isinstance(adapter, ExpertsAdapter):
-            return adapter
-        return replace(adapter, span=self.span, everywhere=self.everywhere)
-
-    @property
-    def weight_name(self) -> str:
-        """The name of the parameter in the model."""
-        return self.name if self.name.endswith(f".{self.key}") and self.key != WEIGHT else f"{self.name}.{WEIGHT}"
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.adapter.parameter
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [d_out, d_in], to read."""
-        return self.as_matrix(self.parameter.detach())
-
-    def assign(self, matrix: Tensor) -> None:
-        """Copy a [d_out, d_in] matrix into the parameter; an offloaded block drops it on exit."""
-        self.parameter.detach().copy_(self.as_parameter(matrix))
-
-    def write(self, matrix: Tensor) -> None:
-        """As `assign`, for good: an offloaded block stores the weight."""
-        self.assign(matrix)
-        mark_written(self.modules[0], self.key)
-
-    def as_matrix(self, tensor: Tensor) -> Tensor:
-        """[d_out, d_in] of a tensor in the parameter's layout."""
-        return self.adapter.as_matrix(tensor)
-
-    def as_parameter(self, matrix: Tensor) -> Tensor:
-        """The inverse of `as_matrix`."""
-        return self.adapter.as_parameter(matrix)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[d_out, d_in]."""
-        return self.adapter.shape
-
-    def expert(self, index: int) -> "PrunableLayer":
-        """A single expert of a layer of experts.
-
-        Args:
-            index: relative to the layer's first expert.
-        """
-        adapter = self.adapter
-        assert isinstance(adapter, ExpertsAdapter)
-        return replace(self, span=(adapter.experts[index], adapter.experts[index] + 1))
-
-    @property
-    def groups(self) -> int:
-        """Number of equal slices of rows with separate inputs; 1 except for grouped convolutions and experts."""
-        return self.adapter.groups
 
 
 @dataclass(frozen=True)
@@ -116,7 +37,7 @@ class Block:
     weights: Weights = RESIDENT
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """A context in which the block's parameters hold its weights; see onloading.py."""
+        """A context in which the block's parameters hold its weights."""
         return self.weights.onloaded()
 
 
@@ -160,25 +81,13 @@ def visited(model: nn.Module) -> list[Block]:
 
 
 def onloading_in(model: nn.Module) -> Callable[[nn.Module], AbstractContextManager[None]]:
-    """A function from a module to a context in which its weights are onloaded; weights outside of blocks already are.
-
-    Args:
-        model: with these modules.
-    """
+    """A function from a module to a context in which its weights are onloaded, as those outside of blocks are."""
     weights = by_module(visited(model))
     return lambda module: weights.get(module, RESIDENT).onloaded()
 
 
 def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[str]]]:
-    """Weights grouped by the context that onloads them: the rest of the model, then block after block.
-
-    Args:
-        model: with these weights.
-        names: of parameters and buffers.
-
-    Returns:
-        For each group a function that returns the context, and the names.
-    """
+    """Names of parameters and buffers grouped by the context that onloads them: first those outside of the blocks."""
     groups: dict[str, list[str]] = {"": []}
     visits: dict[str, Visit] = {"": partial(rest_onloaded, model)}
     for block in visited(model):
@@ -192,7 +101,7 @@ def by_visit(model: nn.Module, names: Iterable[str]) -> list[tuple[Visit, list[s
 
 def rest_onloaded(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which all weights outside of the blocks are onloaded."""
-    return rest_of(model, [module for _, module in find_blocks(model)]).onloaded()
+    return weights_of(model, model, without=[module for _, module in find_blocks(model)]).onloaded()
 
 
 def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -201,51 +110,101 @@ def _elements(name: str, module: nn.Module, nested: bool) -> Iterator[tuple[str,
         inner = f"{name}.{key}"
         if isinstance(element, nn.ModuleList | nn.ModuleDict):
             yield from _elements(inner, element, nested=True)
-        elif _is_block(element) or (nested and find_adapter(element) is not None):
+        elif _is_block(element) or (nested and find_layer(element) is not None):
             yield inner, element
 
 
 def _is_block(module: nn.Module) -> bool:
     """Whether a module contains layers; lists of bare matrices, such as heads and adapters, are no lists of blocks."""
-    return any(find_adapter(child) is not None for child in module.modules() if child is not module)
+    return any(find_layer(child) is not None for child in module.modules() if child is not module)
+
+
+def by_module(blocks: Sequence[Block]) -> dict[nn.Module, Weights]:
+    """The weights that each module inside of some blocks belongs to."""
+    return {module: block.weights for block in blocks for module in block.module.modules()}
+
+
+def is_on_disk(blocks: Sequence[Block]) -> bool:
+    """Whether any of the blocks' weights are loaded from disk."""
+    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
+
+
+@contextmanager
+def onloaded_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """While the whole model runs forward, each offloaded block's weights are onloaded for its call, inside `within`."""
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.weights is not RESIDENT:
+                _onload_for_calls(block, stack, within)
+        yield
+
+
+@contextmanager
+def differentiated_in_turn(blocks: Sequence[Block], within: Within | None = None) -> Iterator[None]:
+    """As `onloaded_in_turn`, for a forward pass that gradients are computed of afterwards.
+
+    The hooks keep the data that the graph saved of each parameter alive: the parameter itself is empty after the call.
+    """
+
+    def alias(tensor: Tensor) -> Tensor:
+        return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+
+    offloaded = any(block.weights is not RESIDENT for block in blocks)
+    saved = saved_tensors_hooks(alias, lambda tensor: tensor) if offloaded else nullcontext()
+    with saved, onloaded_in_turn(blocks, within):
+        yield
+
+
+def _onload_for_calls(block: Block, stack: ExitStack, within: Within | None) -> None:
+    calls: list[ExitStack] = []  # of the calls in progress
+
+    def enter(*_: Any) -> None:
+        with ExitStack() as inside:
+            inside.enter_context(block.weights.onloaded())
+            if within is not None:
+                inside.enter_context(within(block.module))
+            calls.append(inside.pop_all())
+
+    def leave(*_: Any) -> None:
+        calls.pop().close()
+
+    def end() -> None:  # after a call that failed
+        for inside in reversed(calls):
+            inside.close()
+
+    stack.callback(end)
+    stack.callback(block.module.register_forward_pre_hook(enter, prepend=True).remove)
+    stack.callback(block.module.register_forward_hook(leave).remove)
+
+
+@contextmanager
+def all_onloaded(blocks: Sequence[Block]) -> Iterator[None]:
+    """All blocks' weights at once, for backward passes of the whole model."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.weights.onloaded())
+        yield
 
 
 def find_structure(model: nn.Module, targets: Sequence[str] | None = None, ignore: Sequence[str] = ()) -> Structure:
-    """The layers that `targets` and `ignore` select.
+    """The layers that `targets` and `ignore`, expressions searched for in module names, select.
 
-    Args:
-        model: any module.
-        targets: expressions searched for in module names; None is everything prunable inside the blocks except routers
-            of experts or, in a model without blocks, everything prunable but the first and the last layer in the order
-            of their definition.
-        ignore: expressions searched for in module names that stay dense.
-
-    Raises:
-        MoonshotError: PEFT adapters, an expression that matches no module, or nothing left to prune.
+    Without targets, everything prunable inside the blocks except routers of experts or, in a model without blocks,
+    everything but the first and the last layer in the order of their definition. Raises `MoonshotError` for PEFT
+    adapters, an expression that matches no module, or nothing left to prune.
     """
-    require(
-        not adapted_layers(model),
-        "it has PEFT adapters",
-        field="model",
-        hint="prune it before they are added, or merge them first (merge_and_unload)",
-    )
-    names = [name for name, _, _ in holders(model) if name] + [name for name, _ in model.named_modules() if name]
+    hint = "prune it before they are added, or merge them first (merge_and_unload)"
+    require(not adapted_layers(model), "it has PEFT adapters", field="model", hint=hint)
+    names = [name for name, _, _ in named_layers(model) if name] + [name for name, _ in model.named_modules() if name]
     for field_name, expressions in (("targets", targets or ()), ("ignore", ignore)):
         for expression in expressions:
-            require(
-                any(re.search(expression, name) for name in names),
-                f"{expression!r} matches no module name, such as {', '.join(names[-3:])}",
-                field=field_name,
-            )
+            message = f"{expression!r} matches no module name, such as {', '.join(names[-3:])}"
+            require(any(re.search(expression, name) for name in names), message, field=field_name)
     blocks = find_blocks(model)
-    selected, skipped = _candidates(model, blocks, targets, ignore)
-    by_block: dict[str, list[PrunableLayer]] = {name: [] for name, _ in blocks}
-    outside: list[PrunableLayer] = []
-    for layer, block in selected:
-        (by_block[block] if block else outside).append(layer)
+    layers, skipped = _candidates(model, [name for name, _ in blocks], targets, ignore)
     structure = Structure(
-        tuple(Block(name, module, tuple(by_block[name]), weights_of(model, module)) for name, module in blocks),
-        tuple(outside),
+        tuple(Block(name, each, tuple(layers.get(name, ())), weights_of(model, each)) for name, each in blocks),
+        tuple(layers.get(None, ())),
         skipped,
     )
     if next(structure.layers(), None) is None:
@@ -262,60 +221,48 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def _candidates(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], targets: Sequence[str] | None, ignore: Sequence[str]
-) -> tuple[list[tuple[PrunableLayer, str | None]], dict[str, str]]:
-    """Each selected layer with the name of its block, and the selected modules that cannot be pruned."""
-    modules: dict[int, list[nn.Module]] = {}
-    places: dict[int, tuple[str, str, str | None]] = {}
+    model: nn.Module, blocks: list[str], targets: Sequence[str] | None, ignore: Sequence[str]
+) -> tuple[dict[str | None, list[PrunableLayer]], dict[str, str]]:
+    """The selected layers by the names of their blocks, and the reason for each that cannot be pruned."""
+    tied: dict[int, tuple[str | None, PrunableLayer]] = {}  # by their parameter
     skipped = {} if blocks or targets is not None else _ends(model)
     routers = _routers(model) if targets is None else set()
-    for name, module, key in holders(model):
-        block = next((block for block, _ in blocks if name == block or name.startswith(block + ".")), None)
+    for name, module, layer in named_layers(model):
+        block = next((block for block in blocks if name == block or name.startswith(block + ".")), None)
         if targets is None:
             selected = name not in skipped and (block is not None or not blocks)
         else:
             selected = any(re.search(target, name) for target in targets)
         if not selected or any(re.search(expression, name) for expression in ignore):
             continue
-        adapter = adapter_at(module, key)
-        if not isinstance(adapter, ExpertsAdapter):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            reason = ROUTER if module in routers else None
-            reason = _unprunable(module, parent, targeted=targets is not None) or reason
-        else:
-            reason = adapter.unprunable()
+        parent = model.get_submodule(name.rpartition(".")[0])
+        reason = _unprunable(module, layer, parent, targeted=targets is not None)
+        reason = reason or (ROUTER if module in routers else None)
         if reason:
             skipped[name] = reason
-        elif adapter is not None:
-            modules.setdefault(id(adapter.parameter), []).append(module)
-            places.setdefault(id(adapter.parameter), (name, key, block))
-    layers = []
-    for parameter, (name, key, block) in places.items():
-        attention = bool(_ATTENTION.search(name[len(block) :] if block else ""))
-        layers.append((PrunableLayer(name, tuple(modules[parameter]), attention, key), block))
+        elif layer is not None:
+            attention = bool(_ATTENTION.search(name[len(block) :] if block else ""))
+            first = (block, replace(layer, modules=(), attention=attention))
+            block, shared = tied.get(id(layer.parameter), first)
+            tied[id(layer.parameter)] = block, replace(shared, modules=(*shared.modules, module))
+    layers: dict[str | None, list[PrunableLayer]] = {}
+    for block, layer in tied.values():
+        layers.setdefault(block, []).append(layer)
     return layers, skipped
 
 
-def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every possible layer: its name, the module, and the name of the parameter in the module.
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, PrunableLayer | None]]:
+    """Every possible layer: its name, the module, and the layer, None if the module has none.
 
     A layer has the name of its module or, of fused experts, that of the parameter, without the suffix "weight".
     """
     for name, module in model.named_modules():
-        keys = expert_keys(module)
-        yield from ((name if key == WEIGHT else f"{name}.{key}", module, key) for key in keys)
+        keys = expert_parameters(module)
+        for key in keys:
+            layer_name = name if key == WEIGHT else f"{name}.{key}"
+            yield layer_name, module, ExpertsLayer(layer_name, (module,), key=key)
         if not keys:
-            yield name, module, WEIGHT
-
-
-def adapter_at(module: nn.Module, key: str) -> LayerAdapter | None:
-    """The adapter of a module's parameter; None if it is not the weight of a layer.
-
-    Args:
-        module: with the parameter.
-        key: the name of the parameter in the module.
-    """
-    return ExpertsAdapter(module, key) if key in expert_keys(module) else find_adapter(module)
+            yield name, module, find_layer(module, name)
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
@@ -330,30 +277,23 @@ def _ends(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _matrices(module: nn.Module) -> list[list[int]]:
-    """The shapes of the weight matrices and kernels that are direct parameters of a module."""
-    return [list(parameter.shape) for parameter in module.parameters(recurse=False) if _is_matrix(parameter)]
-
-
 def _is_matrix(weight: Tensor) -> bool:
     """Whether a weight is a matrix or kernel, not a vector with dimensions of size 1."""
     return weight.ndim >= 2 and sum(size > 1 for size in weight.shape) != 1
 
 
-def _unprunable(module: nn.Module, parent: nn.Module, targeted: bool) -> str | None:
+def _unprunable(module: nn.Module, layer: PrunableLayer | None, parent: nn.Module, targeted: bool) -> str | None:
     """The reason why a module with weight matrices cannot be pruned; None if it can, or has none."""
-    adapter = find_adapter(module)
-    if adapter is not None:
+    if layer is not None:
         if isinstance(parent, nn.MultiheadAttention):
             return "torch's fused attention does not call its output projection"
-        return adapter.unprunable()
+        return layer.unprunable()
     if isinstance(module, nn.Embedding):
-        return (
-            "an embedding has no input statistics; where the head is tied to it, target the head" if targeted else None
-        )
+        reason = "an embedding has no input statistics; where the head is tied to it, target the head"
+        return reason if targeted else None
     if "qweight" in dict(module.named_buffers(recurse=False)):
         return f"quantized: {type(module).__name__}"
-    shapes = _matrices(module)
+    shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False) if _is_matrix(parameter)]
     if shapes and stacks_experts(module):
         return f"experts stacked along the rows of weights {shapes}: only parameters of three dimensions are supported"
     return f"no Linear or Conv2d: {type(module).__name__} with weights {shapes}" if shapes else None
@@ -365,9 +305,10 @@ def _routers(model: nn.Module) -> set[nn.Module]:
     for module in model.modules():
         counts = {_experts(child) for child in module.children()} - {0}
         for child in module.children() if counts else ():
-            adapters = [adapter for adapter in map(find_adapter, child.modules()) if adapter is not None]
-            if len(adapters) == 1 and adapters[0].weight is not None and adapters[0].shape[0] in counts:
-                routers.add(adapters[0].module)
+            layers = [layer for layer in map(find_layer, child.modules()) if layer is not None]
+            computed = any(layer.module._parameters.get(WEIGHT) is None for layer in layers)
+            if len(layers) == 1 and not computed and layers[0].shape[0] in counts:
+                routers.add(layers[0].module)
     return routers
 
 

@@ -5,6 +5,7 @@ masked tokens of a masked one, the class of an image. The gradient is computed s
 vocabulary needs a float32 copy of one sample's logits only.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # from a model's output and i
 IGNORED = -100
 # Gradients below 6e-8 underflow in float16. A constant factor of the loss cancels in L_F(W)/L_F(0).
 HALF_SCALE = 1024.0
+MASKED_FRACTION = 0.15
 
 
 def token_mask(batch: dict[str, Tensor]) -> Tensor | None:
@@ -39,37 +41,26 @@ def is_causal(model: nn.Module) -> bool:
 def labels_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Labels aligned with the logits: [B] classes, or [B, T] tokens with -100 at positions without a prediction.
 
-    Args:
-        model: whose own input a causal language model predicts, one position ahead.
-        batch: its inputs, with `labels` ([B] or [B, T]) or, if it is causal, `input_ids` ([B, T]).
-
-    Raises:
-        MoonshotError: the model is not a causal language model and the data has no labels.
+    A causal language model predicts its own input, one position ahead; other models need `labels` ([B] or [B, T]) in
+    the batch, or `MoonshotError` is raised.
     """
     if "labels" in batch:
         labels = batch["labels"]
     else:
-        require(
-            is_causal(model) and "input_ids" in batch,
-            f"{type(model).__name__} needs them for its loss",
-            field="labels",
-            hint=Text("give calibration data with labels, or {}", NO_BACKWARD),
-        )
+        message, hint = f"{type(model).__name__} needs them for its loss", "give calibration data with labels, or {}"
+        able = is_causal(model) and "input_ids" in batch
+        require(able, message, field="labels", hint=Text(hint, NO_BACKWARD))
         mask = token_mask(batch)
         assert mask is not None
         labels = batch["input_ids"].masked_fill(~mask, IGNORED)
-        for token in _placeholders(model):
-            labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
+        config = getattr(model, "config", None)
+        for kind, field in itertools.product(("image", "video", "audio"), ("id", "index")):
+            token = getattr(config, f"{kind}_token_{field}", None)
+            if isinstance(token, int):  # a placeholder for features, which is not predicted
+                labels = labels.masked_fill(batch["input_ids"] == token, IGNORED)
     if is_causal(model) and labels.ndim == 2:
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return labels
-
-
-def _placeholders(model: nn.Module) -> set[int]:
-    """The token ids of placeholders for the features of images, videos or audio, which are not predicted."""
-    config = getattr(model, "config", None)
-    names = (f"{kind}_token_{field}" for kind in ("image", "video", "audio") for field in ("id", "index"))
-    return {token for name in names if isinstance(token := getattr(config, name, None), int)}
 
 
 def loss_gradient(
@@ -77,32 +68,24 @@ def loss_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The start of the backward pass: a tensor of the graph and the gradient of Σ_n ℓ_n at it; and every ℓ_n, [B].
 
-    Args:
-        model: that returned the output.
-        output: of the model, with `logits`.
-        batch: the model's inputs, with `labels` unless the model predicts its own input.
-        loss: a function (output, batch) → [B] losses to use instead.
-
-    Raises:
-        MoonshotError: no logits, no labels, or losses that are NaN.
+    `loss` is a function (output, batch) → [B] losses to use instead of the cross-entropy of the output's logits. Raises
+    `MoonshotError` for no logits, no labels, or losses that are NaN.
     """
     if loss is not None:
-        total = own_losses(loss, output, batch)
+        total = _checked_losses(loss, output, batch)
         differentiable = total.grad_fn is not None
         hint = "compute it from the output, without detach()"
         require(differentiable, "its result has no gradient", field="loss", hint=hint)
         return total.sum(), torch.ones((), dtype=total.dtype, device=total.device), total.detach().float()
-    logits = logits_of(model, output)
-    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+    logits, labels = _logits_and_labels(model, output, batch)
     scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
     gradient, losses = torch.empty_like(logits, requires_grad=False), []
     for sample, label, out in zip(logits.detach(), labels, gradient, strict=True):
         single = sample.float().requires_grad_(True)
         with torch.enable_grad():
             value = _cross_entropy(single, label)
-        require(
-            bool(torch.isfinite(value)), f"the calibration loss is {value.item()}", hint="check the model's weights"
-        )
+        message = f"the calibration loss is {value.item()}"
+        require(bool(torch.isfinite(value)), message, hint="check the model's weights")
         (step,) = torch.autograd.grad(value, single)
         out.copy_(step * scale)
         losses.append(value.detach())
@@ -113,23 +96,13 @@ def loss_gradient(
 def sample_losses(model: nn.Module, output: Any, batch: dict[str, Tensor], loss: Loss | None = None) -> Tensor:
     """ℓ_n of a batch's samples, [B] in float32; the arguments are those of `loss_gradient`."""
     if loss is not None:
-        return own_losses(loss, output, batch).float()
-    logits = logits_of(model, output)
-    labels = checked_labels(labels_of(model, batch).to(logits.device), logits)
+        return _checked_losses(loss, output, batch).float()
+    logits, labels = _logits_and_labels(model, output, batch)
     return torch.stack([_cross_entropy(sample.float(), label) for sample, label in zip(logits, labels, strict=True)])
 
 
-def own_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The result of a user's loss function, checked, [B].
-
-    Args:
-        loss: (output, batch) → one loss for each sample.
-        output: of the model.
-        batch: the model's inputs.
-
-    Raises:
-        MoonshotError: it returned something else, or a loss that is not finite.
-    """
+def _checked_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The result of a user's loss function, [B]."""
     losses, count = loss(output, batch), len(next(iter(batch.values())))
     hint = f"return one loss per sample, a floating-point tensor of shape [{count}]"
     require(isinstance(losses, Tensor), f"it returned a {type(losses).__name__}", field="loss", hint=hint)
@@ -142,41 +115,22 @@ def own_losses(loss: Loss, output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over one sample's labelled positions."""
-    require(
-        bool((labels != IGNORED).any()), "a calibration sample has no label", hint="give samples of 2 tokens or more"
-    )
+    hint = "give samples of 2 tokens or more"
+    require(bool((labels != IGNORED).any()), "a calibration sample has no label", hint=hint)
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
 
 
-def logits_of(model: nn.Module, output: Any) -> Tensor:
-    """The logits of a model's output.
-
-    Args:
-        model: named in the error.
-        output: a tensor, or an object with the attribute `logits`.
-
-    Raises:
-        MoonshotError: there are none.
-    """
+def _logits_and_labels(model: nn.Module, output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The logits of an output, a tensor or an object with that attribute, and a label for each of their rows."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        name = type(model).__name__
-        raise MoonshotError(
-            f"{name} returns no logits for the Fisher loss", hint=Text("load it with a head, or {}", NO_BACKWARD)
-        )
-    return logits
+        hint = Text("load it with a head, or {}", NO_BACKWARD)
+        raise MoonshotError(f"{type(model).__name__} returns no logits for the Fisher loss", hint=hint)
+    return logits, checked_labels(labels_of(model, batch).to(logits.device), logits)
 
 
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels as int64, one for each row of logits.
-
-    Args:
-        labels: [B] or [B, T]; -100 at positions without a prediction.
-        logits: [B, classes] or [B, T, classes].
-
-    Raises:
-        MoonshotError: labels that are not integers, have another shape, or are no class of the model.
-    """
+    """Labels ([B] or [B, T], -100 at positions without a prediction) as int64, one class for each row of logits."""
     hint = "give one integer class per row of logits, or pass a loss function"
     require(not labels.is_floating_point(), f"labels of {labels.dtype}", hint=hint)
     shapes = f"labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}"
@@ -187,31 +141,16 @@ def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     return labels
 
 
-MASKED_FRACTION = 0.15
-
-
 def needs_masked_labels(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether the model predicts masked tokens and the data has no labels.
-
-    Args:
-        model: identified by the name of its class.
-        batch: its inputs, [B, T] each.
-    """
+    """Whether the model predicts masked tokens, by the name of its class, and the data has no labels."""
     return type(model).__name__.endswith("ForMaskedLM") and "labels" not in batch and "input_ids" in batch
 
 
 def add_masked_labels(batches: list[dict[str, Tensor]], tokenizer: Any, seed: int) -> list[dict[str, Tensor]]:
     """Mask 15% of each sample's tokens (at least one), and add them as labels, as in BERT's training.
 
-    (Devlin et al., arXiv 1810.04805, section 3.1; only the mask token of its three replacements is used.)
-
-    Args:
-        batches: with `input_ids`, [B, T] each; unchanged.
-        tokenizer: with a mask token.
-        seed: of the random choice of tokens.
-
-    Raises:
-        MoonshotError: the tokenizer has no mask token.
+    (Devlin et al., arXiv 1810.04805, section 3.1; only the mask token of its three replacements is used.) The batches
+    stay unchanged. Raises `MoonshotError` if the tokenizer has no mask token.
     """
     mask_token = getattr(tokenizer, "mask_token_id", None)
     if mask_token is None:

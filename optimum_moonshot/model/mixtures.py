@@ -7,7 +7,7 @@ all tokens once per expert, [E·T, H], already weighted, and returns the contrib
 module does, and checks the sum; names of families are not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batches import Batch
-from ..errors import MoonshotError, Option, reason, require
+from ..errors import MoonshotError, reason, require
 from .calls import close, first_tensor, run_model
-from .experts import expert_keys, expert_parameters, routing, with_others
-from .layers import onloading_in, visited
-from .onloading import onloaded_in_turn
+from .experts import expert_parameters, routing, with_others
+from .layers import onloaded_in_turn, onloading_in, visited
 
 # Bytes of contributions in memory at a time.
 ROOM = 64 * 2**20
@@ -50,15 +49,8 @@ class Mixture:
         parameters = (parameter for parameter in self.module._parameters.values() if parameter is not None)
         return sum(parameter.numel() for parameter in parameters) // self.count
 
-    def watch(self, see: "SeeMixture") -> Any:
-        """Pass every call to a callback until the returned handle is removed.
-
-        Args:
-            see: the callback, which may replace the output.
-
-        Raises:
-            MoonshotError: in a call whose arguments do not show which token is sent to which expert.
-        """
+    def watch(self, see: "Callable[[MixtureCall, Tensor], Tensor | None]") -> Any:
+        """Pass every call to a callback, which may replace the output, until the returned handle is removed."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             return see(self.call(args, kwargs, output), output)
@@ -66,16 +58,7 @@ class Mixture:
         return self.module.register_forward_hook(hook, with_kwargs=True)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> "MixtureCall":
-        """Interpret a call of the module.
-
-        Args:
-            args: of the call.
-            kwargs: of the call.
-            output: of the call.
-
-        Raises:
-            MoonshotError: its arguments do not show which token is sent to which expert.
-        """
+        """Interpret a call; `MoonshotError` if its arguments do not show which token is sent to which expert."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         routes = routing(args, kwargs)
         whole = isinstance(output, Tensor) and output.ndim == 2
@@ -106,72 +89,35 @@ class MixtureCall(Protocol):
         """The largest number of experts of a token."""
 
     def pieces(self, delta: Tensor | None, room: int = ROOM) -> Iterator[Piece]:
-        """All contributions, of some tokens at a time.
-
-        Args:
-            delta: the gradient at the module's output, [T, H] or [E·T, H], or None.
-            room: bytes of a piece.
-        """
+        """All contributions, in pieces of `room` bytes; `delta` is the gradient at the output, [T, H] or [E·T, H]."""
 
     def instead(self) -> Tensor | None:
-        """Another output, of the same shape, that is equivalent if only the sum of a token's contributions matters.
+        """Another output that is equivalent if only the sum of a token's contributions matters.
 
-        Returns:
-            The output; None if the module returned that sum.
-
-        Raises:
-            MoonshotError: it returned something else.
+        None if the module returned that sum; raises `MoonshotError` if it returned something else.
         """
 
 
-class SeeMixture(Protocol):
-    """The callback of a watched mixture."""
-
-    def __call__(self, call: MixtureCall, output: Tensor) -> Tensor | None:
-        """Receive a call.
-
-        Args:
-            call: with the contributions.
-            output: of the module, `shape` as in `MixtureCall.pieces`.
-
-        Returns:
-            A replacement of the output; None keeps it.
-        """
-
-
+@dataclass(eq=False)
 class RoutedCall:
-    """A call with the indices of every token's experts.
+    """A call with the tokens [T, H] and the indices and weights of every token's experts, [T, k].
 
-    Args:
-        mixture: that was called.
-        args: of the call.
-        kwargs: of the call.
-        hidden: the tokens among them, [T, H].
-        index: the indices of their experts, [T, k].
-        weights: of these experts, [T, k].
-        output: of the call, [T, H].
-
-    Raises:
-        MoonshotError: an index beyond the last expert, such as a null choice.
+    Raises `MoonshotError` for an index beyond the last expert, such as a null choice.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        output: Tensor,
-    ):
-        require(
-            bool((index < mixture.count).all()),
-            f"{mixture.name}: its router has more choices than its {mixture.count} experts",
-        )
-        self.mixture, self.hidden, self.index, self.weights = mixture, hidden, index, weights
-        self.args, self.kwargs, self.output = args, kwargs, output.detach()
-        self.tokens = hidden.detach().clone()  # the model may write to its tensor before the backward pass
+    mixture: Mixture
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    output: Tensor
+
+    def __post_init__(self) -> None:
+        name, count = self.mixture.name, self.mixture.count
+        require(bool((self.index < count).all()), f"{name}: its router has more choices than its {count} experts")
+        self.output = self.output.detach()
+        self.tokens = self.hidden.detach().clone()  # the model may write to its tensor before the backward pass
 
     @property
     def chosen(self) -> int:
@@ -186,10 +132,10 @@ class RoutedCall:
             yield Piece(self.index[some], parts, slopes)
 
     def instead(self) -> None:
-        kind = type(self.mixture.module).__name__
         try:
             total = torch.cat([piece.parts.sum(1) for piece in self.pieces(None)])
         except Exception as error:  # a module may fail in any way at an unexpected call
+            kind = type(self.mixture.module).__name__
             message = f"{kind} does not take tokens with one expert each ({reason(error)})"
             raise MoonshotError(message, field="pattern", value="experts").within(self.mixture.name) from error
         require(close(total, self.output), f"{self.mixture.name}: {_NO_SUM}", field="pattern", value="experts")
@@ -206,13 +152,7 @@ class RoutedCall:
 
 
 class RepeatedCall:
-    """A call with all tokens once per expert, as zeros where a token is not routed to the expert.
-
-    Args:
-        mixture: that was called.
-        inputs: [E·T, H].
-        output: [E·T, H].
-    """
+    """A call with all tokens once per expert, [E·T, H], as zeros where a token is not routed to the expert."""
 
     def __init__(self, mixture: Mixture, inputs: Tensor, output: Tensor):
         self.mixture = mixture
@@ -257,51 +197,40 @@ class Mixtures:
 
 @torch.no_grad()
 def find_mixtures(model: nn.Module, probe: Batch) -> Mixtures:
-    """The mixtures of a model, tested on a small batch.
+    """The mixtures of a model in evaluation mode, tested on a small batch.
 
-    Args:
-        model: in evaluation mode; offloaded blocks are onloaded in turn.
-        probe: its inputs, on its device.
-
-    Raises:
-        MoonshotError: there are none, they differ in size, or the contributions of experts cannot be computed.
+    Raises `MoonshotError` if there are none, they differ in size, or the contributions of experts cannot be computed.
     """
     name = type(model).__name__
-    mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_keys(module)]
+    mixtures = [Mixture(key, module) for key, module in model.named_modules() if expert_parameters(module)]
     mixtures = [mixture for mixture in mixtures if mixture.count > 1]
-    experts = Option("pattern", "experts")
     message = f"{name} has no experts in fused parameters"
-    require(bool(mixtures), message, field=experts.name, value=experts.value, hint="use a mixture of experts")
-    looks = [_Look(mixture, model) for mixture in mixtures]
+    require(bool(mixtures), message, field="pattern", value="experts", hint="use a mixture of experts")
+    trials = [_Trial(mixture, model) for mixture in mixtures]
     with ExitStack() as hooks:
-        for look in looks:
-            look.enter(hooks)
+        for trial in trials:
+            trial.enter(hooks)
         hooks.enter_context(onloaded_in_turn(visited(model)))
         run_model(model, probe)
-    understood = [look for look in looks if look.chosen and not look.reason]
-    counts = {look.mixture.count for look in understood}
-    for look in looks:  # all mixtures of one size lose experts together
-        require(look in understood or look.mixture.count not in (counts or {look.mixture.count}), look.why)
-    require(
-        len(counts) == 1,
-        f"{name} has mixtures of {' and '.join(map(str, sorted(counts)))} experts; every layer must lose equally many",
-        field=experts.name,
-        value=experts.value,
-    )
+    understood = [trial for trial in trials if trial.chosen and not trial.reason]
+    counts = {trial.mixture.count for trial in understood}
+    unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
+    for trial in trials:  # all mixtures of one size lose experts together
+        supported = trial in understood or trial.mixture.count not in (counts or {trial.mixture.count})
+        require(supported, trial.reason or f"{trial.mixture.name}: {unreached}")
+    sizes = " and ".join(map(str, sorted(counts)))
+    message = f"{name} has mixtures of {sizes} experts; every layer must lose equally many"
+    require(len(counts) == 1, message, field="pattern", value="experts")
     onloaded = onloading_in(model)
-    for look in understood:
-        with onloaded(look.around):
-            look.check()
-    return Mixtures(tuple(look.mixture for look in understood), counts.pop(), max(look.chosen for look in understood))
+    for trial in understood:
+        with onloaded(trial.around):
+            trial.check()
+    chosen = max(trial.chosen for trial in understood)
+    return Mixtures(tuple(trial.mixture for trial in understood), counts.pop(), chosen)
 
 
-class _Look:
-    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure.
-
-    Args:
-        mixture: to watch.
-        model: with the mixture.
-    """
+class _Trial:
+    """The result of watching a module of experts: the number of experts of a token, or the reason of a failure."""
 
     def __init__(self, mixture: Mixture, model: nn.Module):
         self.mixture, self.chosen, self.reason = mixture, 0, ""
@@ -309,12 +238,6 @@ class _Look:
         self.around = model.get_submodule(mixture.name.rpartition(".")[0])
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the last call of its parent
         self.replacement: Tensor | None = None  # of the module's output
-
-    @property
-    def why(self) -> str:
-        """The reason why the mixture is not supported."""
-        unreached = "no calibration data reach its experts, and every layer must lose equally many; give such data"
-        return self.reason or f"{self.mixture.name}: {unreached}"
 
     def enter(self, hooks: ExitStack) -> None:
         """Watch every call until `hooks` are closed."""
@@ -336,11 +259,7 @@ class _Look:
         return None
 
     def check(self) -> None:
-        """Compare the output of the module, or of its parent, with the sum of the contributions.
-
-        Raises:
-            MoonshotError: they differ.
-        """
+        """Raise `MoonshotError` unless the output of the module, or of its parent, is the sum of the contributions."""
         replacement = None if self.call is None else self.call.instead()
         if replacement is None:
             return

@@ -1,35 +1,38 @@
-"""Properties of a model: positions, vocabulary, images or text, tokenizer and processor."""
+"""Properties of a model and of its configuration: positions, vocabulary, images or text, tokenizer and processor."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 
 # Not from transformers itself: some releases hide it there where torchvision is missing.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from ..errors import MoonshotError, reason, require
-from .layer_adapters import find_adapter
+from .layer_kinds import find_layer
 
+Edit = dict[str, int]  # field of a configuration ("text_config.ffn_dim" where it is nested) → new value
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence that a model has positions for, in tokens; None if its configuration has no limit."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = _text_config(model)
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def vocabulary_size(model: nn.Module) -> int:
     """The width of a language model's logits; 1 if the configuration has none."""
+    return getattr(_text_config(model), "vocab_size", None) or 1
+
+
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "vocab_size", None) or 1
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def embedded_tokens(model: nn.Module) -> int | None:
@@ -42,16 +45,7 @@ def embedded_tokens(model: nn.Module) -> int | None:
 
 
 def check_tokens(model: nn.Module, ids: Tensor, given_by: str) -> None:
-    """Check that the model has an embedding for every token id.
-
-    Args:
-        model: a language model.
-        ids: of any shape.
-        given_by: their source: "tokenizer" or "input_ids".
-
-    Raises:
-        MoonshotError: ids that are not integers, or outside of the vocabulary.
-    """
+    """Raise `MoonshotError` unless the ids, from the "tokenizer" or "input_ids", are integers with an embedding."""
     name, size = type(model).__name__, embedded_tokens(model)
     whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
     require(whole, f"token ids are {ids.dtype}", field=given_by, hint="use integers")
@@ -68,18 +62,14 @@ def takes_images(model: nn.Module) -> bool:
     main = getattr(model, "main_input_name", None)
     if main is not None:
         return main == "pixel_values"
-    return any(adapter is not None and adapter.images for adapter in map(find_adapter, model.modules()))
+    return any(layer is not None and layer.images for layer in map(find_layer, model.modules()))
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """A model's tokenizer; None if there is none, as for image models.
 
-    Args:
-        name_or_path: of the model, a folder or a Hub repository.
-        options: for `AutoTokenizer`, such as `trust_remote_code`.
-
-    Raises:
-        MoonshotError: the model's folder has one that cannot be loaded.
+    `name_or_path` is a folder or a Hub repository, `options` are those of `from_pretrained`, also in `load_processor`.
+    Raises `MoonshotError` if the folder has a tokenizer that cannot be loaded.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
@@ -106,13 +96,7 @@ def reads_images_and_text(model: nn.Module) -> bool:
 
 
 def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """The processor of a model that reads images, or images and text; None for other models, or if there is none.
-
-    Args:
-        model: that was loaded.
-        name_or_path: its folder or Hub repository.
-        options: for `from_pretrained`, such as `trust_remote_code`.
-    """
+    """The processor of a model that reads images, or images and text; None for other models, or if there is none."""
     loaders: list[Any] = [AutoProcessor] if reads_images_and_text(model) else []
     for loader in [*loaders, AutoImageProcessor] if takes_images(model) else loaders:
         try:
@@ -120,3 +104,25 @@ def load_processor(model: nn.Module, name_or_path: str | os.PathLike[str], **opt
         except (OSError, ValueError, KeyError, ImportError, TypeError):
             continue
     return None
+
+
+def whole_numbers(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, int | None]]:
+    """The fields of a configuration and its nested ones ("text_config.ffn_dim") that are integers or None."""
+    for name, value in config.to_dict().items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield from whole_numbers(inner, f"{prefix}{name}.")
+        elif value is None or type(value) is int:
+            yield prefix + name, value
+
+
+def edited(config: PreTrainedConfig, edit: Edit) -> PreTrainedConfig:
+    """A copy of the configuration with some fields changed, validated as if loaded from a file."""
+    values = config.to_dict()
+    for path, value in edit.items():
+        *parents, name = path.split(".")
+        owner = values
+        for parent in parents:
+            owner = owner[parent]
+        owner[name] = value
+    return type(config).from_dict(values)

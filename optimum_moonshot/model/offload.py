@@ -1,4 +1,8 @@
-"""Weights that accelerate keeps in host memory or on disk, onloaded a block at a time.
+"""Weights that are in the model all the time, or that accelerate keeps in host memory or on disk.
+
+Code that reads a block's weights, or runs the block, does it under ``with block.onloaded():``. The block's `Weights`
+decides what that loads, so calibration, solvers and recovery need not know whether a model is on disk, in host memory
+or on the device.
 
 `from_pretrained(..., device_map=...)` puts a hook on every module with offloaded weights, which loads them before a
 call of the module and offloads them after it. `Offloaded.onloaded` loads those of a whole block at once and disables
@@ -11,17 +15,33 @@ checkpoint never changes.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from ..mapped import SpillFile
 from ..packing.spill_codec import spill_matrix
-from .onloading import RESIDENT, Onloadable, Weights
 
 Load = Callable[[], Tensor]
+
+
+class Weights(Protocol):
+    """The weights of a block."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        """A context in which the block's parameters hold its weights. Reentrant."""
+
+
+class Resident:
+    """Weights that are in the model all the time."""
+
+    def onloaded(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+RESIDENT = Resident()
 
 
 class Changes(NamedTuple):
@@ -32,11 +52,7 @@ class Changes(NamedTuple):
 
 
 class WrittenMap(Mapping[str, Tensor]):
-    """A hook's map from names to weights, with the weights that were written in place of the loaded ones.
-
-    Args:
-        source: accelerate's map.
-    """
+    """accelerate's map from names to weights, with the weights that were written in place of the loaded ones."""
 
     def __init__(self, source: Mapping[str, Tensor]):
         self.source = source
@@ -74,12 +90,7 @@ class _Slot(NamedTuple):
 
 
 class Offloaded:
-    """The offloaded weights of a block.
-
-    Args:
-        slots: their parameters and buffers.
-        folder: returns the folder for written weights that come from disk.
-    """
+    """The offloaded weights of a block; `folder` returns the folder for written weights that come from disk."""
 
     read = 0  # bytes loaded, by all blocks
 
@@ -157,7 +168,9 @@ class Offloaded:
             if untied:
                 self._parameters[index] = None
             if untied or tensor.shape != self._placeholders[index].shape:
-                self._placeholders[index] = _placeholder(tensor)
+                empty = tensor.detach().to("meta")
+                parameter = isinstance(tensor, nn.Parameter)
+                self._placeholders[index] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
             slot.hook.weights_map.written[slot.name] = self._store(slot, tensor.detach())
 
     def _clear(self) -> None:
@@ -172,7 +185,8 @@ class Offloaded:
     def _store(self, slot: _Slot, tensor: Tensor) -> Load:
         tensor = tensor.cpu()
         if not slot.hook.weights_map.on_disk(slot.name):
-            return _constant(tensor.clone())
+            copied = tensor.clone()
+            return lambda: copied
         shape = tuple(tensor.shape)
         matrix = tensor.reshape((shape[0], -1) if len(shape) > 1 else (1, -1))
         if self._spill is None:
@@ -181,12 +195,7 @@ class Offloaded:
         return lambda: load().reshape(shape)
 
     def replace(self, parameter: nn.Parameter, load: Load) -> None:
-        """Store another weight in place of one, without onloading.
-
-        Args:
-            parameter: the placeholder in the model while the weights are offloaded.
-            load: returns the weight in the parameter's layout, each time that it is onloaded.
-        """
+        """Store another weight in place of a placeholder, without onloading; `load` has the parameter's layout."""
         for slot in self.slots:
             if slot.table[slot.key] is parameter:
                 slot.hook.weights_map.written[slot.name] = load
@@ -198,11 +207,7 @@ class Offloaded:
         return Changes(written, self._placeholders[:] if onloaded else [slot.table[slot.key] for slot in self.slots])
 
     def restore(self, changes: Changes) -> None:
-        """Drop the weights stored since.
-
-        Args:
-            changes: returned by `changes`.
-        """
+        """Drop the weights stored since `changes` was called."""
         for slot, before in zip(self.slots, changes.written, strict=True):
             slot.hook.weights_map.written = dict(before)
         if self._depth:
@@ -217,27 +222,13 @@ _ONLOADED: WeakKeyDictionary[nn.Module, Offloaded] = WeakKeyDictionary()  # by t
 
 
 def mark_written(module: nn.Module, key: str) -> None:
-    """Declare that an onloaded weight was written, or replaced: it is stored when its block is offloaded again.
+    """Declare that an onloaded weight of a module was written, or replaced: it is stored when it is offloaded again.
 
     Does nothing for resident weights, so writers need not distinguish them.
-
-    Args:
-        module: that holds the weight.
-        key: the name of its parameter or buffer.
     """
     weights = _ONLOADED.get(module)
     if weights is not None:
         weights.written.add((module, key))
-
-
-def _constant(tensor: Tensor) -> Load:
-    return lambda: tensor
-
-
-def _placeholder(tensor: Tensor) -> Tensor:
-    """An empty tensor on the meta device in place of an offloaded one."""
-    empty = tensor.detach().to("meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 _WEIGHTS = "_moonshot_weights"  # attribute of a block, or of the model for the rest, that holds its `Offloaded`
@@ -253,11 +244,9 @@ def hooked(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def visiting(model: nn.Module, sources: Mapping[nn.Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside the context the weights of some modules are offloaded, and onloaded to host memory.
+    """Inside the context the weights of some modules, by name, are offloaded, and onloaded to host memory.
 
-    Args:
-        model: with these modules; it is not called meanwhile.
-        sources: the weights of each module by name, of any shape. Its placeholders have the same shapes and dtypes.
+    The model is not called meanwhile. The placeholders have the shapes and dtypes of the sources.
     """
     from accelerate.hooks import AlignDevicesHook
 
@@ -283,9 +272,7 @@ def is_offloaded(model: nn.Module) -> bool:
 def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a module without the hooks that load weights, and without the weights.
 
-    Args:
-        module: to copy.
-        memo: of `copy.deepcopy`, with replacements for the tensors.
+    `memo` is that of `copy.deepcopy`, with replacements for the tensors.
     """
     if not is_offloaded(module):
         return copy.deepcopy(module, memo)
@@ -297,85 +284,43 @@ def bare_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return remove_hook_from_module(copy.deepcopy(module, memo), recurse=True)
 
 
-def weights_of(model: nn.Module, block: nn.Module) -> Weights:
-    """The weights of a block.
+def weights_of(model: nn.Module, block: nn.Module, without: Sequence[nn.Module] = ()) -> Weights:
+    """The weights of one of a model's blocks or, with the model as `block`, those outside of its blocks `without`."""
+    from accelerate.utils import named_module_tensors
 
-    Args:
-        model: with the block.
-        block: one of its modules.
-    """
-    return _weights(model, block, list(block.modules()))
-
-
-def is_on_disk(blocks: Sequence[Onloadable]) -> bool:
-    """Whether any of the blocks' weights are loaded from disk."""
-    return any(isinstance(block.weights, Offloaded) and block.weights.on_disk for block in blocks)
-
-
-def rest_of(model: nn.Module, blocks: list[nn.Module]) -> Weights:
-    """The weights of everything but the blocks: embeddings, last norm and head.
-
-    Args:
-        model: with the blocks.
-        blocks: its repeated modules.
-    """
-    inside = {module for block in blocks for module in block.modules()}
-    return _weights(model, model, [module for module in model.modules() if module not in inside])
-
-
-def write_to(model: nn.Module, folder: str | None) -> None:
-    """Set the folder for written weights that come from disk.
-
-    Args:
-        model: with offloaded weights.
-        folder: None for the system's folder of temporary files.
-    """
-    _FOLDERS[model] = folder
-
-
-def _weights(model: nn.Module, key: nn.Module, modules: list[nn.Module]) -> Weights:
-    slots = [slot for module in modules for slot in _slots(module)]
+    inside = {module for each in without for module in each.modules()}
+    slots = []
+    for module in (module for module in block.modules() if module not in inside):
+        for hook in hooked(module):
+            tensors = named_module_tensors(
+                module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
+            )
+            for name, _ in tensors:
+                owner, _, key = name.rpartition(".")
+                slots.append(_Slot(module.get_submodule(owner), key, hook, name))
     if not slots:
         return RESIDENT
     tie_again(model)
-    cached: Offloaded | None = vars(key).get(_WEIGHTS)
+    cached: Offloaded | None = vars(block).get(_WEIGHTS)
     if cached is None or [slot[:2] for slot in cached.slots] != [slot[:2] for slot in slots]:
-        cached = vars(key)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
+        cached = vars(block)[_WEIGHTS] = Offloaded(slots, lambda: _FOLDERS.get(model))
     return cached
 
 
+def write_to(model: nn.Module, folder: str | None) -> None:
+    """Set the folder for written weights that come from disk; None is the system's folder of temporary files."""
+    _FOLDERS[model] = folder
+
+
 def tie_again(model: nn.Module) -> None:
-    """Give tied offloaded weights one placeholder again: a call of the model leaves each name with its own."""
+    """Give tied offloaded weights one placeholder again: after a call of the model each name has its own."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
-        tied, shared = _parameter(model, name), _parameter(model, source)
-        if tied is None or shared is None or tied is shared or not (tied.is_meta and shared.is_meta):
+        try:
+            tied, shared = model.get_parameter(name), model.get_parameter(source)
+        except AttributeError:
             continue
-        if tied.shape == shared.shape:
+        if tied is not shared and tied.is_meta and shared.is_meta and tied.shape == shared.shape:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = shared
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
-    try:
-        return model.get_parameter(name)
-    except AttributeError:
-        return None
-
-
-def _slots(module: nn.Module) -> Iterator[_Slot]:
-    from accelerate.utils import named_module_tensors
-
-    for hook in hooked(module):
-        tensors = named_module_tensors(
-            module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
-        )
-        for name, _ in tensors:
-            owner, _, key = name.rpartition(".")
-            yield _Slot(module.get_submodule(owner), key, hook, name)
-
-
-def read_bytes() -> int:
-    """Bytes of weights loaded so far in this process."""
-    return Offloaded.read

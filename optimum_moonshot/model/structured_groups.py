@@ -10,9 +10,8 @@ stays and query heads are removed.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, require
 from ..objective.patterns import Structured
 from .calls import frozen, model_device, run_model, to_device
-from .layer_adapters import LayerAdapter
-from .layers import Block, PrunableLayer, Structure, find_structure
+from .layers import Block, PrunableLayer, Structure, differentiated_in_turn, find_structure
 from .model_info import max_positions, vocabulary_size
-from .onloading import differentiated_in_turn
 
 PROBE_SAMPLES, PROBE_TOKENS = 2, 16
 UNEXPLAINED = "its columns are no neurons or heads that can be removed, and it produces none"
@@ -59,29 +56,17 @@ class _Trace:
     results: list[Tensor] = dataclasses.field(default_factory=list)  # of the model
 
 
-def _may_have_groups(layer: PrunableLayer) -> bool:
-    """Whether its kind may have neurons or heads."""
-    return not layer.adapter.images and not layer.adapter.separate
-
-
 def find_structured_groups(
     model: nn.Module, inputs: Batch | None = None
 ) -> tuple[dict[str, StructuredGroups], dict[str, str]]:
-    """The structured groups of every layer that has some, by the layer's name.
+    """The structured groups of every layer that has some, by its name; the reason for each that is in none.
 
-    Args:
-        model: any model with decoder layers; it runs once, on random data.
-        inputs: for that run, in place of random tokens or pixels. Their values do not matter.
-
-    Returns:
-        The groups, and the reason for each layer that neither has nor produces any.
-
-    Raises:
-        MoonshotError: the model does not run on the probe, or ``torch.inference_mode()`` forbids it.
+    The model runs once on random data, or on `inputs`, whose values do not matter. Raises `MoonshotError` if it does
+    not run, or ``torch.inference_mode()`` forbids it.
     """
     require(not torch.is_inference_mode_enabled(), "torch.inference_mode() forbids gradients", hint="leave its context")
     blocks = [
-        dataclasses.replace(block, layers=tuple(layer for layer in block.layers if _may_have_groups(layer)))
+        dataclasses.replace(block, layers=tuple(each for each in block.layers if not (each.images or each.separate)))
         for block in find_structure(model).blocks
     ]
     if not any(block.layers for block in blocks):
@@ -106,31 +91,22 @@ def find_structured_groups(
 def structured_patterns(
     model: nn.Module, structure: Structure, pattern: Structured, chosen: bool
 ) -> tuple[Structure, dict[str, Structured], list[str]]:
-    """The layers and patterns of a structured run.
+    """The layers to prune in a structured run, a pattern for each, and notes for the user.
 
-    Neurons are removed ``pattern.group`` at a time, heads always one by one.
-
-    Args:
-        model: any model with decoder layers.
-        structure: its layers that may be pruned.
-        pattern: of the whole run.
-        chosen: whether the user selected these layers. Then also layers without neurons or heads lose columns, which
-            remain as zeros; otherwise they stay dense.
-
-    Returns:
-        The layers to prune, a pattern for each, and notes for the user.
+    Neurons are removed ``pattern.group`` at a time, heads always one by one. If the user has `chosen` the layers, also
+    those without neurons or heads lose columns, which remain as zeros; otherwise they stay dense.
     """
     groups, unused = find_structured_groups(model)
     skipped, patterns, notes = dict(structure.skipped), {}, []
     for layer in structure.layers():
-        if layer.adapter.separate:
+        if layer.separate:
             skipped[layer.name] = EXPERTS
         elif layer.name in groups and groups[layer.name].size > 1:
             patterns[layer.name] = dataclasses.replace(pattern, group=groups[layer.name].size)
         elif layer.name in groups or chosen:
             patterns[layer.name] = pattern
         elif all(layer.name not in group.rows for group in groups.values()):
-            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.adapter.images else OUTSIDE)
+            skipped[layer.name] = unused.get(layer.name, CONVOLUTION if layer.images else OUTSIDE)
         if chosen and layer.name not in groups and layer.name in patterns:
             notes.append(f"{layer.name}: its columns are no neurons or heads; zero columns make no model smaller")
 
@@ -139,21 +115,18 @@ def structured_patterns(
 
     blocks = tuple(dataclasses.replace(block, layers=kept(block.layers)) for block in structure.blocks)
     structure = Structure(blocks, kept(structure.outside), skipped)
-    whole = [layer for layer in structure.layers() if pattern.sparsity and not _removed(layer, patterns[layer.name])]
+    counts = {layer.name: layer.shape[1] // patterns[layer.name].group for layer in structure.layers()}  # of groups
+    whole = [name for name, count in counts.items() if pattern.sparsity and not round(pattern.sparsity * count)]
     if whole:
         notes.append(
-            f"{len(whole)} layers, such as {whole[0].name}, keep all columns: {pattern.sparsity:g} of their "
-            f"{whole[0].shape[1] // patterns[whole[0].name].group} groups rounds to none"
+            f"{len(whole)} layers, such as {whole[0]}, keep all columns: {pattern.sparsity:g} of their "
+            f"{counts[whole[0]]} groups rounds to none"
         )
     return structure, patterns, notes
 
 
 def probe_inputs(model: nn.Module) -> Batch:
-    """A small random batch that a text or image model runs on.
-
-    Raises:
-        MoonshotError: the model reads something else.
-    """
+    """A small random batch that a text or image model runs on; `MoonshotError` if the model reads something else."""
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", "input_ids")
@@ -168,17 +141,12 @@ def probe_inputs(model: nn.Module) -> Batch:
     return {name: ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {name: ids}
 
 
-def _removed(layer: PrunableLayer, pattern: Structured) -> int:
-    """Number of groups of columns that a layer loses."""
-    return round(pattern.sparsity * (layer.shape[1] // pattern.group))
-
-
 def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
     """Run the model with every layer's output replaced by a random leaf."""
     trace = _Trace()
     generator = torch.Generator().manual_seed(0)
 
-    def replace(layer: PrunableLayer, adapter: LayerAdapter, inputs: Tensor, output: Tensor) -> Tensor:
+    def replace(layer: PrunableLayer, inputs: Tensor, output: Tensor) -> Tensor:
         (random,) = _random_like([output], generator)
         trace.inputs.setdefault(layer.name, []).append(inputs)
         trace.outputs.setdefault(layer.name, []).append(random.requires_grad_(True))
@@ -188,7 +156,7 @@ def _run_probe(model: nn.Module, blocks: list[Block], inputs: Batch) -> _Trace:
         for block in blocks:
             for layer in block.layers:
                 for module in layer.modules:
-                    hooks.callback(layer.adapter_of(module).watch(partial(replace, layer)).remove)
+                    hooks.callback(layer.at(module).watch(replace).remove)
         try:
             output = run_model(model, to_device(inputs, model_device(model)))
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
@@ -209,7 +177,10 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
     def reached(columns: Tensor) -> Tensor:
         return _reached(inputs, [part * columns.to(part.device) for part in cotangents], leaves)
 
-    for size in _sizes(width, likely):
+    sizes = [size for size in range(1, width // 2 + 1) if width % size == 0]  # that leave two groups or more
+    if likely and width % likely == 0:
+        sizes.insert(0, likely)
+    for size in sizes:
         group_of = torch.arange(width) // size
         served = _served(group_of, width // size, reached)
         if served is None:
@@ -219,13 +190,6 @@ def _groups(trace: _Trace, name: str, leaves: dict[str, list[Tensor]], likely: i
             return None
         return StructuredGroups(name, size, width // size, rows)
     return None
-
-
-def _sizes(width: int, likely: int | None) -> Iterator[int]:
-    """Sizes of groups to try: the size in another block, then every divisor that leaves two groups or more."""
-    if likely and width % likely == 0:
-        yield likely
-    yield from (size for size in range(1, width // 2 + 1) if width % size == 0)
 
 
 def _reached(outputs: list[Tensor], cotangents: list[Tensor], leaves: dict[str, list[Tensor]]) -> Tensor:
@@ -247,11 +211,7 @@ def _served(group_of: Tensor, count: int, reached: Callable[[Tensor], Tensor]) -
 
     Two probes per binary digit of the group's index, the columns of the groups with and without that digit, decide for
     all channels at once: a channel that reaches two groups is in both probes of a digit in which they differ.
-
-    Args:
-        group_of: the group of every column, int64 [d_in].
-        count: number of groups.
-        reached: from a bool mask of columns [d_in] to a bool mask of the channels of all layers that reach them.
+    `reached` maps a bool mask of columns [d_in] to that of the channels of all layers that reach them.
     """
     digits = range((count - 1).bit_length())
     single = every = silent = torch.tensor(True)

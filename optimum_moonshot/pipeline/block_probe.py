@@ -30,9 +30,8 @@ from ..model.calls import (
     split_hidden,
     without_caches,
 )
-from ..model.layers import Block
+from ..model.layers import Block, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
-from ..model.onloading import onloaded_in_turn
 
 Extras = list[int | None]  # what every block returns behind its hidden state: how many values, None for a bare tensor
 _HINT = Text("load the model without {} to prune it", "offload")

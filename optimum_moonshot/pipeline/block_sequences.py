@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from ..data.batches import Batch
 from ..errors import MoonshotError
 from ..model.calls import BlockCall, close, first_tensor, join_hidden, run_model, split_hidden, without_caches
-from ..model.layers import Block, visited
+from ..model.layers import Block, onloaded_in_turn, visited
 from ..model.losses import Loss, loss_gradient
-from ..model.onloading import onloaded_in_turn
 
 
 class BlockSequences(NamedTuple):

@@ -37,14 +37,14 @@ class Collected:
         Those that all processes solve together are first: nobody waits for one that solves a layer alone.
         """
         ranks, owners = self.backoff.ranks, dict(zip(self.part.layers, self.part.owners, strict=True))
-        for layer in sorted(owners, key=lambda layer: layer.adapter.separate or isinstance(owners[layer], int)):
+        for layer in sorted(owners, key=lambda layer: layer.separate or isinstance(owners[layer], int)):
             owner = owners[layer]
             if self.observer.reached(layer) and isinstance(owner, int) and owner != ranks.rank:
                 self.experts.note(layer)
                 self.observer.forget(layer)
             elif not self.observer.reached(layer) or owner is None or isinstance(owner, int):
                 yield layer, self.take(layer)
-            elif layer.adapter.separate:
+            elif layer.separate:
                 yield layer, ShardedExperts(self._reached(layer), ranks, layer.groups)
             else:
                 yield layer, ShardedRows(layer, self._reached(layer), owner[ranks.rank], ranks, self.backoff)
@@ -110,7 +110,7 @@ def _in_slices(
 ) -> Statistics:
     """The statistics of a layer by one pass for each slice; every process collects all of them."""
     (layer,) = part.layers
-    if layer.adapter.separate:
+    if layer.separate:
         notes.append(f"{layer.name}: its experts solved in {len(part.slices)} parts, for the sake of memory")
 
         def some(experts: PrunableLayer) -> LayerStatistics | None:

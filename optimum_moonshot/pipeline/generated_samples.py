@@ -22,9 +22,8 @@ from ..data.text import CalibrationData, window_length
 from ..devices import is_out_of_memory, own_random_numbers, release_unused
 from ..errors import MoonshotError, one_line, reason, require
 from ..model.calls import frozen, model_device
-from ..model.layers import visited
+from ..model.layers import onloaded_in_turn, visited
 from ..model.model_info import max_positions, takes_images
-from ..model.onloading import onloaded_in_turn
 from ..progress import progress_bar
 from ..results.run_folder import SAMPLES, RunFolder
 from ..results.store import fingerprint

@@ -19,10 +19,10 @@ from ..data.text import CalibrationData, load_calibration
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
-from ..model.layers import PrunableLayer
+from ..model.layers import PrunableLayer, onloaded_in_turn
 from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
 from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
-from ..model.onloading import RESIDENT, onloaded_in_turn
+from ..model.offload import RESIDENT
 from ..objective.allocation_rules import NEEDING_DATA
 from ..results.run_folder import RunFolder
 from ..results.store import weight_sums

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..model.calls import frozen
-from ..model.layers import Block, PrunableLayer
-from ..model.onloading import all_onloaded
+from ..model.layers import Block, PrunableLayer, all_onloaded
 from ..progress import progress_bar
 from .block_sequences import find_block_sequences, parameters_read
 from .inputs import Prepared

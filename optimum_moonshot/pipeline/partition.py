@@ -117,7 +117,7 @@ def _exceeds(layer: PrunableLayer, spec: StatisticsSpec, room: int, ranks: Ranks
 
 
 def _shards_experts(layer: PrunableLayer, ranks: Ranks) -> bool:
-    return ranks.size > 1 and layer.adapter.separate and layer.groups > 1
+    return ranks.size > 1 and layer.separate and layer.groups > 1
 
 
 def _shards_rows(layer: PrunableLayer, spec: StatisticsSpec, ranks: Ranks) -> bool:
@@ -126,7 +126,7 @@ def _shards_rows(layer: PrunableLayer, spec: StatisticsSpec, ranks: Ranks) -> bo
 
 def _rows(layer: PrunableLayer, ranks: Ranks) -> tuple[slice, ...]:
     """The rows of each process, by rank: whole experts where there are several."""
-    groups = layer.groups if layer.adapter.separate else layer.shape[0]
+    groups = layer.groups if layer.separate else layer.shape[0]
     size = layer.shape[0] // groups
     shards = [ranks.shard(groups, rank) for rank in range(ranks.size)]
     return tuple(slice(shard.start * size, shard.stop * size) for shard in shards)

@@ -34,9 +34,8 @@ from ..model.calls import (
     split_hidden,
     to_device,
 )
-from ..model.layers import Block, PrunableLayer, Structure
+from ..model.layers import Block, PrunableLayer, Structure, all_onloaded, onloaded_in_turn
 from ..model.losses import Loss, token_mask
-from ..model.onloading import all_onloaded, onloaded_in_turn
 from ..progress import progress_bar
 from .block_probe import Extras, passing_on
 from .block_sequences import is_sequential

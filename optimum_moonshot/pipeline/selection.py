@@ -97,7 +97,7 @@ def select(model: nn.Module, config: MoonshotConfig) -> Selection:
         if config.allocation == "fisher":
             config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:
-        patterns = config.layer_patterns(layer.name for layer in found.layers())
+        patterns = config.pattern_rules.of(layer.name for layer in found.layers())
     structure = _fitting(found, patterns, solver, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
 
@@ -111,7 +111,7 @@ def _fitting(
         pattern = patterns[layer.name]
         if not pattern.fits(layer.shape):
             skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
-        elif layer.groups > 1 and not (solver.grouped or layer.adapter.separate):
+        elif layer.groups > 1 and not (solver.grouped or layer.separate):
             skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
 
     def left(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:

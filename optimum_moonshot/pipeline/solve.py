@@ -90,7 +90,7 @@ def solve_layer(
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
     """
-    if layer.adapter.separate:
+    if layer.separate:
         return _solve_experts(solver, layer, patterns, statistics, lam)
     return _solve_families(solver, layer.matrix, layer.parameter.dtype, patterns, statistics, lam)
 

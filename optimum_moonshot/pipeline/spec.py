@@ -109,7 +109,7 @@ class StatisticsSpec:
             layer: the layer.
             size: bytes of its statistics in this process.
         """
-        if layer.adapter.separate:
+        if layer.separate:
             return Slicing(layer.groups, 0, -(-size // layer.groups))
         if not self.needs_gradients(layer) or not self.solver.ranks:
             return Slicing(1, self.bytes_of(layer), 0)
@@ -123,7 +123,7 @@ class StatisticsSpec:
             size: bytes of its statistics in this process.
             memory: bytes that may be used.
         """
-        if layer.adapter.separate:
+        if layer.separate:
             some = split_range(0, layer.groups, max(1, memory * layer.groups // size)) if layer.groups > 1 else []
             return tuple(some)
         if self.slicing(layer, size).pieces == 1:
@@ -178,7 +178,7 @@ def solving_cost(
         processes: that have some of its rows each.
     """
     d_out, d_in = layer.shape
-    matrices, groups = (layer.groups, 1) if layer.adapter.separate else (1, layer.groups)
+    matrices, groups = (layer.groups, 1) if layer.separate else (1, layer.groups)
     rows = -(-d_out // (matrices * processes))
     kinds = {Unstructured if solver.ranks and isinstance(each, Unstructured) else each: each for each in patterns}
     sizes = {

@@ -38,9 +38,8 @@ from ..model.calls import (
     to_device,
     without_caches,
 )
-from ..model.layers import Block, PrunableLayer
+from ..model.layers import Block, PrunableLayer, all_onloaded, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
-from ..model.onloading import all_onloaded, onloaded_in_turn
 
 
 class PassObserver(Protocol):

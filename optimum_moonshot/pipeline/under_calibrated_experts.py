@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..calibration.observer import LayerStatistics, Observer
 from ..errors import MoonshotError
-from ..model.experts import ExpertsAdapter
+from ..model.experts import ExpertsLayer
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
 from .spec import StatisticsSpec
@@ -52,7 +52,7 @@ class UnderCalibratedExperts:
 
     def observes_again(self, layers: Sequence[PrunableLayer]) -> bool:
         """Whether another pass may follow that of the layers' own tokens."""
-        return self._replaces and any(layer.adapter.separate for layer in layers)
+        return self._replaces and any(layer.separate for layer in layers)
 
     @property
     def _replaces(self) -> bool:
@@ -68,7 +68,7 @@ class UnderCalibratedExperts:
         """
         if not self.observes_again(layers):
             return
-        separate = [layer for layer in layers if layer.adapter.separate and observer.reached(layer)]
+        separate = [layer for layer in layers if layer.separate and observer.reached(layer)]
         self.experts = {layer.name: self._experts(layer, observer) for layer in separate}
         if not self.everyone and self.instead == "magnitude":
             return
@@ -142,8 +142,8 @@ class UnderCalibratedExperts:
 
 def _experts_of(layer: PrunableLayer) -> range:
     """The indices of a layer's experts."""
-    assert isinstance(layer.adapter, ExpertsAdapter)
-    return layer.adapter.experts
+    assert isinstance(layer, ExpertsLayer)
+    return layer.experts
 
 
 def _numbers(ascending: Sequence[int]) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import MoonshotConfig
 from ..distributed.ranks import Ranks
-from ..model.layers import PrunableLayer
-from ..model.offload import Changes, Offloaded, is_on_disk
+from ..model.layers import PrunableLayer, is_on_disk
+from ..model.offload import Changes, Offloaded
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.measurement import versions

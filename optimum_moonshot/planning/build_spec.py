@@ -11,10 +11,9 @@ from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..errors import MoonshotError, Text, reason, require
 from ..model.calls import Forward, frozen, model_device
-from ..model.layers import Block
+from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
-from ..model.onloading import all_onloaded
 from ..pipeline.block_sequences import find_block_sequences
 from ..pipeline.inputs import Subject, prepare, with_room
 from ..pipeline.selection import Selection
@@ -53,7 +52,7 @@ def build_spec(
     else:
         options = {"num_samples": config.num_samples, "batch_size": config.batch_size, "seed": config.seed}
         data, sequences = with_room(load_calibration(batches, None, **options), selection, model), None
-        if selection.needs_losses and any(layer.adapter.separate for layer in selection.layers):
+        if selection.needs_losses and any(layer.separate for layer in selection.layers):
             data = dataclasses.replace(data, batches=split_batches(data.batches, 1))
     device, free = _free(model, room, offloaded)
     sizes = tuple(map(batch_size, data.batches))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..data.batches import Batch, batch_size
 from ..model.calls import BlockCall, Forward, called_by, first_tensor, frozen, join_hidden, run_model, split_hidden
-from ..model.experts import ExpertsAdapter, expert_keys, routing
+from ..model.experts import ExpertsLayer, expert_parameters, routing
 from ..model.layers import Block, PrunableLayer, Structure
 from ..model.offload import bare_copy
 
@@ -128,7 +128,7 @@ def model_footprint(
             call = fake.calls[fake.order[0]]
             tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)]
             hidden, arguments = call.hidden.nbytes, sum({id(each): each.nbytes for each in tensors}.values())
-        experts = {layer.name: fake.layer(layer).modules[0] for layer in structure.layers() if layer.adapter.separate}
+        experts = {layer.name: fake.layer(layer).modules[0] for layer in structure.layers() if layer.separate}
         top_k = {name: fake.top_k[module] for name, module in experts.items() if module in fake.top_k}
     return ModelFootprint(blocks, tuple(fake.order), frozenset(fake.follows), hidden, arguments, whole, top_k)
 
@@ -158,7 +158,7 @@ class _FakeModel:
         self.top_k: dict[nn.Module, int] = {}  # by module of experts
         self.observed = False  # experts are under hooks
         for module in self.model.modules():
-            if expert_keys(module):
+            if expert_parameters(module):
                 module.forward = self._balanced(module)
 
     def layer(self, layer: PrunableLayer) -> PrunableLayer:
@@ -227,17 +227,16 @@ class _FakeModel:
 
     def _watch(self, layer: PrunableLayer, stack: ExitStack, reads: dict[Any, list[int]], index: int) -> None:
         """Hold and convert the same tensors of a layer's calls as `Observer`; adds its index to its input tensors'."""
-        adapter = layer.adapter
-        if adapter.separate:  # see `_balanced`
+        if layer.separate:  # see `_balanced`
             return
 
         def hook(_: nn.Module, args: tuple[Any, ...], named: dict[str, Tensor], output: Tensor) -> Tensor | None:
             inputs = (args[0] if args else next(iter(named.values()))).detach()
             self.held.append(inputs)
-            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), adapter.reads
+            key = id(inputs.untyped_storage()), inputs.shape, inputs.stride(), layer.reads
             if index not in reads.setdefault(key, []):
                 reads[key].append(index)
-            for _piece in adapter.tokens(inputs, None):
+            for _piece in layer.tokens(inputs, None):
                 pass
             if not torch.is_grad_enabled():
                 return None
@@ -246,7 +245,7 @@ class _FakeModel:
                 output = output.detach().requires_grad_(True).clone()
 
             def gradient(delta: Tensor) -> None:
-                for _pair in adapter.pairs(inputs, delta, None, self.samples):
+                for _pair in layer.pairs(inputs, delta, None, self.samples):
                     pass
 
             output.register_hook(gradient)
@@ -260,27 +259,27 @@ class _FakeModel:
 
         Without a graph, the tensors of one expert at a time are alive and, under hooks, the inputs of all.
         """
-        adapters = [ExpertsAdapter(module, key) for key in expert_keys(module)]
+        layers = [ExpertsLayer("", (module,), key=key) for key in expert_parameters(module)]
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             routed, tokens = routing(args, kwargs), hidden.reshape(-1, hidden.shape[-1])
             top_k = 1
             if routed is not None:
                 top_k = self.top_k[module] = routed[0].shape[1]
-            experts = adapters[0].groups
+            experts = layers[0].groups
             count = -(-len(tokens) * top_k // experts)  # tokens of an expert
             if not torch.is_grad_enabled():
-                for adapter in adapters:
+                for layer in layers:
                     if self.observed:
-                        self.held.append(tokens.new_empty(experts * count, adapter.shape[1]))
-                    inputs = tokens.new_empty(count, adapter.shape[1])
+                        self.held.append(tokens.new_empty(experts * count, layer.shape[1]))
+                    inputs = tokens.new_empty(count, layer.shape[1])
                     inputs.float()
-                    inputs.new_empty(count, adapter.shape[0] // experts)
+                    inputs.new_empty(count, layer.shape[0] // experts)
                 return torch.zeros_like(tokens).view_as(hidden)
             index = torch.zeros(experts * count, dtype=torch.int64)
             x = read = tokens[index].view(experts, count, -1)
-            for adapter in adapters:
-                width = adapter.shape[1]
+            for layer in layers:
+                width = layer.shape[1]
                 if x.shape[-1] == 2 * width:  # a gate and its values in one matrix
                     gate, x = x.chunk(2, -1)
                     x = functional.silu(gate) * x
@@ -289,9 +288,9 @@ class _FakeModel:
                 if self.observed:
                     self.held.append(x.detach())
                 x.detach().float()
-                weight = adapter.parameter
+                weight = layer.parameter
                 assert weight is not None
-                x = torch.bmm(x, weight if adapter.transposed else weight.mT)
+                x = torch.bmm(x, weight if layer.transposed else weight.mT)
                 if x.requires_grad:
                     x.register_hook(_widen)
             scale = torch.empty(experts * count, 1, dtype=x.dtype)

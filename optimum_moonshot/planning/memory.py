@@ -187,7 +187,7 @@ class CountedTask(PartitionedTask):
 
     def _passes(self, part: Part) -> int:
         """Slices of rows are collected to rank them, and again to solve them, except for the last one."""
-        slices, separate = len(part.slices), any(layer.adapter.separate for layer in part.layers)
+        slices, separate = len(part.slices), any(layer.separate for layer in part.layers)
         passes = 1 if not slices else slices if separate else 2 * slices - 1
         return passes * (2 if any(map(self.run.all_token_experts, part.layers)) else 1)
 
@@ -199,7 +199,7 @@ class CountedTask(PartitionedTask):
         layers, where, rows, plan, shared = part.layers, stage.block.name, 0, None, list[set[str]]()
         if part.slices:
             layer, first, where = layers[0], part.slices[0], layers[0].name
-            if layer.adapter.separate:
+            if layer.separate:
                 layers = (dataclasses.replace(layer, span=(first.start, first.stop)),)
             else:
                 rows, plan = first.stop - first.start, dataclasses.replace(self.spec.plan(layer), rows=first)

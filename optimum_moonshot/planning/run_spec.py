@@ -10,9 +10,8 @@ from torch import nn
 from ..calibration.storage import Storage
 from ..devices import is_gpu
 from ..errors import Option, Text, require
-from ..model.layers import Block, PrunableLayer, Structure
-from ..model.offload import is_on_disk
-from ..model.onloading import RESIDENT
+from ..model.layers import Block, PrunableLayer, Structure, is_on_disk
+from ..model.offload import RESIDENT
 from ..objective.patterns import MixedNM, Pattern
 from ..objective.problem_size import ProblemSize, ruler_bytes
 from ..pipeline.selection import Selection
@@ -129,7 +128,7 @@ def problem_size(run: RunSpec, layer: PrunableLayer, rows: int = 0) -> ProblemSi
     """The size of a layer's problem, or of one expert's; `rows` are those of a slice, 0 is all."""
     selection, lam, device = run.selection, run.selection.lam_of(layer), run.device
     d_out, d_in = layer.shape
-    pattern, separate = pattern_of(selection, layer), layer.adapter.separate
+    pattern, separate = pattern_of(selection, layer), layer.separate
     return ProblemSize(
         rows=rows or (d_out // layer.groups if separate else d_out),
         inputs=d_in,
@@ -148,7 +147,7 @@ def solver_bytes(run: RunSpec, layer: PrunableLayer, rows: int) -> int:
     """Bytes to solve a layer and to measure its losses, besides its statistics; with the weights of all experts."""
     size, solver = problem_size(run, layer, rows), run.selection.solver
     work = solver.work(size, pattern_of(run.selection, layer))
-    weights = weight_bytes(layer) if layer.adapter.separate else 0
+    weights = weight_bytes(layer) if layer.separate else 0
     return max(work.bytes, ruler_bytes(size, solver.objective.diagonal_only)) + weights
 
 

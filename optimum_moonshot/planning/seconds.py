@@ -12,7 +12,7 @@ from ..data.text import CalibrationData
 from ..devices import wait_for
 from ..model.calls import frozen, model_device
 from ..model.layers import Block
-from ..model.onloading import RESIDENT
+from ..model.offload import RESIDENT
 from ..pipeline.inputs import Subject
 from ..pipeline.selection import Selection, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
@@ -53,7 +53,7 @@ class Seconds:
         # Each part has hooks on its own layers only; a slice of rows is observed twice, to rank and to solve.
         weights = 0
         for part in parts:
-            twice = part.slices and not part.layers[0].adapter.separate
+            twice = part.slices and not part.layers[0].separate
             weights += sum(math.prod(layer.shape) for layer in part.layers) * (2 if twice else 1)
         hooks = weights / sum(math.prod(layer.shape) for layer in block.layers)
         experts = sum(max(map(self.run.all_token_experts, part.layers)) for part in parts)

@@ -43,7 +43,7 @@ def solving_seconds(run: RunSpec) -> dict[str, float]:
     """Seconds in the solver of every layer; layers of the same size and pattern share a trial."""
     layers, solver = run.selection.layers, run.selection.solver
     kinds = {layer.name: (problem_size(run, layer), pattern_of(run.selection, layer)) for layer in layers}
-    matrices = {layer.name: layer.groups if layer.adapter.separate else 1 for layer in layers}
+    matrices = {layer.name: layer.groups if layer.separate else 1 for layer in layers}
     counts: dict[tuple[ProblemSize, Pattern], int] = {}
     for name, kind in kinds.items():
         counts[kind] = counts.get(kind, 0) + matrices[name]

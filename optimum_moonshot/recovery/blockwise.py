@@ -19,9 +19,8 @@ from torch import Tensor
 from ..data.batches import Batch, batch_size, split_batches
 from ..errors import Option, Text, require
 from ..model.calls import frozen
-from ..model.layers import Block
+from ..model.layers import Block, all_onloaded
 from ..model.losses import token_mask
-from ..model.onloading import all_onloaded
 from ..pipeline.block_sequences import BlockSequences, find_block_sequences
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline

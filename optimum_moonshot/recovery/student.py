@@ -4,7 +4,7 @@ The user's model only lends its code: a block runs with copies of its weights pu
 (`torch.func.functional_call`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,6 @@ from ..model.layers import Block, PrunableLayer
 TINY = 1e-12  # |target|² below which a token's error is no longer relative
 
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class TunedLayer(PrunableLayer):
-    """A layer at a student's weight, float32, in place of the model's."""
-
-    own: nn.Parameter = field(kw_only=True)
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.own
 
 
 class Student:
@@ -47,7 +36,7 @@ class Student:
         replaced = {names[id(layer.parameter)] for layer, _ in weights}
         others = {name: tensor.detach() for name, tensor in self.dense.items() if name not in replaced}
         self.tensors = {name: _float32(tensor) for name, tensor in others.items()}
-        self.trained: dict[str, TunedLayer] = {}  # by the name of the tensor
+        self.trained: dict[str, PrunableLayer] = {}  # by the name of the tensor
         self.keep: Tensors = {}  # bool, True where a weight survives and trains
         for layer, weight in weights:
             name = names[id(layer.parameter)]
@@ -55,11 +44,11 @@ class Student:
             trains = layer.name in tuned and bool(pruned.any())
             self.tensors[name] = parameter = nn.Parameter(pruned, requires_grad=trains)
             if trains:
-                self.trained[name] = TunedLayer(layer.name, layer.modules, layer.attention, layer.key, own=parameter)
+                self.trained[name] = replace(layer, substitute=parameter)
                 self.keep[name] = pruned != 0
 
     @property
-    def layers(self) -> list[TunedLayer]:
+    def layers(self) -> list[PrunableLayer]:
         """Those that train."""
         return list(self.trained.values())
 

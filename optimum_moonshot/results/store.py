@@ -276,7 +276,7 @@ def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
 def weight_sums(layer: PrunableLayer) -> str:
     """A layer's name and shape, and two sums that identify its dense weight; experts are added one by one."""
     first = second = 0.0
-    for part in map(layer.expert, range(layer.groups)) if layer.adapter.separate else (layer,):
+    for part in map(layer.expert, range(layer.groups)) if layer.separate else (layer,):
         weight = part.matrix.double()
         ramp = torch.linspace(1, 2, weight.shape[1], dtype=torch.float64, device=weight.device)
         first, second = first + weight.sum().item(), second + (weight @ ramp).square().sum().item()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import require
-from ..model.layers import Block
-from ..model.offload import Changes, Offloaded, mark_written
-from ..model.onloading import RESIDENT, Weights, by_module
+from ..model.layers import Block, by_module
+from ..model.offload import RESIDENT, Changes, Offloaded, Weights, mark_written
 from ..reports.rotation_report import RotationReport
 from .spaces import Place, Space
 from .trace import Axis, parameter_slots

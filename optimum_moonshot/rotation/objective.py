@@ -264,6 +264,6 @@ def coordinates(layer: PrunableLayer, spaces: Sequence[Space]) -> tuple[Coordina
     for space in spaces:
         for place in space.places:
             if place.at.holder in layer.modules and place.at.parameter is layer.parameter:
-                axes = writes if place.at.axis == layer.adapter.axes[0] else reads
+                axes = writes if place.at.axis == layer.axes[0] else reads
                 axes.append(Coordinates(space, place.index))
     return (reads[0] if reads else None), tuple(writes)

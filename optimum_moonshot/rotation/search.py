@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import Batch
 from ..errors import MoonshotError, Option, Text
 from ..model.calls import frozen, model_device, run_model, to_device
-from ..model.layers import find_blocks, visited
-from ..model.onloading import onloaded_in_turn
+from ..model.layers import find_blocks, onloaded_in_turn, visited
 from ..model.structured_groups import find_structured_groups
 from .basis import Basis
 from .group_spaces import find_heads, find_neurons, find_scales

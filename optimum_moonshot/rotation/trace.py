@@ -22,9 +22,8 @@ from ..data.batches import Batch
 from ..errors import MoonshotError, reason
 from ..model.calls import frozen, model_device, run_model, to_device
 from ..model.experts import plain_implementation
-from ..model.layer_adapters import find_adapter
-from ..model.layers import visited
-from ..model.onloading import differentiated_in_turn, onloaded_in_turn
+from ..model.layer_kinds import find_layer
+from ..model.layers import differentiated_in_turn, onloaded_in_turn, visited
 from .norms import Norm, find_norm, may_be_norm
 
 # Relative rounding error of a derivative that commutes.
@@ -276,7 +275,7 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
     used: set[int] = set()
 
     def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        if module in embeddings or module in norms or not _is_floating(output) or find_adapter(module) is not None:
+        if module in embeddings or module in norms or not _is_floating(output) or find_layer(module) is not None:
             return
         read = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
         if read is None or not read.is_floating_point():
@@ -316,12 +315,12 @@ def _find_nodes(model: nn.Module, batch: Batch) -> list[Node]:
 
 
 def _module_node(name: str, module: nn.Module, embeds: bool, norm: Norm | None) -> Node | None:
-    adapter = find_adapter(module)
-    if adapter is not None and adapter.unprunable() is None:  # also one that the probe does not reach
-        out, into = adapter.axes
+    layer = find_layer(module)
+    if layer is not None and layer.unprunable() is None:  # also one that the probe does not reach
+        out, into = layer.axes
         bias = (Axis(module, "bias", 0),) if module._parameters.get("bias") is not None else ()
-        reads = (Axis(module, "weight", into),) if adapter.groups == 1 else ()
-        return Node(name, reads, (Axis(module, "weight", out), *bias), images=adapter.images)
+        reads = (Axis(module, "weight", into),) if layer.groups == 1 else ()
+        return Node(name, reads, (Axis(module, "weight", out), *bias), images=layer.images)
     if embeds:
         (table,) = module._parameters
         return Node(name, writes=(Axis(module, table, 1),))

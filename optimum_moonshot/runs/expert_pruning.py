@@ -83,7 +83,7 @@ def _select(model: nn.Module, config: MoonshotConfig) -> Selection:
     found = find_structure(model)
 
     def experts(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
-        return tuple(layer for layer in layers if layer.adapter.separate and layer.groups > 1)
+        return tuple(layer for layer in layers if layer.separate and layer.groups > 1)
 
     blocks = tuple(dataclasses.replace(block, layers=experts(block.layers)) for block in found.blocks)
     structure = Structure(blocks, experts(found.outside))

@@ -314,7 +314,7 @@ class _Gathering:
 
     def visit(self, stage: Stage) -> None:
         """Pass the data once for the layers of a stage, and keep the statistics that learning needs."""
-        layers = [layer for layer in stage.layers if layer.groups == 1 and not layer.adapter.images]
+        layers = [layer for layer in stage.layers if layer.groups == 1 and not layer.images]
         if not layers:
             return
         samples, storage = self.prepared.calibration.num_samples, self.prepared.storage

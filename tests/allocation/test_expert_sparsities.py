@@ -212,4 +212,4 @@ def test_patterns_follow_from_the_curves():
     variant.store.curves.update(curves_of(model))
     patterns, _ = fisher_patterns(variant)
     for layer in selection.layers:
-        assert isinstance(patterns[layer.name], PerExpert) == layer.adapter.separate
+        assert isinstance(patterns[layer.name], PerExpert) == layer.separate

@@ -11,8 +11,8 @@ from optimum_moonshot.calibration.statistic import GradientStatistic, InputStati
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size
 from optimum_moonshot.model.calls import frozen, run_model
-from optimum_moonshot.model.layer_adapters import find_adapter
-from optimum_moonshot.model.layers import PrunableLayer, find_structure
+from optimum_moonshot.model.layer_kinds import LinearLayer, find_layer
+from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient, token_mask
 
 
@@ -82,7 +82,7 @@ def mean_inputs(model, layers, batches):
     rows, masks = {layer.name: [] for layer in layers}, []
 
     def keep(layer, inputs):
-        form = find_adapter(layer.modules[0])
+        form = find_layer(layer.modules[0])
         rows[layer.name] += form.tokens(inputs, form.token_mask(inputs, masks[-1]))
 
     handles = [
@@ -140,7 +140,7 @@ class Watched:
     def __init__(self, diagonal=False, gradients=False):
         torch.manual_seed(0)
         self.modules = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.layers = [PrunableLayer(name, (module,), False) for name, module in zip("ab", self.modules, strict=True)]
+        self.layers = [LinearLayer(name, (module,), False) for name, module in zip("ab", self.modules, strict=True)]
         wanted = {"a", "b"} if gradients else set()
         self.observer = Observer(self.layers, diagonal, wanted, 4, storage())
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.distributed.ranks import Ranks
-from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
 from optimum_moonshot.objective.row_slices import row_slices
@@ -130,7 +130,7 @@ def test_more_processes_go_on_where_fewer_failed(done):
 
 
 def linear(d_out, d_in):
-    return PrunableLayer("layer", (nn.Linear(d_in, d_out),), False)
+    return LinearLayer("layer", (nn.Linear(d_in, d_out),), False)
 
 
 def test_pieces_are_divided_where_some_would_wait():
@@ -186,7 +186,7 @@ def test_what_is_divided():
     assert not is_divisible(layer, sparsegpt, half, Ranks())
     assert not is_divisible(linear(255, 256), sparsegpt, half, ranks)  # tiny
     assert not is_divisible(linear(3, 2**16), sparsegpt, half, ranks)
-    grouped = PrunableLayer("layer", (nn.Conv2d(512, 256, 2, groups=2),), False)
+    grouped = Conv2dLayer("layer", (nn.Conv2d(512, 256, 2, groups=2),), False)
     assert not is_divisible(grouped, sparsegpt, half, ranks)
 
 

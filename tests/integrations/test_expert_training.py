@@ -13,7 +13,7 @@ from training_runs import HALF, samples, trainer
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotPruner
 from optimum_moonshot.masks import find_pruned
 from optimum_moonshot.model.calls import run_model
-from optimum_moonshot.model.experts import expert_keys
+from optimum_moonshot.model.experts import expert_parameters
 
 peft = pytest.importorskip("peft")
 from optimum_moonshot.integrations.peft import (  # noqa: E402
@@ -31,7 +31,11 @@ def pruned(model=None, pattern="2:4"):
 
 def fused(model):
     """What PEFT calls the experts' parameters."""
-    keys = {f"{name.rpartition('.')[2]}.{key}" for name, module in model.named_modules() for key in expert_keys(module)}
+    keys = {
+        f"{name.rpartition('.')[2]}.{key}"
+        for name, module in model.named_modules()
+        for key in expert_parameters(module)
+    }
     return sorted(keys)
 
 

@@ -25,7 +25,7 @@ from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.model.calls import frozen, run_model
 from optimum_moonshot.model.expert_removal import ExpertRemoval
-from optimum_moonshot.model.experts import expert_keys
+from optimum_moonshot.model.experts import expert_parameters
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.model.mixtures import RoutedCall, find_mixtures
 from optimum_moonshot.objective.patterns import Experts
@@ -428,7 +428,7 @@ def test_weights_of_the_experts_that_stay_are_pruned_afterwards(family_name, for
     pruner.save_pretrained(second, format=format)
     loaded = load_pruned(second)
     assert same(loaded, pruner.model) and verify(second)
-    assert all(len(module.down_proj) == 3 for module in loaded.modules() if expert_keys(module))
+    assert all(len(module.down_proj) == 3 for module in loaded.modules() if expert_parameters(module))
     batch = token_batches(seed=7)[0]
     torch.testing.assert_close(logits(loaded, batch), logits(pruner.model, batch))
 

@@ -23,7 +23,7 @@ from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.masks import Masks, find_pruned
 from optimum_moonshot.model.calls import run_model
-from optimum_moonshot.model.experts import ExpertsAdapter, expert_keys
+from optimum_moonshot.model.experts import ExpertsLayer, expert_parameters
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.model.losses import loss_gradient
 from optimum_moonshot.packing import weight_of
@@ -41,11 +41,11 @@ COMMON = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
 @pytest.mark.parametrize("name", slow_but(COMMON, FAMILIES))
 def test_every_family(name, tmp_path):
     model = family(name)
-    fused = [module for module in model.modules() if expert_keys(module)]
+    fused = [module for module in model.modules() if expert_parameters(module)]
     found = experts(model)
     if name == "aria_text" and not found:
         pytest.skip("early releases of transformers have no experts that it counts")
-    assert len(found) == sum(len(expert_keys(module)) for module in fused) > 0
+    assert len(found) == sum(len(expert_parameters(module)) for module in fused) > 0
     pruner = prune(model, pattern="2:4", lam=0.5)
     reported = {layer.name for layer in pruner.report.layers}
     for layer in experts(model):
@@ -436,6 +436,6 @@ def test_bad_choices_are_refused():
 
 
 def test_layouts_are_told_apart():
-    assert not ExpertsAdapter(family("mixtral").model.layers[0].mlp.experts, "down_proj").transposed
-    assert ExpertsAdapter(family("llama4_text").model.layers[0].feed_forward.experts, "down_proj").transposed
-    assert expert_keys(nn.Conv1d(4, 4, 3)) == [] == expert_keys(nn.Linear(3, 3))
+    assert not ExpertsLayer("", (family("mixtral").model.layers[0].mlp.experts,), key="down_proj").transposed
+    assert ExpertsLayer("", (family("llama4_text").model.layers[0].feed_forward.experts,), key="down_proj").transposed
+    assert expert_parameters(nn.Conv1d(4, 4, 3)) == {} == expert_parameters(nn.Linear(3, 3))

@@ -37,7 +37,7 @@ def mixtral(experts=EXPERTS, **changes):
 
 
 def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.adapter.separate]
+    return [layer for layer in find_structure(model).layers() if layer.separate]
 
 
 def statistics(layer, diagonal):

@@ -13,8 +13,8 @@ from torch import nn
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, accuracy
 from optimum_moonshot.allocation.block_scores import outlier_share
-from optimum_moonshot.model import convolution
-from optimum_moonshot.model.convolution import geometry, strips
+from optimum_moonshot.model import layer_kinds
+from optimum_moonshot.model.layer_kinds import find_layer, strips
 from optimum_moonshot.model.layers import find_structure
 
 ROOT = Path(__file__).parents[2]
@@ -41,11 +41,11 @@ def test_patches_are_those_of_the_formula(choice, rows, monkeypatch):
     output = conv(images)
     exact = reference_patches(conv, images)
     row = 4 * exact[:, :, : output.shape[3]].numel()
-    monkeypatch.setattr(convolution, "STRIP_BYTES", rows * row)
+    monkeypatch.setattr(layer_kinds, "STRIP_BYTES", rows * row)
     found = list(strips(conv, images))
-    assert len(found) == -(-output.shape[2] // rows) and [strip.last for strip in found][-1]
-    assert sum(strip.last for strip in found) == 1
-    patches = torch.cat([strip.patches for strip in found], 2)
+    assert len(found) == -(-output.shape[2] // rows) and found[-1][2]
+    assert sum(last for _, _, last in found) == 1
+    patches = torch.cat([patches for _, patches, _ in found], 2)
     assert torch.equal(patches, exact)
     weight = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
     product = torch.einsum("bgti,goi->bgot", patches, weight).reshape(output.shape)
@@ -58,7 +58,7 @@ def reference_patches(conv, images):
 
 
 def test_convolutions_that_read_a_tensor_differently_share_nothing():
-    seen = {geometry(nn.Conv2d(4, 4, **choice)) for choice in GEOMETRIES.values()}
+    seen = {find_layer(nn.Conv2d(4, 4, **choice)).reads for choice in GEOMETRIES.values()}
     assert len(seen) == len(GEOMETRIES)
 
 

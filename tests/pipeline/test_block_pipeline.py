@@ -7,7 +7,7 @@ from models import image_batches, make, token_batches
 
 from optimum_moonshot.calibration.observer import Observer
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.model import convolution
+from optimum_moonshot.model import layer_kinds
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.pipeline.block_sequences import is_sequential
@@ -56,7 +56,7 @@ def test_convolutions_have_the_statistics_of_their_patches(name, monkeypatch):
         assert close(found[layer.name].inputs, grams[layer.name]), layer.name
         assert close(found[layer.name].gradients.gradients, gradients[layer.name]), layer.name
     for limit in (1, 2 * 4 * 8 * 9 * 40):  # one output row at a time, and a few
-        monkeypatch.setattr(convolution, "STRIP_BYTES", limit)
+        monkeypatch.setattr(layer_kinds, "STRIP_BYTES", limit)
         _, sliced = gather(model, batches, whole=True)
         _, squares = gather(model, batches, whole=True, diagonal=True)
         for layer in layers:

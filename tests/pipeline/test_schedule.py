@@ -12,7 +12,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.calibration.accumulators import STAGED, GradientPlan, LayerTotals, RowMatrices, Samples
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import FactorizationError
-from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
 from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic, Totals
@@ -29,7 +29,7 @@ def storage():
 
 
 def linear(d_out, d_in):
-    return PrunableLayer("layer", (nn.Linear(d_in, d_out),), False)
+    return LinearLayer("layer", (nn.Linear(d_in, d_out),), False)
 
 
 def feed(accumulators, layer, batches, seed=0):
@@ -75,7 +75,7 @@ def test_every_form_gathers_the_same_gradients(block, rows, batches):
 
 @pytest.mark.parametrize("rows", [None, slice(0, 2), slice(2, 3), slice(2, 6), slice(4, 5)])
 def test_rows_of_a_grouped_layer_find_their_own_inputs(rows):
-    layer = PrunableLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
+    layer = Conv2dLayer("layer", (nn.Conv2d(6, 6, 2, groups=3),), False)
     inputs, delta = torch.randn(4, 3, 5, 8), torch.randn(4, 3, 5, 2)
     samples = Samples(layer, 4, storage(), GradientPlan(rows=rows))
     samples.add(inputs, delta, True, slice(None))
@@ -136,7 +136,7 @@ def test_parts_of_a_quadratic_are_its_rows(size):
 
 @pytest.mark.parametrize(("groups", "room"), [(1, 1), (1, 5), (1, 1000), (4, 1), (4, 2), (4, 3), (4, 7), (4, 1000)])
 def test_chunks_are_whole_groups_or_inside_of_one(groups, room):
-    layer = PrunableLayer("layer", (nn.Conv2d(8, 12, 1, groups=groups),), False)
+    layer = Conv2dLayer("layer", (nn.Conv2d(8, 12, 1, groups=groups),), False)
     size = 12 // groups
     d_in = layer.shape[1]
     rows = gathering.row_slices_within(layer, GradientPlan(), 10, 4 * 10 * d_in * room)

@@ -10,7 +10,7 @@ from models import EDGE, GROUPED, make, token_batches
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
 from optimum_moonshot.commands.moonshot import add_prune_options
 from optimum_moonshot.commands.moonshot import prune as prune_command
-from optimum_moonshot.model.offload import is_offloaded, read_bytes
+from optimum_moonshot.model.offload import Offloaded, is_offloaded
 from optimum_moonshot.planning.footprint import LiveBytes
 from optimum_moonshot.reports.plan import DISK
 
@@ -68,9 +68,9 @@ def test_it_reads_a_block_of_each_kind_and_leaves_the_model_as_it_was(tmp_path):
     pruner = opened(saved(tmp_path / "dense", num_hidden_layers=24), lam=0.5)
     model = pruner.model
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    before = read_bytes()
+    before = Offloaded.read
     plan = pruner.plan()
-    assert read_bytes() - before <= plan.model["offloaded"]["total"] / 4
+    assert Offloaded.read - before <= plan.model["offloaded"]["total"] / 4
     assert is_offloaded(model)
     assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
     assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks

@@ -6,7 +6,7 @@ from models import token_batches
 from rotation_runs import prune, pruner, same, weights
 from torch import nn
 
-from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.reports.rotation_report import RotationReport
 from optimum_moonshot.rotation.learning import Learned, rotations
@@ -29,7 +29,7 @@ def spaces_of(module, index, follows=None):
 @pytest.mark.parametrize("turned", [True, False])
 def test_moments_are_those_of_the_gradients_of_all_pieces(turned):
     module = nn.Linear(3, 6)
-    layer = PrunableLayer("it", (module,), False)
+    layer = LinearLayer("it", (module,), False)
     follows = Space("heads", 2, 2, False, ()) if turned else None
     index = HEADS if turned else NEURONS
     statistic = OutputMoments.of([spaces_of(module, index, follows), follows or spaces_of(nn.Linear(3, 6), index)])

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from tiny_mixtures import family
 
-from optimum_moonshot.model.experts import expert_keys
+from optimum_moonshot.model.experts import expert_parameters
 
 REFUSED = {
     "deepseek_v4": "their tokens depend on more than the router's scores",
@@ -33,7 +33,7 @@ def settled(model):
     """Tokens that differ, experts that matter, routers that choose, and biases: a new model has little of all."""
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
-        for key in expert_keys(module):
+        for key in expert_parameters(module):
             module._parameters[key].data.normal_(std=0.2, generator=generator)
     for name, tensor in model.state_dict().items():
         if "bias" in name and not tensor.any():

@@ -16,7 +16,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from optimum_moonshot import devices
-from optimum_moonshot.model import layer_adapters as forms
+from optimum_moonshot.model import layer_kinds
 
 backend_registration._setup_privateuseone_for_python_backend("twin")
 DEVICE = torch.device("twin:0")
@@ -161,7 +161,7 @@ def other_device(free=2**30):
             for module in [each for key, each in sys.modules.items() if key.startswith("optimum_moonshot")]:
                 if vars(module).get(name) is own:
                     stack.enter_context(mock.patch.object(module, name, function))
-        stack.enter_context(mock.patch.object(forms, "Tensor", Elsewhere))  # a plain one, there
+        stack.enter_context(mock.patch.object(layer_kinds, "Tensor", Elsewhere))  # a plain one, there
         stack.enter_context(_Factories())
         yield DEVICE
 

@@ -26,8 +26,7 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.calibration.accumulators import Gram
 from optimum_moonshot.calibration.observer import GradientSums
-from optimum_moonshot.model.layers import visited
-from optimum_moonshot.model.onloading import all_onloaded
+from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
 from optimum_moonshot.runs import layers as solving

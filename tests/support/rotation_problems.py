@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from optimum_moonshot.model.layers import PrunableLayer
+from optimum_moonshot.model.layer_kinds import LinearLayer
 from optimum_moonshot.objective.patterns import Unstructured
 from optimum_moonshot.rotation.objective import (
     Coordinates,
@@ -29,7 +29,7 @@ def problem(stream, patterns=(HALF,), heads=None, seed=0):
     def layer(name, *shape):
         module = nn.Linear(shape[1], shape[0], bias=False)
         module.weight.data = torch.randn(shape, generator=generator)
-        return PrunableLayer(name, (module,), False)
+        return LinearLayer(name, (module,), False)
 
     def gram(size):
         x = torch.randn(4 * size, size, generator=generator) * torch.logspace(0, 1, size)

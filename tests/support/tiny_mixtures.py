@@ -74,7 +74,7 @@ def prune(model, batches=None, **options):
 
 
 def experts(model):
-    return [layer for layer in find_structure(model).layers() if layer.adapter.separate]
+    return [layer for layer in find_structure(model).layers() if layer.separate]
 
 
 def same(model, other):

@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.model import convolution
-from optimum_moonshot.model.layer_adapters import ADAPTERS, find_adapter
-from optimum_moonshot.model.layers import ROUTER, PrunableLayer, find_structure
+from optimum_moonshot.model import layer_kinds
+from optimum_moonshot.model.layer_kinds import KINDS, find_layer
+from optimum_moonshot.model.layers import ROUTER, find_structure
 
 SAMPLES, TOKENS = 3, 5
 LINEAR = {
@@ -37,14 +37,14 @@ def form(request):
     module = MODULES[request.param]()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
-    return find_adapter(module)
+    return find_layer(module)
 
 
 @pytest.fixture(params=[None, 1, 4000])
 def strips(request, monkeypatch):
     """Convolutions in one strip, row by row, and a few rows at a time."""
     if request.param is not None:
-        monkeypatch.setattr(convolution, "STRIP_BYTES", request.param)
+        monkeypatch.setattr(layer_kinds, "STRIP_BYTES", request.param)
 
 
 def inputs_of(form, samples=SAMPLES):
@@ -63,10 +63,10 @@ def normal(form, inputs):
 
 
 def test_every_kind_is_in_the_table():
-    kinds = {type(find_adapter(make()).module) for make in MODULES.values()}
-    assert kinds == {each.kind for each in ADAPTERS}
+    kinds = {type(find_layer(make()).module) for make in MODULES.values()}
+    assert kinds == {each.kind for each in KINDS}
     for module in (nn.LayerNorm(4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1), nn.Sequential(nn.Linear(2, 2))):
-        assert find_adapter(module) is None
+        assert find_layer(module) is None
 
 
 def test_the_matrix_and_back_is_the_parameter(form):
@@ -78,9 +78,8 @@ def test_the_matrix_and_back_is_the_parameter(form):
     assert form.shape[0] % form.groups == 0 and weight.ndim == form.dimensions
     outputs, inputs = (weight.shape[axis] for axis in form.axes)
     assert outputs == form.shape[0] and form.shape[1] % inputs == 0
-    layer = PrunableLayer("layer", (form.module,), False)
-    layer.assign(2 * matrix)
-    assert torch.equal(layer.matrix, 2 * layer.as_matrix(weight / 2)) and layer.shape == form.shape
+    form.assign(2 * matrix)
+    assert torch.equal(form.matrix, 2 * form.as_matrix(weight / 2))
 
 
 def test_the_output_is_the_inputs_times_the_matrix(form, strips):
@@ -122,22 +121,22 @@ def test_gradients_are_those_of_each_sample_alone(form, strips):
 
 
 def test_half_precision_comes_as_float32(form):
-    half = find_adapter(copy.deepcopy(form.module).to(torch.bfloat16))
+    half = find_layer(copy.deepcopy(form.module).to(torch.bfloat16))
     inputs = inputs_of(form).to(torch.bfloat16)
     (pair, *_) = half.pairs(inputs, half.module(inputs).detach(), None, SAMPLES)
     assert pair.inputs.dtype == pair.delta.dtype == torch.float32
 
 
 def test_two_layers_read_alike_only_where_their_patches_are_the_same():
-    linear = {find_adapter(make()).reads for make in LINEAR.values()}
-    convolutions = {find_adapter(MODULES[name]()).reads for name in GEOMETRIES}
+    linear = {find_layer(make()).reads for make in LINEAR.values()}
+    convolutions = {find_layer(MODULES[name]()).reads for name in GEOMETRIES}
     assert len(linear) == 1 and len(convolutions) == len(GEOMETRIES) and not linear & convolutions
-    assert find_adapter(nn.Conv2d(4, 8, 3, bias=False)).reads == find_adapter(nn.Conv2d(4, 2, 3)).reads
+    assert find_layer(nn.Conv2d(4, 8, 3, bias=False)).reads == find_layer(nn.Conv2d(4, 2, 3)).reads
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_inputs_are_not_copied(name):
-    form = find_adapter(LINEAR[name]())
+    form = find_layer(LINEAR[name]())
     inputs = inputs_of(form)
     delta = form.module(inputs).detach()
     (piece,), (pair,) = form.tokens(inputs, None), form.pairs(inputs, delta, None, SAMPLES)
@@ -148,7 +147,7 @@ def test_linear_inputs_are_not_copied(name):
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", LINEAR)
 def test_padding_counts_in_neither(name, flat):
-    form = find_adapter(LINEAR[name]())
+    form = find_layer(LINEAR[name]())
     inputs, mask = inputs_of(form), torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
     mask[0, 3:] = mask[2, 1:] = False
     delta = torch.randn(SAMPLES, TOKENS, 4)
@@ -162,7 +161,7 @@ def test_padding_counts_in_neither(name, flat):
 
 
 def test_layouts_that_show_no_samples_or_no_padding_are_refused():
-    form = find_adapter(nn.Linear(6, 4))
+    form = find_layer(nn.Linear(6, 4))
     flat, mask = torch.randn(SAMPLES * TOKENS, 6), torch.ones(SAMPLES, TOKENS, dtype=torch.bool)
     with pytest.raises(MoonshotError, match=r"inputs of shape \[15, 6\] do not show which of the batch's 3 samples"):
         next(form.pairs(flat, torch.randn(15, 4), None, SAMPLES))
@@ -173,7 +172,7 @@ def test_layouts_that_show_no_samples_or_no_padding_are_refused():
     mask[0, 0] = False
     with pytest.raises(MoonshotError, match=r"inputs of shape \[3, 10, 6\] do not show which tokens are padding"):
         form.token_mask(other, mask)
-    conv = find_adapter(nn.Conv2d(4, 8, 3))
+    conv = find_layer(nn.Conv2d(4, 8, 3))
     assert conv.token_mask(torch.randn(SAMPLES, 4, 9, 7), mask) is None
     with pytest.raises(MoonshotError, match=r"inputs of shape \[6, 4, 9, 7\] do not show which"):
         next(conv.pairs(torch.randn(6, 4, 9, 7), torch.randn(6, 8, 7, 5), None, SAMPLES))
@@ -181,7 +180,7 @@ def test_layouts_that_show_no_samples_or_no_padding_are_refused():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_images_of_one_sample_are_its_tokens(groups):
-    form = find_adapter(nn.Conv2d(4, 8, 3, groups=groups))
+    form = find_layer(nn.Conv2d(4, 8, 3, groups=groups))
     images = torch.randn(5, 4, 9, 7)
     output = form.module(images)
     delta = torch.randn_like(output)
@@ -265,7 +264,7 @@ class Initialised(nn.Linear):
 )
 def test_another_forward_is_refused_with_the_reason(module, kind):
     name = type(module).__name__
-    assert find_adapter(module).unprunable() == f"{name} overrides the forward of {kind}"
+    assert find_layer(module).unprunable() == f"{name} overrides the forward of {kind}"
     model = nn.Sequential(nn.Linear(6, 6), module, nn.Linear(4, 4))
     with pytest.raises(MoonshotError, match=f"nothing to prune.*{name} overrides the forward"):
         find_structure(model)
@@ -277,26 +276,26 @@ def test_another_forward_is_refused_with_the_reason(module, kind):
 def test_the_same_product_in_other_words_is_taken(kind, bias, device):
     module = kind(6, 4, *([] if kind is Initialised else [bias])).to(device)
     before, state = dict(module.__dict__), torch.get_rng_state()
-    assert find_adapter(module).unprunable() is None
+    assert find_layer(module).unprunable() is None
     assert module.__dict__ == before and torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_forward_put_on_the_module_by_device_placement_is_no_other_product():
     module = nn.Linear(6, 4)
     module.forward = lambda hidden: nn.Linear.forward(module, hidden)
-    assert find_adapter(module).unprunable() is None
+    assert find_layer(module).unprunable() is None
 
 
 def test_computed_and_quantized_weights_are_refused():
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
-    assert "its weight is computed" in find_adapter(computed).unprunable()
+    assert "its weight is computed" in find_layer(computed).unprunable()
     for dtype in (torch.int8, torch.float8_e4m3fn):
         module = Scaled(6, 4)
         module.weight = nn.Parameter(torch.zeros(4, 6).to(dtype), requires_grad=False)
-        assert find_adapter(module).unprunable() == f"quantized: Scaled, {dtype}"
+        assert find_layer(module).unprunable() == f"quantized: Scaled, {dtype}"
     flat = nn.Linear(6, 4)
     flat.weight = nn.Parameter(torch.zeros(24))
-    assert "quantized" in find_adapter(flat).unprunable()
+    assert "quantized" in find_layer(flat).unprunable()
 
 
 def mixture(kind):
