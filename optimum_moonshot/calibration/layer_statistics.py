@@ -1,7 +1,7 @@
 """What was gathered of a layer, and the quadratic objective that follows from it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..objective.fisher import Fisher
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
+from ..objective.row_slices import SliceLimit
 from .accumulators import LayerTotals
 
 
@@ -29,6 +30,7 @@ class LayerStatistics:
     extra: Mapping[type, Any] = field(default_factory=dict)  # of the statistics asked for beyond these, by their class
     unknown: frozenset[int] = frozenset()  # groups that go by magnitude, whatever was gathered
     tokens: Tensor | None = None  # int64 [groups]: how many each group has read, where groups are experts
+    limit: SliceLimit | None = None  # on the slices of rows in a solver
 
     def groups(self, count: int) -> Iterator["LayerStatistics"]:
         """Those of each group of rows alone, where every group is a matrix of its own.
@@ -44,12 +46,12 @@ class LayerStatistics:
             tokens = None if self.tokens is None else self.tokens[index : index + 1]
             if index in self.unknown:
                 nothing = torch.zeros_like(self.inputs[index])
-                yield LayerStatistics(nothing, None, self.samples, self.diagonal, tokens=tokens)
+                yield replace(self, inputs=nothing, gradients=None, extra={}, unknown=frozenset(), tokens=tokens)
                 continue
             if gradients is not None:
                 gradients = gradients[rows] if isinstance(gradients, Tensor) else gradients.part(rows)
             inputs = self.inputs if shared else self.inputs[index]
-            yield LayerStatistics(inputs, gradients, self.samples, self.diagonal, tokens=tokens)
+            yield replace(self, inputs=inputs, gradients=gradients, extra={}, unknown=frozenset(), tokens=tokens)
 
     def objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Objective:
         """The layer's quadratic at its dense weight.
@@ -64,9 +66,9 @@ class LayerStatistics:
             # They may have been gathered in host memory, and are no larger than the weight.
             assert not isinstance(gradients, Fisher)
             inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
-            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit)
         assert not isinstance(gradients, Tensor)
-        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
+        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block, limit=self.limit)
 
     def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
         """As `objective`, without gradients: by the totals that were gathered with some rows.
@@ -79,4 +81,4 @@ class LayerStatistics:
         assert self.totals is not None  # `GradientPlan.totals`
         fisher, squares = self.totals.result()
         totals = Totals(reconstruction(weight, self.inputs, column_block), fisher, squares, self.samples)
-        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit)

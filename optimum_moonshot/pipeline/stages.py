@@ -48,15 +48,12 @@ class PassObserver(Protocol):
 
     @property
     def gradients(self) -> Mapping[str, object]:
-        """What is collected of gradients, by layer; empty where no backward pass is needed."""
+        """The statistics of gradients, by layer; empty where no backward pass is needed."""
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """As `Observer.begin`.
+        """As `Observer.begin`: a batch of `count` samples, the first of which has the number `first`.
 
-        Args:
-            first: the number of the batch's first sample among all that this process sees.
-            count: B, its samples.
-            mask: bool [B, T], True where a token counts; None where all do.
+        The mask, bool [B, T], is True where a token counts; None where all do.
         """
 
     def end(self) -> None:
@@ -70,11 +67,11 @@ class PipelineStage(Protocol):
         """A context in which the weights of the layers are in the model."""
 
     def advance(self) -> None:
-        """Hand on to the next stage, unless a pass has done so; called last."""
+        """Give the next stage its inputs, or output gradients, unless a pass has done so; called last."""
 
 
 class Stage(PipelineStage, Protocol):
-    """A place in a model where the data pass: its layers are observed, solved, and left behind."""
+    """A place in a model where the layers are observed and solved."""
 
     @property
     def layers(self) -> Sequence[PrunableLayer]:
@@ -85,16 +82,11 @@ class Stage(PipelineStage, Protocol):
         """Whether the caches of some batches belong to the next stage already: no other pass is possible here."""
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """Pass all data under the observer's hooks.
-
-        Args:
-            observer: entered; every batch is announced to it.
-            advance: also advance, in the same pass.
-        """
+        """Pass all data under the hooks of an entered observer, and optionally advance in the same pass."""
 
 
 class OpenStage:
-    """A stage that hands nothing on, so that it can be observed at any time.
+    """A stage without a next one, so that it can be observed at any time.
 
     Args:
         layers: that are observed.
@@ -113,11 +105,10 @@ class OpenStage:
         self.layers, self.run, self.onloaded = layers, run, onloaded
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """As `Stage.observe`."""
         self.run(observer)
 
     def advance(self) -> None:
-        """As `Stage.advance`."""
+        pass
 
 
 class FullModelPipeline:
@@ -170,17 +161,12 @@ class FullModelPipeline:
                 first += count
 
 
-class _Stop(Exception):
-    """Ends a forward pass at the last block of a forward pipeline."""
+class Stop(Exception):
+    """Ends a forward pass of the model at a block."""
 
 
 class BlockStage:
-    """A block of a `BlockPipeline`.
-
-    Args:
-        pipeline: that it is a stage of.
-        index: of the block.
-    """
+    """The block of a `BlockPipeline` with an index."""
 
     def __init__(self, pipeline: "BlockPipeline", index: int):
         self.pipeline, self.index, self.block = pipeline, index, pipeline.blocks[index]
@@ -190,16 +176,11 @@ class BlockStage:
         self.leads_on = index > pipeline.lowest if pipeline.gradients else index < pipeline.highest
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        """As `Stage.observe`; without an observer the data pass unobserved.
-
-        Args:
-            observer: entered, or None.
-            advance: the next stage's inputs, or output gradients, replace this one's in the cache.
-        """
+        """As `Stage.observe`; without an observer the data pass unobserved."""
         pipeline, first, advance = self.pipeline, 0, advance and self.leads_on
         device = next(self.module.parameters()).device
         for index, batch in enumerate(pipeline.batches):
-            call, count, mask = pipeline.call(self.index, index), batch_size(batch), token_mask(batch)
+            call, count, mask = pipeline.calls[self.index][index], batch_size(batch), token_mask(batch)
             if observer is not None:
                 observer.begin(first, count, None if mask is None else mask.to(device))
             with torch.set_grad_enabled(pipeline.gradients):
@@ -209,7 +190,7 @@ class BlockStage:
                 args, kwargs = to_device(join_hidden(hidden, call), device)
                 output = first_tensor(self.module(*args, **kwargs))
                 if output.requires_grad:
-                    torch.autograd.backward(output, pipeline.delta(index).to(output.device))
+                    torch.autograd.backward(output, pipeline.deltas[index].to(output.device))
             if advance:
                 self.advanced = True
                 pipeline.hand_on(self.index, index, output, hidden.grad)
@@ -219,7 +200,6 @@ class BlockStage:
             first += count
 
     def advance(self) -> None:
-        """As `Stage.advance`."""
         if self.leads_on and not self.advanced:
             self.observe(None, True)
         self.pipeline.calls[self.index] = []
@@ -252,8 +232,8 @@ class BlockPipeline:
     ):
         self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
         self.gradients, self.loss, self.storage, self.progress = gradients, loss, storage, progress
-        self.calls: list[list[BlockCall | None]] = [[None] * len(batches) for _ in blocks]
-        self.deltas: list[Tensor | None] = [None] * len(batches)
+        self.calls: list[list[BlockCall]] = [[] for _ in blocks]  # by block and batch
+        self.deltas: list[Tensor] = []  # gradients of the present block's output, by batch
         self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
         observed = [i for i, block in enumerate(blocks) if block.layers]
         self.lowest, self.highest = observed[0], observed[-1]
@@ -265,54 +245,35 @@ class BlockPipeline:
         for i in reversed(order) if self.gradients else order:
             yield BlockStage(self, i)
 
-    def call(self, i: int, index: int) -> BlockCall:
-        """The cached call of a block on a batch."""
-        call = self.calls[i][index]
-        assert call is not None  # `capture` has run
-        return call
-
-    def delta(self, index: int) -> Tensor:
-        """The gradient of the current block's output on a batch."""
-        delta = self.deltas[index]
-        assert delta is not None
-        return delta
-
     def hand_on(self, i: int, index: int, output: Tensor, gradient: Tensor | None) -> None:
         """Give the next stage its input, or the gradient of its output, in the memory of this one's.
 
-        Args:
-            i: of the block.
-            index: of the batch.
-            output: of the block, of any shape.
-            gradient: of its input, where the stages run backward.
+        `output` is that of block i on a batch, `gradient` that of its input, where the stages run backward.
         """
         if self.gradients:
             assert gradient is not None
-            self.delta(index).copy_(gradient)
+            self.deltas[index].copy_(gradient)
         else:
-            self.call(i + 1, index).hidden = self.call(i, index).hidden.copy_(output.detach())
+            self.calls[i + 1][index].hidden = self.calls[i][index].hidden.copy_(output.detach())
 
     def capture(self) -> None:
-        """One forward pass over the data, which caches the calls of the blocks in `calls[block][batch]`."""
+        """One forward pass over the data, which caches every block's call and the last block's output gradient."""
         for index, batch in enumerate(self.batches):
             self._capture(index, batch)
             self.progress(1)
         trim_host_memory()
 
     def _capture(self, index: int, batch: Batch) -> None:
-        """One forward pass of the model; caches every block's call, and the gradient of the last block's output.
-
-        With gradients, the graph starts behind the highest observed block; without, the pass ends there.
-        """
+        """With gradients, the graph starts behind the highest observed block; without, the pass ends there."""
         batch, handles, tail = to_device(batch, model_device(self.model)), [], list[Tensor]()
 
         def keep(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             computed = not self.gradients and i > self.lowest  # forward, the block before gives its input
             cached = torch.empty(0) if computed else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
-            self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
+            self.calls[i].append(BlockCall(*self.share(i, (args, kwargs)), cached))
             if not self.gradients and i == self.highest:
-                raise _Stop
+                raise Stop
 
         def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             hidden = first_tensor(output).detach().requires_grad_(True)
@@ -332,32 +293,20 @@ class BlockPipeline:
                 if self.gradients:
                     logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                     (delta,) = torch.autograd.grad(logits, tail, gradient)
-                    self.deltas[index] = self.storage.put(delta, "output gradients")
-        except _Stop:
+                    self.deltas.append(self.storage.put(delta, "output gradients"))
+        except Stop:
             return
         finally:
             for handle in handles:
                 handle.remove()
 
-    def share(self, i: int, index: int, arguments: Arguments) -> Arguments:
-        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat.
-
-        Args:
-            i: of the block.
-            index: of the batch.
-            arguments: of the block's call, positional and by name.
-        """
-        if index == 0:
+    def share(self, i: int, arguments: Arguments) -> Arguments:
+        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
+        if not self.calls[i]:
             return arguments
-        first = self.call(i, 0)
-        earlier = _tensors((first.args, first.kwargs))
+        earlier: list[Tensor] = []
+        tree_map_only(Tensor, earlier.append, (self.calls[i][0].args, self.calls[i][0].kwargs))
         return tree_map_only(Tensor, lambda t: next((e for e in earlier if e is t or _equal(e, t)), t), arguments)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    tree_map_only(Tensor, tensors.append, tree)
-    return tensors
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -121,8 +121,8 @@ def streamed_try(
     assert found is not None
     passes = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), found.extras)
     passes.capture_arguments()
-    hidden = passes.call(0, 0).hidden
+    hidden = passes.calls[0][0].hidden
     for i in range(len(blocks)):
-        passes.call(i, 0).hidden = hidden
-    passes.deltas[0] = torch.full_like(hidden, 1e-3)
+        passes.calls[i][0].hidden = hidden
+    passes.deltas = [torch.full_like(hidden, 1e-3)]
     return passes
