@@ -107,7 +107,7 @@ def _collect_once(
     owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
     observer = Observer(layers, spec.diagonal, gradients, spec.samples, storage, plans, here=here)
     with backoff.passing(observer, partial(merge_statistics, owners=owners)):
-        stage.observe(observer, advance and (spec.keeps_routing or not separate))
+        stage.observe(observer, advance and (not separate or spec.keeps_routing))
     if experts is not None:
         experts.observe(stage, layers, observer)
     trim_host_memory()

@@ -37,9 +37,9 @@ LOGITS_BYTES = 2 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model with what belongs to it, as a caller of the pruner gives them.
+    """A model with its tokenizer and processor, as a caller of the pruner gives them.
 
-    `loss` (model output, inputs) → [B] takes the place of the cross-entropy that the Fisher loss starts from.
+    `loss` (model output, inputs) → [B] replaces the cross-entropy from which the Fisher loss starts.
     """
 
     model: nn.Module

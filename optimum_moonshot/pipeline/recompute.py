@@ -15,6 +15,7 @@ of blocks: each of these comes after all blocks, in the model's order, as a sepa
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,7 @@ def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> 
             with entrance.at(i, inputs[i]):
                 output = output_of(blocks[-1].module, lambda: run_model(model, batch))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            return None  # something reads what a skipped block computes besides its hidden state
+            return None  # something reads other results of a skipped block than its hidden state
         if not close(output, expected):
             return None
     return entrance
@@ -160,39 +161,23 @@ class _RecomputeStage:
             self.advanced = True
 
 
+@dataclass(eq=False)
 class RecomputePipeline:
-    """Stages in the order of pruning; see the module's docstring.
+    """Stages in the order of pruning; see the module's docstring."""
 
-    Args:
-        model: frozen.
-        structure: the layers to prune.
-        batches: the calibration data.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: of the caches.
-        weight: gives a layer's pruned weight [d_out, d_in], once its stage is solved.
-        probe: a small sample on the model's device, to try on it whether the blocks are sequential.
-        gradients: whether any layer needs them.
-        extras: of `probe_blocks`, where the blocks are offloaded.
-        progress: show a bar for every stage.
-    """
+    model: nn.Module  # frozen
+    structure: Structure
+    batches: Sequence[Batch]
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
+    probe: Batch  # a small sample on the model's device, to test whether the blocks are sequential
+    gradients: bool  # whether any layer needs them
+    extras: Extras | None = None  # of `probe_blocks`, where the blocks are offloaded
+    progress: bool = False  # show a bar for every stage
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        batches: Sequence[Batch],
-        loss: Loss | None,
-        storage: Storage,
-        weight: Callable[[PrunableLayer], Tensor],
-        probe: Batch,
-        gradients: bool,
-        extras: Extras | None = None,
-        progress: bool = False,
-    ):
-        self.model, self.structure, self.blocks = model, structure, structure.blocks
-        self.batches, self.loss, self.storage = batches, loss, storage
-        self.weight, self.probe, self.gradients = weight, probe, gradients
-        self.extras, self.progress = extras, progress
+    def __post_init__(self) -> None:
+        self.blocks = self.structure.blocks
         self.behind: StreamedPipeline | None = None  # from a block on
         self.hidden: list[Tensor] = []  # inputs of the current block, batch by batch
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
@@ -265,7 +250,7 @@ class RecomputePipeline:
         """As `run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
         if self.behind is None:
             arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
-            behind = StreamedPipeline(*arguments, entrance.extras)
+            behind = StreamedPipeline(*arguments, extras=entrance.extras)
             behind.capture_arguments()
             self.behind = behind
         self.behind.run_from(i, self.hidden, observer)

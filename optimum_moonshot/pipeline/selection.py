@@ -65,7 +65,7 @@ class Selection:
 
 
 def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
-    """λ of a configuration on a model: the default depends on what the model reads."""
+    """λ of a configuration on a model: the default depends on the kind of its inputs."""
     return config.resolve_lam("vision" if takes_images(model) else "language")
 
 
@@ -101,14 +101,12 @@ def _fitting(
         elif layer.groups > 1 and not (solver.grouped or layer.adapter.separate):
             skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
 
-    def fitting(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
-        return tuple(layer for layer in layers if layer.name not in skipped)
-
-    blocks = tuple(dataclasses.replace(block, layers=fitting(block.layers)) for block in structure.blocks)
-    selected = Structure(blocks, fitting(structure.outside), skipped)
-    if not any(selected.layers()):
+    lists = [*(block.layers for block in structure.blocks), structure.outside]
+    *inside, outside = (tuple(layer for layer in layers if layer.name not in skipped) for layers in lists)
+    if not outside and not any(inside):
         raise MoonshotError(f"it fits no layer: {skipped}", field="pattern", value=config.pattern)
-    return selected
+    blocks = zip(structure.blocks, inside, strict=True)
+    return Structure(tuple(dataclasses.replace(block, layers=layers) for block, layers in blocks), outside, skipped)
 
 
 def check_weight(layer: PrunableLayer) -> None:

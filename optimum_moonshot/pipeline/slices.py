@@ -31,11 +31,11 @@ from .solve import SolvedLayer, Statistics, solve_matrix, total_losses, weight_l
 Value = TypeVar("Value")
 
 
+@dataclass(eq=False)
 class SlicedRows(ABC):
     """The slices of the rows of a layer, a matrix or groups with their own inputs, that this process solves."""
 
-    def __init__(self, layer: PrunableLayer):
-        self.layer = layer
+    layer: PrunableLayer
 
     @abstractmethod
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
@@ -113,27 +113,16 @@ class SlicedRows(ABC):
         return SolvedLayer(whole, damping, notes, masked, pruned, scales.scales.lam, scales.losses_at_zero)
 
 
+@dataclass(eq=False)
 class CollectedRows(SlicedRows):
-    """Rows whose statistics exceed the memory: one pass over the data for each slice, to rank and to minimise.
+    """Rows whose statistics exceed the memory: one pass over the data for each slice, to rank and to minimise."""
 
-    Args:
-        layer: the layer.
-        slices: of its rows.
-        collect: passes the data for the gradients of some rows, with L_F(0) of all rows where a column block is given;
-            the slice that was collected before is freed first.
-    """
-
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        slices: Sequence[slice],
-        collect: Callable[[slice, int | None], LayerStatistics],
-    ):
-        super().__init__(layer)
-        self.slices, self.collect = slices, collect
-        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs of a column block
-        self.cached: tuple[int, Fisher] | None = None  # the gradients of a slice
-        self.scales: Quadratic | None = None
+    slices: Sequence[slice]
+    # Passes the data for the gradients of some rows, with L_F(0) of all rows where a column block is given.
+    collect: Callable[[slice, int | None], LayerStatistics]
+    whole: dict[int, LayerStatistics] = field(default_factory=dict)  # inputs and totals, by inputs of a column block
+    cached: tuple[int, Fisher] | None = None  # the gradients of a slice, freed before another one is collected
+    scales: Quadratic | None = None
 
     def statistics(self, column_block: int | None) -> LayerStatistics:
         """Those of the whole layer, without gradients; the totals come with the first slice."""
@@ -187,20 +176,17 @@ class _OfAllRows(Unstructured):
         return super().keep(whole, before)[rows].view_as(scores)
 
 
+@dataclass(eq=False)
 class ShardedRows(SlicedRows):
-    """The rows of a matrix that this process solves; all processes make the same calls.
+    """The rows of a matrix that this process solves; all processes make the same calls."""
 
-    Args:
-        layer: of one matrix.
-        statistics: of the layer; with the gradients of this process's rows alone.
-        rows: of this process.
-        backoff: of the run, with the processes, for the work between two collectives.
-    """
+    statistics: LayerStatistics  # with the gradients of this process's rows alone
+    rows: slice
+    backoff: Backoff
+    objective: Quadratic | None = None
 
-    def __init__(self, layer: PrunableLayer, statistics: LayerStatistics, rows: slice, backoff: Backoff):
-        super().__init__(layer)
-        self.statistics, self.rows, self.ranks, self.backoff = statistics, rows, backoff.ranks, backoff
-        self.objective: Quadratic | None = None
+    def __post_init__(self) -> None:
+        self.ranks = self.backoff.ranks
 
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
         """The losses at W = 0 of all rows are summed over the processes."""
@@ -270,27 +256,16 @@ class ShardedRows(SlicedRows):
                 raise FailedElsewhere(failure)
 
 
+@dataclass(eq=False)
 class CollectedExperts:
-    """Experts whose statistics exceed the memory together: one pass over the data for each slice of them.
+    """Experts whose statistics exceed the memory together: one pass over the data for each slice of them."""
 
-    Args:
-        layer: the layer.
-        slices: of its experts.
-        collect: passes the data for a layer that is some of the experts; None where no token reaches them.
-        samples: N, calibration samples in all.
-        diagonal: whether Gram matrices and gradients are diagonals.
-    """
-
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        slices: Sequence[slice],
-        collect: Callable[[PrunableLayer], LayerStatistics | None],
-        samples: int,
-        diagonal: bool,
-    ):
-        self.layer, self.slices, self.collect = layer, slices, collect
-        self.samples, self.diagonal = samples, diagonal
+    layer: PrunableLayer
+    slices: Sequence[slice]
+    # Passes the data for a layer that is some of the experts; None where no token reaches them.
+    collect: Callable[[PrunableLayer], LayerStatistics | None]
+    samples: int  # N, calibration samples in all
+    diagonal: bool
 
     def groups(self, count: int) -> Iterator[LayerStatistics]:
         """Those of each expert alone, as `LayerStatistics.groups`."""

@@ -1,6 +1,7 @@
 """The statistics that a run collects of each layer: their form and their bytes, by the solver, λ and the patterns."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..calibration.accumulators import GradientPlan, numbers_per_row
@@ -23,29 +24,16 @@ class Slicing(NamedTuple):
     each: int  # bytes of a row or an expert
 
 
+@dataclass(eq=False)
 class StatisticsSpec:
-    """The statistics of a run.
+    """The statistics of a run."""
 
-    Args:
-        solver: whose objective they form.
-        patterns: of each layer, by its name, all patterns that it will be pruned by.
-        lams: λ by layer.
-        samples: N, calibration samples in all.
-        expert_tokens: as in `MoonshotConfig`.
-        under_calibrated_experts: as in `MoonshotConfig`.
-    """
-
-    def __init__(
-        self,
-        solver: Solver,
-        patterns: Mapping[str, Sequence[Pattern]],
-        lams: Mapping[str, float],
-        samples: int,
-        expert_tokens: str = "routed",
-        under_calibrated_experts: str = "all",
-    ):
-        self.solver, self.patterns, self.lams, self.samples = solver, patterns, lams, samples
-        self.expert_tokens, self.under_calibrated_experts = expert_tokens, under_calibrated_experts
+    solver: Solver  # whose objective they form
+    patterns: Mapping[str, Sequence[Pattern]]  # of each layer, by its name, all that it will be pruned by
+    lams: Mapping[str, float]  # λ by layer
+    samples: int  # N, calibration samples in all
+    expert_tokens: str = "routed"  # like the next, as in `MoonshotConfig`
+    under_calibrated_experts: str = "all"
 
     @classmethod
     def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
@@ -56,7 +44,7 @@ class StatisticsSpec:
 
     @property
     def keeps_routing(self) -> bool:
-        """Whether all experts keep the statistics of their own tokens, so that no second pass shows them others."""
+        """Whether all experts keep the statistics of the model's routing, so that no second pass is needed."""
         return self.expert_tokens != "all" and self.under_calibrated_experts == "routed"
 
     @property

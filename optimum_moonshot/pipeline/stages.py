@@ -1,14 +1,14 @@
 """Stages of a calibration pipeline: one decoder layer alive at a time, at a cost that the depth does not change.
 
-A pipeline is an iterable of stages. A stage shows its layers all calibration data, as often as it is asked to, and then
-advances: the next stage gets what it needs of this one.
+A pipeline is an iterable of stages. The layers of a stage can be observed on all calibration data repeatedly, until the
+stage advances: it then computes the inputs, or the output gradients, of the next one.
 
 `BlockPipeline` caches the inputs of every block during one forward pass of the model. Then
 
-* backward (Fisher gradients, λ < 1): the head's backward pass gives the gradient of the last block's output, and the
-  stages run from the last block to the first. Running a block again, forward and backward, shows the activations and
-  gradients of its layers, and gives the output gradient of the block before. In all two forward passes and one backward
-  pass, and no graph but one block's.
+* backward (Fisher gradients, λ < 1): the head's backward pass computes the gradient of the last block's output, and the
+  stages run from the last block to the first. Running a block again, forward and backward, yields the activations and
+  gradients of its layers, and the output gradient of the block before. In all two forward passes and one backward pass,
+  and no graph but one block's.
 * forward (λ = 1): the stages run from the first block to the last without a graph; the outputs of a block replace its
   inputs in the cache.
 
@@ -18,7 +18,8 @@ The model stays dense until the last stage is done (one-shot), so that the order
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,24 +86,14 @@ class Stage(PipelineStage, Protocol):
         """Pass all data under the hooks of an entered observer, and optionally advance in the same pass."""
 
 
+@dataclass(eq=False)
 class OpenStage:
-    """A stage without a next one, so that it can be observed at any time.
+    """A stage without a next one, so that it can be observed at any time."""
 
-    Args:
-        layers: that are observed.
-        run: passes all data under an observer's hooks.
-        onloaded: makes the context in which the weights are in the model.
-    """
-
-    advanced = False
-
-    def __init__(
-        self,
-        layers: Sequence[PrunableLayer],
-        run: Callable[[PassObserver], None],
-        onloaded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        self.layers, self.run, self.onloaded = layers, run, onloaded
+    layers: Sequence[PrunableLayer]
+    run: Callable[[PassObserver], None]  # passes all data under an observer's hooks
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
+    advanced: ClassVar[bool] = False
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
         self.run(observer)
@@ -111,31 +102,20 @@ class OpenStage:
         pass
 
 
+@dataclass(eq=False)
 class FullModelPipeline:
-    """One stage, which runs the entire model, and its backward pass where gradients are needed.
+    """One stage, which runs the entire model, and its backward pass where gradients are needed."""
 
-    Args:
-        model: whose weights are all onloaded meanwhile.
-        blocks: of the model.
-        batches: the calibration data.
-        gradients: whether any layer needs them.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        layers: of the stage; without any there is none.
-    """
+    model: nn.Module
+    blocks: Sequence[Block]  # all of the model's
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    layers: Sequence[PrunableLayer] = ()  # of the stage; without any there is none
+    passes: int = 0  # over all data, so far
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[Block],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        layers: Sequence[PrunableLayer] = (),
-    ):
-        self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
-        self.layers = layers
-        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
-        self.passes = 0  # over all data, so far
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
 
     def __iter__(self) -> Iterator[Stage]:
         if self.layers:
@@ -205,37 +185,24 @@ class BlockStage:
         self.pipeline.calls[self.index] = []
 
 
+@dataclass(eq=False)
 class BlockPipeline:
-    """Sequential blocks, one after another on cached inputs; see the module's docstring.
+    """Sequential blocks, one after another on cached inputs; see the module's docstring."""
 
-    Args:
-        model: that has them.
-        blocks: sequential; in some of them there are layers to observe.
-        batches: the calibration data.
-        gradients: whether any layer needs them: the stages then run backward.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: of the caches.
-        around: the model's other blocks, to be onloaded for the forward pass.
-        progress: called with the number of batches that the first pass has completed.
-    """
+    model: nn.Module
+    blocks: tuple[Block, ...]  # some of them have layers to observe
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them: the stages then run backward
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    around: Sequence[Block] = ()  # the model's other blocks, onloaded for the forward pass
+    progress: Callable[[int], Any] = lambda count: None  # called with the batches that the first pass has completed
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: tuple[Block, ...],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        storage: Storage,
-        around: Sequence[Block] = (),
-        progress: Callable[[int], Any] = lambda count: None,
-    ):
-        self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
-        self.gradients, self.loss, self.storage, self.progress = gradients, loss, storage, progress
-        self.calls: list[list[BlockCall]] = [[] for _ in blocks]  # by block and batch
+    def __post_init__(self) -> None:
+        self.calls: list[list[BlockCall]] = [[] for _ in self.blocks]  # by block and batch
         self.deltas: list[Tensor] = []  # gradients of the present block's output, by batch
-        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
-        observed = [i for i, block in enumerate(blocks) if block.layers]
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
+        observed = [i for i, block in enumerate(self.blocks) if block.layers]
         self.lowest, self.highest = observed[0], observed[-1]
 
     def __iter__(self) -> Iterator[BlockStage]:
@@ -286,7 +253,7 @@ class BlockPipeline:
                 handles.append(self.blocks[i].module.register_forward_pre_hook(hook, with_kwargs=True))
             if self.gradients:
                 handles.append(self.blocks[self.highest].module.register_forward_hook(cut))
-            # Other blocks may lie behind these: a decoder is a part of its encoder's graph.
+            # Other blocks may follow these: a decoder is a part of its encoder's graph.
             others = all_onloaded(self.around) if self.gradients else onloaded_in_turn(self.around)
             with others, torch.set_grad_enabled(self.gradients), onloaded_in_turn(self.blocks):
                 output = run_model(self.model, batch)

@@ -3,17 +3,17 @@
 `BlockPipeline` captures batch by batch from the whole model. Here the same is captured in three parts: the arguments of
 the blocks from a pass in which they return their input, their inputs block by block, and the gradient of the last
 block's output from the head alone. So every block is onloaded once for the forward pass and once for its stage. The
-stages show the same, bit for bit.
+stages yield the same statistics, bit for bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import (
     BlockCall,
@@ -25,33 +25,21 @@ from ..model.calls import (
     to_device,
     without_caches,
 )
-from ..model.layers import Block
-from ..model.losses import Loss, loss_gradient
+from ..model.losses import loss_gradient
 from .block_probe import Extras, passing_on
 from .stages import BlockPipeline, BlockStage, PassObserver
 
 
+@dataclass(eq=False)
 class StreamedPipeline(BlockPipeline):
-    """As `BlockPipeline`, of all blocks of a model; `extras` are those of `probe_blocks`.
+    """As `BlockPipeline`, of all blocks of a model; progress is that of the last part of the capture."""
 
-    `progress` is called with the number of batches that the last part of the capture has completed.
-    """
+    extras: Extras = field(kw_only=True)  # of `probe_blocks`
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: tuple[Block, ...],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        storage: Storage,
-        extras: Extras,
-        progress: Callable[[int], Any] = lambda count: None,
-    ):
-        super().__init__(model, blocks, batches, gradients, loss, storage, progress=progress)
-        self.extras = extras
-        if gradients:
-            self.highest = len(blocks) - 1  # the head's gradient is that of its output
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradients:
+            self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
 
     def capture(self) -> None:
         self.capture_arguments()

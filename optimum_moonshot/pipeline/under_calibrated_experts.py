@@ -1,10 +1,10 @@
-"""Experts that too few calibration tokens reach, and the statistics that replace those of their own tokens.
+"""Experts that too few calibration tokens reach, and the statistics that replace theirs.
 
 A router sends most tokens to some experts and few or none to others. The Gram matrix of an expert has little meaning
 once the expert reads far fewer tokens than it has inputs. Such an expert is named in the report; as configured, it gets
 the Gram matrix of all tokens that its layer reads (each computed by the expert, whatever the router decides), is pruned
-by magnitude, or keeps its own statistics. With ``expert_tokens="all"`` every expert gets all tokens. Gradients are
-always those of the model's own routing.
+by magnitude, or keeps its statistics. With ``expert_tokens="all"`` every expert gets all tokens. Gradients are
+always those of the model's routing.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class UnderCalibratedExperts:
     def observe(self, stage: Stage, layers: Sequence[PrunableLayer], observer: Observer) -> None:
         """Replace the Gram matrices of under-calibrated experts, by a pass of all tokens where one is needed.
 
-        `observer` has the merged statistics of the layers' own tokens.
+        `observer` has the merged statistics by the model's routing.
         """
         if self.spec.keeps_routing:
             return
@@ -92,7 +92,7 @@ class UnderCalibratedExperts:
     def complete(self, layer: PrunableLayer, statistics: LayerStatistics) -> LayerStatistics:
         """A layer's statistics, in which the experts without any are marked; as `note`.
 
-        Those of replaced experts are of all tokens, the others by the model's own routing.
+        Those of replaced experts are of all tokens, the others by the model's routing.
         """
         self.note(layer)
         unknown = (index for index in self.experts.get(layer.name, ()) if (layer.name, index) not in self.replaced)

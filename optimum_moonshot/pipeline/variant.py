@@ -69,16 +69,16 @@ class Variant:
         self.solving += report.seconds
         self.store.put(report, weight)
 
-    def commit(self) -> None:
+    def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
 
-        Each pruned weight is freed as the dense one is kept, so that the two never add up to two models.
+        Unless the results are kept, each is freed as the dense weight is copied: the two never add up to two models.
         """
         rotates = self.rotated is not None and not self.rotated.written
         if self.rotated is not None:
             self.rotated.write()
         try:
-            _swap(self, self.store.pop)
+            _swap(self, self.store.weight if keep else self.store.pop)
         except BaseException:
             if self.rotated is not None and rotates:
                 self.rotated.undo()

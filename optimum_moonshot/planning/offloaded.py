@@ -119,7 +119,7 @@ def streamed_try(
     why = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
     require(found is not None, why)
     assert found is not None
-    passes = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), found.extras)
+    passes = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), extras=found.extras)
     passes.capture_arguments()
     hidden = passes.calls[0][0].hidden
     for i in range(len(blocks)):

@@ -54,7 +54,7 @@ class SparsityPath:
             The report, also kept as the pruner's.
         """
         variant = self._variant(sparsity)
-        variant.write()
+        variant.commit(keep=True)
         seconds = {"calibration": self._calibrating, "solver": variant.solving}
         report = variant.report(self._solved.prepared, {**seconds, "total": self._calibrating + variant.solving})
         self._report(report)
