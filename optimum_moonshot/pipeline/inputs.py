@@ -11,48 +11,19 @@ from torch import nn
 
 from ..calibration.samples import unshown_samples
 from ..calibration.storage import Storage
-from ..data.batches import Batch, batch_size, samples_between, shorten, split_batches, without_padding
-from ..data.image_text import load_image_text, open_image_text, reads_both
-from ..data.images import load_images, open_images
+from ..data.batches import Batch, samples_between, shorten, split_batches
 from ..data.self_calibration import SelfCalibration
-from ..data.text import CalibrationData, load_calibration
-from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..data.text import CalibrationData
 from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import PrunableLayer
-from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
-from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.onloading import RESIDENT, onloaded_in_turn
-from ..objective.allocation_rules import NEEDING_DATA
 from ..results.run_folder import RunFolder
 from ..results.store import weight_sums
 from .backoff import Backoff, enough_memory
 from .block_probe import Extras, probe_blocks
-from .generated_samples import load_self
-from .selection import Selection, check_weight
-
-# A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
-LOGITS_BYTES = 2 * 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model with its tokenizer and processor, as a caller of the pruner gives them.
-
-    `loss` (model output, inputs) → [B] replaces the cross-entropy from which the Fisher loss starts.
-    """
-
-    model: nn.Module
-    tokenizer: Any = None
-    processor: Any = None
-    loss: Loss | None = None
-    progress: bool = True  # show bars
-    ranks: Ranks = SINGLE_PROCESS  # the processes of the run
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes files, and does the work that is not shared."""
-        return self.ranks.is_main
+from .calibration_data import check_without_data, one_by_one, read_data, two_samples
+from .selection import Selection, Subject, check_weight
 
 
 class BlockProbe(NamedTuple):
@@ -144,11 +115,11 @@ def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunF
         ranks.check_equal("the model", _identity(selection, offloaded))
     data = None
     if calibration is not None and subject.is_main:
-        data = _read(subject, selection, calibration, kept)
+        data = read_data(subject, selection, calibration, kept)
         data = data if offloaded else _with_samples_shown(subject, selection, data)
     data = ranks.broadcast_object(data)
     if data is None:
-        _check_without_data(selection)
+        check_without_data(selection)
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
     kept = kept if SelfCalibration.of(calibration) is not None else None
     prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), kept)
@@ -170,13 +141,13 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
         if data is None:
             look(layer for layer in structure.layers_onloaded() if layer not in structure.outside)
         else:
-            two = _two_samples(selection, data)
+            two = two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
             needs_losses, look_at = selection.needs_losses, lambda block: look(block.layers)
             extras, unshown = probe_blocks(subject.model, structure.blocks, probe, needs_losses, subject.loss, look_at)
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
-                data = _one_by_one(data, unshown)
+                data = one_by_one(data, unshown)
     block_probe = BlockProbe(extras, [sums[layer.name] for layer in structure.layers()])
     if prepared.backoff.processes > 1:
         subject.ranks.check_equal("the model", "\n".join(block_probe.sums))
@@ -197,96 +168,14 @@ def _identity(selection: Selection, offloaded: list[str]) -> str:
     return "\n".join(sums)
 
 
-def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:
-    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
-        check_tokens(model, ids, given_by)
-
-
 def _with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:
     """The data in batches of one sample where some layer's inputs do not show which sample they belong to.
 
     A forward pass of two samples is compared with one of a sample, where it matters: for gradients, or with padding.
     """
-    two, structure = _two_samples(selection, data), selection.structure
+    two, structure = two_samples(selection, data), selection.structure
     if two is None:
         return data
     with frozen(subject.model), onloaded_in_turn(structure.blocks):
         probe = to_device(two, model_device(subject.model))
-        return _one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))
-
-
-def _two_samples(selection: Selection, data: CalibrationData) -> Batch | None:
-    """Two samples, padded if any are, to test whether the layers show them; None where it does not matter."""
-    several = [batch for batch in data.batches if batch_size(batch) > 1]
-    masks = ((batch, token_mask(batch)) for batch in several)
-    padded = next((batch for batch, mask in masks if mask is not None and not bool(mask.all())), None)
-    if not several or (padded is None and not selection.needs_losses):
-        return None
-    return shorten(several[0] if padded is None else padded, samples=2)
-
-
-def _one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
-    """The data in batches of one sample, where some layers do not show them, with a note."""
-    if not unshown:
-        return data
-    more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
-    note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
-    batches = [without_padding(each) for each in split_batches(data.batches, 1)]
-    return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
-
-
-def _check_without_data(selection: Selection) -> None:
-    config = selection.config
-    message = "without calibration data there is nothing to recompute; give some, or leave it out"
-    require(not config.recompute, message, field="recompute", value=True)
-    require(
-        config.allocation not in NEEDING_DATA,
-        Text("{} needs data to see what a layer does", Option("allocation", config.allocation)),
-        field="calibration",
-        value=None,
-        hint=Text("give some, or use {}", Option("allocation", "alpha")),
-    )
-    such = 'such as "c4", a text file, or a folder of images for an image model'
-    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
-    require(not selection.solver.calibrated, needed, field="calibration", value=None)
-
-
-def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
-    """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
-    model, config = subject.model, selection.config
-    written = SelfCalibration.of(calibration)
-    if written is not None:
-        data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
-        return with_room(data, selection, model)
-    gradients = selection.needs_losses
-    options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-    if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
-        require(
-            reads_both(subject.processor),
-            f"{pairs.name} has images and text, which need the model's processor",
-            field="processor",
-            hint="give AutoProcessor.from_pretrained(...), or batches of model inputs",
-        )
-        lengths = {name: getattr(config, name) for name in ("num_samples", "sequence_length", "seed")}
-        data = load_image_text(pairs, subject.processor, max_positions=max_positions(model), **lengths)
-        _check_ids(model, data, "processor")
-        return data  # whose loss is that of the text
-    if takes_images(model) and (source := open_images(calibration)) is not None:
-        labels = gradients and (subject.loss is None or source.label is not None)
-        return load_images(source, model, subject.processor, labels=labels, **options)
-    options["sequence_length"] = config.sequence_length
-    data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
-    _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
-    if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
-        labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
-        data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
-    return with_room(data, selection, model)
-
-
-def with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
-    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where any are needed."""
-    if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
-        itemsize = selection.layers[0].parameter.dtype.itemsize
-        per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize
-        data = dataclasses.replace(data, batches=split_batches(data.batches, max(1, LOGITS_BYTES // per_sample)))
-    return data
+        return one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))

@@ -1,13 +1,16 @@
-"""The layers, patterns and λ that a configuration selects in a model, without calibration data."""
+"""The model of a run, and the layers, patterns and λ that a configuration selects in it, without calibration data."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from ..config import MoonshotConfig
+from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, require
 from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.losses import Loss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
 from ..objective.linalg import all_finite
@@ -16,6 +19,26 @@ from ..solvers import Solver
 
 # The note on a structured pattern, which cannot have a different sparsity for every layer.
 ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with its tokenizer and processor, as a caller of the pruner gives them.
+
+    `loss` (model output, inputs) → [B] replaces the cross-entropy from which the Fisher loss starts.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    processor: Any = None
+    loss: Loss | None = None
+    progress: bool = True  # show bars
+    ranks: Ranks = SINGLE_PROCESS  # the processes of the run
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files, and does the work that is not shared."""
+        return self.ranks.is_main
 
 
 @dataclasses.dataclass(frozen=True)

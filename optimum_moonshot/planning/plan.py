@@ -25,8 +25,9 @@ from ..model.model_info import embedded_tokens, max_positions, reads_images_and_
 from ..model.onloading import all_onloaded
 from ..objective.patterns import Experts
 from ..pipeline.block_sequences import find_block_sequences
-from ..pipeline.inputs import Subject, prepare, with_room
-from ..pipeline.selection import Selection, select
+from ..pipeline.calibration_data import with_room
+from ..pipeline.inputs import prepare
+from ..pipeline.selection import Selection, Subject, select
 from ..reports.plan import DISK, BlockPlan, Overflow, Plan, Snapshot, most_of
 from .block_footprint import ModelFootprint, chain_names, model_footprint
 from .memory import MemoryTrace, Visit, count_blocks

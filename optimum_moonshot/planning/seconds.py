@@ -22,8 +22,7 @@ from ..data.batches import TOKEN_INPUTS, Batch, batch_size, take
 from ..data.text import CalibrationData
 from ..model.calls import frozen
 from ..model.layers import Block, PrunableLayer
-from ..pipeline.inputs import Subject
-from ..pipeline.selection import Selection
+from ..pipeline.selection import Selection, Subject
 from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..rotation.permutation_search import search_products

@@ -27,10 +27,10 @@ from ..model.mixtures import Mixture, find_mixtures
 from ..objective.patterns import Experts
 from ..objective.removal import Removal
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import Selection, resolved_lam
+from ..pipeline.selection import Selection, Subject, resolved_lam
 from ..pipeline.stages import Stage
 from ..pipeline.variant import open_store, process_notes
 from ..progress import progress_bar

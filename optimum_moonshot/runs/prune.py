@@ -8,8 +8,8 @@ from ..config import MoonshotConfig
 from ..model.calls import frozen
 from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Subject, prepare, sample_folder
-from ..pipeline.selection import select
+from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.selection import Subject, select
 from ..pipeline.variant import Variant, share_recovered
 from ..progress import progress_bar
 from ..recovery.blockwise import Recovery

@@ -26,10 +26,10 @@ from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.backoff import SMALLER, enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import select
+from ..pipeline.selection import Subject, select
 from ..pipeline.stages import Stage
 from ..pipeline.variant import Variant, share_rotation
 from ..progress import progress_bar

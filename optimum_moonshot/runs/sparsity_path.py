@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import MoonshotConfig
 from ..errors import require
-from ..pipeline.inputs import Subject
+from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant
 from ..reports.prune_report import PruneReport
 from .rotate import rotated

@@ -26,9 +26,9 @@ from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_d
 from ..model.losses import is_causal, sample_losses
 from ..objective.patterns import Experts, own_sparsity
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.inputs import Prepared, prepare
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import Selection, select
+from ..pipeline.selection import Selection, Subject, select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.environment import versions
