@@ -85,7 +85,8 @@ class PruningWithoutData(Pruning):
     def collect(self, stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
         for layer, owner in zip(part.layers, part.owners, strict=True):
             if self.backoff.solves(owner):
-                yield layer, LayerStatistics(torch.eye(layer.shape[1], device=layer.parameter.device), None, 0)
+                inputs = torch.eye(layer.shape[1], device=layer.parameter.device)
+                yield layer, LayerStatistics(inputs, None, 0, limit=self.backoff.limit)
 
 
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:
