@@ -94,12 +94,7 @@ class _Change:
 
 
 class Backoff:
-    """The sizes of a run's pieces, as far as its device has shown them to fit; `where` names work in the report.
-
-    Args:
-        storage: of the run, whose budget shrinks.
-        ranks: the processes of the run.
-    """
+    """The sizes of a run's pieces, which shrink with the storage's budget; `where` names work in the report."""
 
     def __init__(self, storage: Storage, ranks: Ranks = SINGLE_PROCESS):
         self.storage, self.ranks, self.device = storage, ranks, storage.device
@@ -207,12 +202,9 @@ class Backoff:
             self.release()
 
     def relieved(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
-        """Work of this process alone, which starts over with less beside it on the device.
+        """Work of this process alone, which changes nothing where it fails, and starts over with more free memory.
 
-        Args:
-            where: it was, for the report.
-            work: changes nothing where it fails.
-            offload: moves cached inputs of the work away from the device; returns the bytes that this frees.
+        `offload` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
 
         Raises:
             torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
@@ -245,10 +237,7 @@ class Backoff:
     def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
         """Solve a layer, with smaller and smaller slices while there is too little memory; False where `lost` is True.
 
-        Args:
-            where: the layer's name.
-            work: solves it from statistics that it does not change.
-            alone: no other process takes part.
+        `work` does not change the statistics; where it is `alone`, no other process takes part.
 
         Raises:
             torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
@@ -292,12 +281,7 @@ class Backoff:
     ) -> None:
         """After a part that all processes have left: halve the next piece that can be halved.
 
-        Args:
-            where: it was, for the report.
-            batches: of the pass.
-            layers: bytes of the layers that were collected together, where there were several.
-            slices: bytes of the slices of a single layer.
-            advanced: whether the stage has, for some batches in this process.
+        `layers` are the bytes of layers that were collected together, `slices` those of a single layer's slices.
 
         Raises:
             Restart: the pipeline has to start over.

@@ -45,18 +45,10 @@ def probe_blocks(
     loss: Loss | None,
     look: Callable[[Block], None] = lambda block: None,
 ) -> tuple[Extras, list[str]]:
-    """Check that all blocks of a model in evaluation mode are sequential; each is onloaded once.
+    """Check that all blocks of a model in evaluation mode are sequential, by a batch of one or two small samples.
 
-    Args:
-        model: it stays as it is.
-        blocks: all of its blocks.
-        batch: a small sample on its device, or two.
-        gradients: whether passes will run backward.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        look: called with every block while it is onloaded.
-
-    Returns:
-        The blocks' extras; and, of two samples, as `unshown_samples`.
+    Each block is onloaded once, and `look` called with it. Returns the blocks' extras; and, of two samples, as
+    `unshown_samples`.
 
     Raises:
         MoonshotError: passes block by block would differ from the model, with the reason.

@@ -34,12 +34,8 @@ def find_block_sequences(
 ) -> BlockSequences:
     """The longest sequences: of all blocks, else of those that are called, else of the blocks of one list.
 
-    Args:
-        model: in evaluation mode, onloaded.
-        blocks: all of the model's.
-        batch: a small sample on its device.
-        gradients: whether input gradients must agree too.
-        loss: (output, batch) → [B] losses, or None for the model's own.
+    The model is in evaluation mode and onloaded, the batch a small sample on its device. With `gradients`, input
+    gradients must agree too.
     """
     wanted = tuple(block for block in blocks if block.layers)
     if not wanted:

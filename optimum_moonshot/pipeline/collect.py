@@ -70,13 +70,8 @@ def collect(
 ) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
     """The statistics of the layers of a part; of a layer in slices, an object that collects them.
 
-    Args:
-        stage: onloaded.
-        part: of its layers.
-        advance: no other pass follows at this stage, so that this one also advances it.
-        spec: the statistics.
-        backoff: of the run; it has the storage of the statistics and the processes.
-        notes: for the report; those on slices and under-calibrated experts are added.
+    With `advance` no other pass follows at this onloaded stage, so that this one also advances it. The report's notes
+    get those on slices and under-calibrated experts.
 
     Raises:
         MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.

@@ -120,18 +120,8 @@ def write_samples(
 ) -> Tensor:
     """Samples [count, length], int64 on the CPU; the global random state stays as it is.
 
-    Where the device is out of memory, half as many are written at a time from there on, with a note.
-
-    Args:
-        model: in evaluation mode.
-        beginnings: token ids, each used as often as the others, in random order.
-        ends: tokens behind which the next beginning follows.
-        source: how tokens are drawn.
-        count: samples.
-        length: tokens of each.
-        seed: of beginnings and of words.
-        progress: show a bar.
-        notes: for the report.
+    Each of the beginnings (token ids) is used as often as the others, in random order, also behind tokens that end a
+    text. Where the device is out of memory, half as many are written at a time from there on, with a note.
 
     Raises:
         MoonshotError: the model gives no probabilities.

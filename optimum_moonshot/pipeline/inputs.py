@@ -87,13 +87,9 @@ def sample_folder(subject: Subject, resume_dir: str | os.PathLike[str] | None) -
 
 @enough_memory()
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
-    """Check the model and read the data; of several processes the first one reads them for all.
+    """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 
-    Args:
-        subject: the model, which stays as it is.
-        selection: of `select` for that model.
-        calibration: as for `MoonshotPruner.prune`; None for a solver that needs no data.
-        kept: a folder for samples that the model writes; None keeps them in memory.
+    `calibration` is as for `MoonshotPruner.prune`. `kept` is a folder for samples that the model writes, or None.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another

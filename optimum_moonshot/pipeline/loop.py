@@ -70,12 +70,8 @@ def run_pipeline(
 ) -> None:
     """Visit the stages of a pipeline, each with its weights onloaded; again from the first where memory runs out.
 
-    Args:
-        pipeline: passes the data anew whenever it is iterated.
-        visit: the work at a stage, such as `solve_parts`; it skips work that has been done.
-        backoff: of the run.
-        batches: of the passes, which backoff halves.
-        where: the name of the present pass in the report.
+    The pipeline passes the data anew whenever it is iterated; `visit`, such as `solve_parts`, skips work that has been
+    done. Backoff halves the batches, and `where` names the present pass in the report.
 
     Raises:
         MoonshotError: bad data or statistics.
