@@ -22,8 +22,8 @@ from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.loss_allocation import LossCurve
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pipeline.inputs import Subject, prepare
-from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.inputs import prepare
+from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.pipeline.statistics_source import StatisticsSource
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.results.store import ResultStore

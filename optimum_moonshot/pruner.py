@@ -29,7 +29,7 @@ from .model.layers import rest_onloaded
 from .model.model_info import load_processor, load_tokenizer
 from .model.offload import write_to
 from .objective.patterns import Experts
-from .pipeline.inputs import Subject
+from .pipeline.selection import Subject
 from .planning.build_spec import Room
 from .planning.plan import make_plan
 from .reports.plan import Plan

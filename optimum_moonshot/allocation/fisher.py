@@ -33,7 +33,6 @@ from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert, Unstructured
-from ..pipeline.exchange import share_curves
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
@@ -41,7 +40,7 @@ from ..pipeline.slices import ShardedExperts
 from ..pipeline.solve import ExpertStatistics, Statistics
 from ..pipeline.spec import Slicing, StatisticsSpec
 from ..pipeline.under_calibrated_experts import is_under_calibrated
-from ..pipeline.variant import Variant
+from ..pipeline.variant import Variant, share_curves
 from ..progress import progress_bar
 from ..solvers import Solver
 from .block_scores import exact_patterns
@@ -142,12 +141,12 @@ def _matrix_curve(
     assert isinstance(gradients, Fisher)
     if solver.objective.diagonal_only:
         squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
-        known = LayerStatistics(squares, None, statistics.samples, diagonal=True)
+        known = LayerStatistics(squares, None, statistics.samples, diagonal=True, limit=statistics.limit)
     objective = known.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]))
     found = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
         found = [*found, torch.zeros_like(weight)]
-    losses = gradients.losses(torch.stack([pruned - weight for pruned in found]))
+    losses = gradients.losses(torch.stack([pruned - weight for pruned in found]), statistics.limit)
     return LossCurve(weight.numel(), _shares(patterns), tuple(losses.tolist()))
 
 

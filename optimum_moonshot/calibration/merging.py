@@ -1,6 +1,7 @@
 """Statistics of several processes that share the samples, merged into those of all samples."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -15,13 +16,8 @@ Owner = int | tuple[slice, ...] | None
 
 
 def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
-    """Merge the statistics of mixtures, once the data have passed; a single process has nothing to merge.
-
-    Args:
-        observer: of this process's samples.
-        ranks: the processes.
-    """
-    for sums in observer.sums.values() if ranks.size > 1 else ():
+    """Merge the statistics of mixtures, of which every process has those of its samples."""
+    for sums in observer.sums.values():
         for total in (sums.gram, sums.norms, sums.tokens):
             ranks.all_reduce(total)
         if sums.gradients is not None:
@@ -29,19 +25,15 @@ def merge_mixtures(observer: MixtureObserver, ranks: Ranks) -> None:
             ranks.gather_rows(shard, sums.gradients, sums.samples)
 
 
-def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owner]) -> None:
-    """Merge the statistics of a pass, once the data have passed; a single process has nothing to merge.
+def merge_statistics(observer: Observer, ranks: Ranks, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+    """Merge the statistics of a pass, of which every process has those of its samples.
 
-    Args:
-        observer: of this process's samples. For processes that do not need a layer, it is no more than reached.
-        ranks: the processes.
-        owners: who needs a layer's statistics, by its name; all processes need the others.
+    `owners` says by a layer's name who needs its statistics; all processes need those of the other layers. In a process
+    that does not need a layer, it is no more than reached.
 
     Raises:
         MoonshotError: layers share their statistics in some processes only, or a statistic cannot be merged.
     """
-    if ranks.size == 1:
-        return
     _merge_inputs(observer, ranks)
     for layer in observer.layers:
         owner, sums = owners.get(layer.name), observer.gradients.get(layer.name)

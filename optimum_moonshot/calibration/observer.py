@@ -19,6 +19,7 @@ from ..model.layers import PrunableLayer
 from ..objective.fisher import Fisher
 from ..objective.linalg import all_finite
 from ..objective.quadratic import DiagonalQuadratic, Objective, Quadratic, Totals, reconstruction
+from ..objective.row_slices import SliceLimit
 from .accumulators import (
     GradientPlan,
     Gram,
@@ -50,6 +51,7 @@ class LayerStatistics:
     extra: Mapping[type, Any] = field(default_factory=dict)  # results of the observer's further statistics, by class
     unknown: frozenset[int] = frozenset()  # groups that are pruned by magnitude
     tokens: Tensor | None = None  # int64 [groups]: the number that each group has read, where groups are experts
+    limit: SliceLimit | None = None  # on the slices of rows in a solver
 
     def groups(self, count: int) -> Iterator["LayerStatistics"]:
         """The statistics of each of `count` groups of rows alone, where every group is a separate matrix."""
@@ -75,15 +77,15 @@ class LayerStatistics:
             # They may be in host memory, and are no larger than the weight.
             assert not isinstance(gradients, Fisher)
             inputs, squares = self.inputs.to(weight.device), None if gradients is None else gradients.to(weight.device)
-            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam)
+            return DiagonalQuadratic.build(weight, inputs, squares, self.samples, lam, self.limit)
         assert not isinstance(gradients, Tensor)
-        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block)
+        return Quadratic.build(weight, self.inputs, gradients, lam, column_block=column_block, limit=self.limit)
 
     def layer_objective(self, weight: Tensor, lam: float, column_block: int | None = None) -> Quadratic:
         """`objective` without gradients, with the `totals` that were collected with those of some rows."""
         assert self.totals is not None
         totals = Totals(reconstruction(weight, self.inputs, column_block), *self.totals, self.samples)
-        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block)
+        return Quadratic.build(weight, self.inputs, None, lam, totals, column_block, self.limit)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,7 @@ _log = getLogger(__name__)
 
 
 class RankFailed(MoonshotError):
-    """Another process of the group failed or died.
-
-    Args:
-        rank: the process.
-        reason: its error, in one line.
-    """
+    """Another process of the group failed or died; `reason` is its error in one line."""
 
     def __init__(self, rank: int, reason: str):
         super().__init__(f"rank {rank} failed: {reason}")
@@ -50,11 +45,7 @@ class RankFailed(MoonshotError):
 
 
 class RunGroup:
-    """The connections between the processes of a run.
-
-    Args:
-        name: of the run, the same in all processes.
-    """
+    """The connections between the processes of a run, whose name is the same in all of them."""
 
     def __init__(self, name: str = ""):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -122,11 +113,7 @@ class RunGroup:
                 self._poll([f"read/{rank}" for rank in ranks], LINGER)
 
     def publish(self, value: str) -> None:
-        """Hand a result of rank 0 to the processes that call `read`.
-
-        Args:
-            value: of any length.
-        """
+        """Hand a result of rank 0, of any length, to the processes that call `read`."""
         self.store.set("value", value)
         self._linger({rank for rank in range(1, self.size) if self.store.check([f"begun/{rank}"])})
 
@@ -161,12 +148,7 @@ class RunGroup:
         return False
 
     def run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Take part in a collective operation over gloo, unless `group` is given.
-
-        Args:
-            collective: of `torch.distributed`.
-            args: of it.
-            kwargs: of it.
+        """Take part in a collective operation of `torch.distributed` over gloo, unless `group` is given.
 
         Raises:
             MoonshotError: another process failed or died.
@@ -186,7 +168,6 @@ class RunGroup:
             raise failure or MoonshotError(f"a transfer between the processes failed: {reason(error)}") from None
 
     def all_reduce(self, tensor: Tensor, owner: int | None) -> None:
-        """As `Ranks.all_reduce`."""
         on_gpus = self._on_gpus([tensor])
         carried = _carried(tensor, on_gpus)
         group = {"group": None} if on_gpus else {}
@@ -201,16 +182,13 @@ class RunGroup:
         """Send a part to each process, and receive one from each.
 
         gloo has no gathering of different sizes, and `all_to_all_single` would need a copy of all parts at once. Here
-        each process sends to one and receives from one at a time.
-
-        Args:
-            parts: for each process, of any shape; None for one that needs nothing.
-            into: receives the part of each process, of the shape it sends; None where this one needs nothing.
+        each process sends to one and receives from one at a time. A part is None for a process that needs nothing, and
+        so is the tensor in `into` for a process from which this one needs nothing.
         """
         on_gpus = self._on_gpus([tensor for tensor in (*parts, *into) if tensor is not None])
-        own, part = into[self.rank], parts[self.rank]
-        if own is not None and part is not None:
-            own.copy_(part)
+        part, target = parts[self.rank], into[self.rank]
+        if part is not None and target is not None:
+            target.copy_(part)
         group = {"group": None} if on_gpus else {}
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size

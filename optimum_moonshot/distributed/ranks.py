@@ -19,8 +19,6 @@ from ..errors import MoonshotError, one_line
 from .group import RunGroup
 
 Value = TypeVar("Value")
-# Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
-UNEVEN = 1.1
 # Number the runs, and the calls of `on_main_process`; equal in all processes, which make the same calls.
 _runs, _calls = itertools.count(), itertools.count()
 
@@ -43,52 +41,9 @@ class Ranks:
         """How many collectives this process has joined: one process alone may repeat its work between two of them."""
         return 0 if self.group is None else self.group.collectives
 
-    def shard(self, count: int, rank: int | None = None) -> range:
-        """The samples of a process: contiguous, in order of the ranks.
-
-        Args:
-            count: N, samples in all.
-            rank: of the process; None for this one.
-        """
-        rank = self.rank if rank is None else rank
-        return range(count * rank // self.size, count * (rank + 1) // self.size)
-
-    def owners(self, costs: Sequence[float]) -> list[int]:
-        """Assign each task to a process: the most expensive first, to the process with the least load.
-
-        Args:
-            costs: of the tasks.
-        """
-        load, owners = [0.0] * self.size, [0] * len(costs)
-        for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-            owners[index] = min(range(self.size), key=lambda rank: load[rank])
-            load[owners[index]] += costs[index]
-        return owners
-
-    def divide(self, costs: Sequence[float], parts: Sequence[float | None]) -> list[int | None]:
-        """As `owners`, where all processes may share the most expensive tasks, no more of them than balance requires.
-
-        Args:
-            costs: of the tasks, each done by one process.
-            parts: the cost for each process where all share the task; None where they cannot.
-
-        Returns:
-            The owner of each task; None for all processes.
-        """
-        shareable = [index for index, part in enumerate(parts) if part is not None]
-        shareable.sort(key=lambda index: -costs[index])
-        candidates: list[tuple[float, list[int | None]]] = []
-        for count in range(len(shareable) + 1):
-            shared = shareable[:count]
-            whole = [index for index in range(len(costs)) if index not in shared]
-            owners: list[int | None] = [None] * len(costs)
-            load = [0.0] * self.size
-            for index, owner in zip(whole, self.owners([costs[index] for index in whole]), strict=True):
-                owners[index] = owner
-                load[owner] += costs[index]
-            candidates.append((max(load) + sum(parts[index] or 0.0 for index in shared), owners))
-        least = min(load for load, _ in candidates)
-        return next(owners for load, owners in candidates if load <= UNEVEN * least)
+    def shard(self, count: int) -> range:
+        """The samples of this process, of `count` in all."""
+        return shards(count, self.size)[self.rank]
 
     def barrier(self) -> None:
         """Wait for all processes.
@@ -112,12 +67,7 @@ class Ranks:
         return values
 
     def broadcast_object(self, value: Value, rank: int = 0) -> Value:
-        """The value of one process, in all of them.
-
-        Args:
-            value: picklable; ignored in the other processes.
-            rank: of the one.
-        """
+        """The picklable value of one process, in all of them; those of the others are ignored."""
         if self.group is None:
             return value
         values: list[Any] = [value if self.rank == rank else None]
@@ -125,13 +75,7 @@ class Ranks:
         return values[0]
 
     def broadcast(self, tensor: Tensor | None, like: Tensor, rank: int) -> Tensor:
-        """The tensor of one process, in the host memory of all.
-
-        Args:
-            tensor: of any shape and dtype; ignored in the other processes.
-            like: has its `shape` and dtype, in all processes.
-            rank: of the one.
-        """
+        """The tensor of one process, in the host memory of all; `like` has its shape and dtype in all processes."""
         if self.group is None:
             assert tensor is not None
             return tensor
@@ -141,23 +85,14 @@ class Ranks:
         return result
 
     def all_reduce(self, tensor: Tensor, owner: int | None = None) -> None:
-        """Sum a tensor over all processes, in place.
-
-        Args:
-            tensor: of any shape and dtype, the same everywhere.
-            owner: the only process that needs the sum, the tensors of the others are undefined then; None for all.
-        """
+        """Sum a tensor over all processes, in place; with an owner, the tensors of the others are undefined then."""
         if self.group is not None:
             self.group.all_reduce(tensor, owner)
 
     def gather_rows(self, part: Tensor, whole: Tensor | None, count: int, owner: int | None = None) -> None:
-        """Gather the samples of all processes, in order.
+        """Gather this process's samples [n, …] and those of all others into `whole` [N, …], in order.
 
-        Args:
-            part: of this process, [n, …].
-            whole: receives them, [N, …]; None where another process is the owner.
-            count: N.
-            owner: the only process that needs them; None for all.
+        Only the owner needs them, where there is one; `whole` is None in the other processes.
         """
         if self.group is None:
             assert whole is not None
@@ -167,12 +102,9 @@ class Ranks:
         self.group.exchange(parts, self._split(whole, count))
 
     def all_to_all(self, parts: Sequence[Tensor], whole: Tensor, count: int) -> None:
-        """Gather the samples of all processes, in order, of which each process needs another part.
+        """Gather the samples of all processes into `whole` [N, …], in order, of which each needs another part.
 
-        Args:
-            parts: what each process needs of this process's samples, [n, …] each.
-            whole: receives what this process needs of all samples, [N, …].
-            count: N.
+        `parts` has the part of this process's samples that each process needs, [n, …] each.
         """
         if self.group is None:
             whole.copy_(parts[0])
@@ -180,15 +112,10 @@ class Ranks:
         self.group.exchange(parts, self._split(whole, count))
 
     def _split(self, whole: Tensor | None, count: int) -> list[Tensor | None]:
-        shards = [self.shard(count, rank) for rank in range(self.size)]
-        return [None if whole is None else whole[shard.start : shard.stop] for shard in shards]
+        return [None if whole is None else whole[shard.start : shard.stop] for shard in shards(count, self.size)]
 
     def check_equal(self, what: str, value: str) -> None:
-        """Check that all processes have the same value.
-
-        Args:
-            what: the value is, for the message.
-            value: of this process.
+        """Check that `value` is the same in all processes; `what` names it in the message.
 
         Raises:
             MoonshotError: they differ.
@@ -200,6 +127,11 @@ class Ranks:
                 "one model, one configuration and one call",
                 hint="load the same model in all of them",
             )
+
+
+def shards(count: int, processes: int) -> list[range]:
+    """The samples of each process: contiguous, in the order of the ranks."""
+    return [range(count * each // processes, count * (each + 1) // processes) for each in range(processes)]
 
 
 SINGLE_PROCESS = Ranks()
@@ -236,13 +168,9 @@ def several() -> bool:
 
 
 def on_main_process(work: Callable[[], Value]) -> Value:
-    """Do work in the first process; the others wait for it, but it does not wait for them.
+    """Do work in the first process, and return its value, which JSON can hold, in all processes.
 
-    Args:
-        work: returns a value that JSON can hold.
-
-    Returns:
-        Its value, in all processes.
+    The others wait for the first process, but it does not wait for them.
 
     Raises:
         MoonshotError: the first process failed or died.
@@ -262,13 +190,9 @@ def on_main_process(work: Callable[[], Value]) -> Value:
 
 
 def leave(error: BaseException) -> tuple[str, str] | None:
-    """Select the process that prints the error before a command ends.
+    """The prefix and the message that this process prints before an error ends its command: ("rank 1 failed: ", "…").
 
-    Args:
-        error: that ends the command.
-
-    Returns:
-        The prefix and the message to print, such as ("rank 1 failed: ", "…"); None where another process prints them.
+    None where another process prints them.
     """
     if not several():
         return "", one_line(error)

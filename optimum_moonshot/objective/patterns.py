@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..devices import is_gpu
 from ..errors import MoonshotError, Option, Text, require
-from .row_slices import row_slices
+from .row_slices import CPU_BYTES, slices_within
 
 # Memory of a selection per score: mostly the copy that `kthvalue` makes and the running count of ties.
 SELECTION_BYTES = 24
@@ -280,7 +280,8 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     if count >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
     selected = torch.empty_like(scores, dtype=torch.bool)
-    for rows in row_slices(slice(0, len(scores)), SELECTION_BYTES * scores.shape[-1], scores.device):
+    # Small slices even on a GPU, which a solver may have filled; the selection does not depend on them.
+    for rows in slices_within(slice(0, len(scores)), SELECTION_BYTES * scores.shape[-1], CPU_BYTES):
         part = scores[rows]
         # By threshold: `topk` has no defined order of ties, and a stable sort is slower.
         threshold = kth_smallest(part, count)

@@ -1,7 +1,5 @@
 """Ranges of rows and columns, split into slices of bounded memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,67 +9,35 @@ CPU_BYTES = 64 * 2**20
 GPU_BYTES = 1024 * 2**20
 
 
-def split_range(start: int, stop: int, width: int) -> list[slice]:
-    """Split [start, stop) into slices.
+@dataclass(eq=False)
+class SliceLimit:
+    """The limit on slices with several rows, which a run lowers when its device is out of memory."""
 
-    Args:
-        start: the first index.
-        stop: one more than the last.
-        width: indices of a slice, at least 1; the last slice has the remainder.
-    """
+    most: int | None = None  # bytes; None sets no limit
+    largest: int = 0  # bytes of the largest such slice so far
+
+
+def split_range(start: int, stop: int, width: int) -> list[slice]:
+    """Split [start, stop) into slices of `width` indices; the last one has the remainder."""
     return [slice(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
-def row_slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
-    """Split rows into slices whose intermediates fit `CPU_BYTES` or `GPU_BYTES`.
+def row_slices(rows: slice, bytes_per_row: int, device: torch.device, limit: SliceLimit | None = None) -> list[slice]:
+    """As `slices_within`, with intermediates that fit `CPU_BYTES` or `GPU_BYTES`."""
+    return slices_within(rows, bytes_per_row, slice_bytes(device), limit)
 
-    Args:
-        rows: with start and stop.
-        bytes_per_row: of intermediates.
-        device: of the computation.
+
+def slices_within(rows: slice, bytes_per_row: int, most: int, limit: SliceLimit | None = None) -> list[slice]:
+    """Split rows (with start and stop) into slices of at most `most` bytes, or the `limit` if that is less.
+
+    A slice has at least one row.
     """
-    return slices_within(rows, bytes_per_row, slice_bytes(device))
-
-
-def slices_within(rows: slice, bytes_per_row: int, most: int) -> list[slice]:
-    """Split rows into slices of at most `most` bytes, or the limit of `cutting` if that is less; at least one row each.
-
-    Args:
-        rows: with start and stop.
-        bytes_per_row: of intermediates.
-        most: bytes of a slice.
-    """
-    cuts = _cutting[-1]
-    width = max(1, (most if cuts.most is None else min(most, cuts.most)) // bytes_per_row)
+    limit = SliceLimit() if limit is None else limit
+    width = max(1, (most if limit.most is None else min(most, limit.most)) // bytes_per_row)
     together = min(width, rows.stop - rows.start)
     if together > 1:
-        cuts.largest = max(cuts.largest, together * bytes_per_row)
+        limit.largest = max(limit.largest, together * bytes_per_row)
     return split_range(rows.start, rows.stop, width)
-
-
-@dataclass
-class Cuts:
-    """The limit on slices, and the largest slice so far."""
-
-    most: int | None = None  # bytes of a slice with several rows; None sets no limit
-    largest: int = 0  # bytes of the largest slice with several rows
-
-
-_cutting = [Cuts()]
-
-
-@contextmanager
-def cutting(most: int | None) -> Iterator[Cuts]:
-    """Limit slices inside the context, and record the largest.
-
-    Args:
-        most: bytes of a slice of several rows; None sets no limit.
-    """
-    _cutting.append(Cuts(most))
-    try:
-        yield _cutting[-1]
-    finally:
-        _cutting.pop()
 
 
 def slice_bytes(device: torch.device) -> int:

@@ -21,27 +21,25 @@ is cut into pieces that lie between two collectives each (`Backoff.piece`).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from ..calibration.merging import Owner, merge_mixtures, merge_statistics
-from ..calibration.mixture_sums import MixtureObserver
-from ..calibration.observer import Observer
+from ..calibration.merging import Owner, merge_statistics
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
 from ..devices import is_out_of_memory, release_unused
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, Text, one_line
 from ..malloc_trim import trim_host_memory
-from ..objective.row_slices import cutting
+from ..objective.row_slices import SliceLimit
 
 Value = TypeVar("Value")
-AnyObserver = TypeVar("AnyObserver", Observer, MixtureObserver)
 Item = TypeVar("Item")
+Hooks = TypeVar("Hooks", bound=AbstractContextManager[Any])  # an observer
 Halving = tuple[int, int]  # bytes that were used at once, and that may be from here on
 # Statistics or caches that take no more than one part in so many of the budget do not fill the device.
 SMALL = 8
@@ -70,14 +68,7 @@ class Restart(Exception):
 
 @contextmanager
 def enough_memory(hint: Text = SMALLER) -> Iterator[None]:
-    """Inside the block, a device that is out of memory raises a `MoonshotError`.
-
-    Args:
-        hint: the fix.
-
-    Raises:
-        MoonshotError: the device is out of memory.
-    """
+    """Inside the block, a device that is out of memory raises a `MoonshotError` with a hint how to fix it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -96,60 +87,56 @@ class _Change:
     times: int = 0
 
     def describe(self, kind: str, device: torch.device) -> str:
-        """For the report."""
         often = "once" if self.times == 1 else f"{self.times} times, first"
         change = f", from {self.first} to {self.last}" if self.first else ""
         return f"out of memory on {device} {often} at {self.where}: {_CHANGES[kind]}{change}"
 
 
 class Backoff:
-    """The sizes of a run's pieces, as far as its device has shown them to fit.
-
-    Args:
-        storage: of the run, whose budget shrinks.
-        ranks: the processes of the run.
-    """
+    """The sizes of a run's pieces, which shrink with the storage's budget; `where` names work in the report."""
 
     def __init__(self, storage: Storage, ranks: Ranks = SINGLE_PROCESS):
         self.storage, self.ranks, self.device = storage, ranks, storage.device
+        self.processes, self.all_reduce_min = ranks.size, ranks.all_reduce_min
         self.small = storage.limits[self.device] // SMALL
         self.samples: int | None = None  # of a batch, at most
-        self.slices: int | None = None  # bytes of a solver's slice of rows, at most
+        self.limit = SliceLimit()  # of a solver's slices of rows
         self.failure: str | None = None  # message of the device in the current part
         self.in_solver = False  # where it failed
         self.cached = 0  # bytes of caches on the device then
         self.changes: dict[str, _Change] = {}
-        self.shared_notes: list[str] = []  # of all processes
+        self.notes: list[str] = []  # the changes in all processes, for the report; see `share`
         self.repeated_at: set[str] = set()  # where work that cannot be halved was tried once more
-
-    @property
-    def notes(self) -> list[str]:
-        """The changes, for the report; of several processes as `share` has gathered them."""
-        return self._notes() if self.ranks.size == 1 else self.shared_notes
-
-    def _notes(self) -> list[str]:
-        return [change.describe(kind, self.device) for kind, change in self.changes.items()]
 
     def share(self) -> None:
         """Gather the notes of all processes."""
-        if self.ranks.size > 1:
-            gathered = self.ranks.all_gather_object(self._notes())
-            common = [note for note in gathered[0] if all(note in notes for notes in gathered)]
-            single = [
-                f"rank {rank}: {note}" for rank, notes in enumerate(gathered) for note in notes if note not in common
-            ]
-            self.shared_notes = common + single
+        changes = [change.describe(kind, self.device) for kind, change in self.changes.items()]
+        gathered = self.ranks.all_gather_object(changes)
+        common = [note for note in gathered[0] if all(note in notes for notes in gathered)]
+        self.notes = common + [
+            f"rank {rank}: {note}" for rank, notes in enumerate(gathered) for note in notes if note not in common
+        ]
 
     def single_process(self) -> "Backoff":
         """For work that one of several processes does, while the others wait for its end."""
         single = copy.copy(self)
-        single.ranks = SINGLE_PROCESS
+        single.ranks, single.processes, single.all_reduce_min = SINGLE_PROCESS, 1, SINGLE_PROCESS.all_reduce_min
         return single
+
+    def solves(self, owner: Owner) -> bool:
+        """Whether this process takes part in solving a layer."""
+        return not isinstance(owner, int) or owner == self.ranks.rank
+
+    def samples_here(self, samples: int) -> int:
+        """The number of samples, of so many in all, that this process observes."""
+        return len(self.ranks.shard(samples))
 
     def release(self) -> None:
         """Free the memory that failed work has left."""
         release_unused(self.device)
         trim_host_memory()
+
+    # Passes over the data
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -169,34 +156,8 @@ class Backoff:
         if failures:
             raise PassTooLarge(failures[0])
 
-    @contextmanager
-    def passing(self, observer: AnyObserver, owners: Mapping[str, Owner] | None = None) -> Iterator[AnyObserver]:
-        """A pass over this process's samples under an observer's hooks; on exit it has the statistics of all samples.
-
-        Args:
-            observer: not entered.
-            owners: who needs the statistics of a layer, by its name; all processes need the others.
-
-        Raises:
-            PassTooLarge: in all processes, where one was out of memory.
-        """
-        with self.together(), observer:
-            yield observer
-        if isinstance(observer, MixtureObserver):
-            merge_mixtures(observer, self.ranks)
-        else:
-            merge_statistics(observer, self.ranks, owners or {})
-
-    def samples_here(self, samples: int) -> int:
-        """How many of so many samples this process sees."""
-        return len(self.ranks.shard(samples))
-
     def stages(self, pipeline: Iterable[Item]) -> Iterator[Item]:
-        """The stages of a pipeline; the passes between them are work that all processes do together.
-
-        Args:
-            pipeline: of this process.
-        """
+        """The stages of a pipeline; the passes between them are work that all processes do together."""
         stages = iter(pipeline)
         while True:
             with self.together():
@@ -206,12 +167,66 @@ class Backoff:
             yield stage
 
     @contextmanager
+    def passing(self, observer: Hooks, merge: Callable[[Any, Ranks], None] = merge_statistics) -> Iterator[Hooks]:
+        """As `together`, a pass over the data under an observer's hooks; `merge` then adds those of all processes."""
+        with self.together(), observer:
+            yield observer
+        if self.processes > 1:
+            merge(observer, self.ranks)
+
+    def pass_failed(self, error: PassTooLarge, where: str, batches: Sequence[Batch]) -> None:
+        """After a pass outside of parts: halve its batches or caches.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to be halved.
+        """
+        self.failure, self.in_solver = str(error), False
+        self._halve(where, batches)
+
+    def repeated(self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]) -> Value:
+        """Work of this process that starts over, or from its kept results, with smaller batches or caches.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to be halved, or a collective has taken place meanwhile.
+        """
+        while True:
+            barriers = self.ranks.barriers_passed
+            value, message = self._attempted(work)
+            if message is None:
+                return value  # type: ignore[return-value]
+            if self.ranks.barriers_passed != barriers:
+                raise torch.OutOfMemoryError(message)
+            self.failure, self.in_solver = message, False
+            self._halve(where, batches(), single=True)
+            self.release()
+
+    def relieved(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
+        """Work of this process alone, which changes nothing where it fails, and starts over with more free memory.
+
+        `offload` moves cached inputs of the work to the host, and returns the bytes that this frees on the device.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
+        """
+        while True:
+            value, message = self._attempted(work)
+            if message is None:
+                return value  # type: ignore[return-value]
+            self.release()
+            if moved := offload():
+                self._note("kept", where, _bytes(moved), "none")
+            elif not self._once_more(where):
+                raise torch.OutOfMemoryError(message)
+
+    # Parts of a stage
+
+    @contextmanager
     def attempt(self) -> Iterator[None]:
         """A part of a stage, whose statistics are freed at its end; `lost` then says whether it has to be repeated."""
         try:
             yield
         except Exception as error:
-            agreed = self.ranks.size == 1 or isinstance(error, PassTooLarge)
+            agreed = self.processes == 1 or isinstance(error, PassTooLarge)
             if not (agreed and is_out_of_memory(error)):
                 raise
             self.failure, self.in_solver = one_line(error), False
@@ -219,15 +234,9 @@ class Backoff:
             self.cached = self.storage.cached
 
     def solved(self, where: str, work: Callable[[], None], alone: bool = True) -> bool:
-        """Solve a layer, with smaller and smaller slices while there is too little memory.
+        """Solve a layer, with smaller and smaller slices while there is too little memory; False where `lost` is True.
 
-        Args:
-            where: the layer's name.
-            work: solves it from statistics that it does not change.
-            alone: no other process takes part.
-
-        Returns:
-            Whether it is solved; else `lost` returns True.
+        `work` does not change the statistics; where it is `alone`, no other process takes part.
 
         Raises:
             torch.OutOfMemoryError: other processes take part, which would wait in vain; or a pass for a slice of the
@@ -237,17 +246,13 @@ class Backoff:
         _, message = self._sliced(where, work)
         if message is None:
             return True
-        if self.ranks.barriers_passed != barriers or (not alone and self.ranks.size > 1):
+        if self.ranks.barriers_passed != barriers or (not alone and self.processes > 1):
             raise torch.OutOfMemoryError(message)
         self.failure, self.in_solver = message, True
         return False
 
     def piece(self, where: str, work: Callable[[], Value]) -> Value:
         """Work of one of several processes on a layer that others solve with it, between two collectives.
-
-        Args:
-            where: the layer's name.
-            work: which does not change its arguments.
 
         Raises:
             torch.OutOfMemoryError: the smallest slices did not fit, or a collective has taken place meanwhile.
@@ -257,18 +262,46 @@ class Backoff:
             raise torch.OutOfMemoryError(message)
         return value  # type: ignore[return-value]
 
+    def lost(self) -> bool:
+        """Whether the part that has ended has to be repeated, in all processes the same."""
+        states = self.ranks.all_gather_object((self.failure, self.in_solver))
+        failures = [(failure, in_solver) for failure, in_solver in states if failure is not None]
+        if failures:
+            self.failure, self.in_solver = failures[0][0], any(in_solver for _, in_solver in failures)
+        return bool(failures)
+
+    def shrink(
+        self,
+        where: str,
+        batches: Sequence[Batch],
+        layers: Halving | None = None,
+        slices: Halving | None = None,
+        advanced: bool = False,
+    ) -> None:
+        """After a part that all processes have left: halve the next piece that can be halved.
+
+        `layers` are the bytes of layers that were collected together, `slices` those of a single layer's slices.
+
+        Raises:
+            Restart: the pipeline has to start over.
+            torch.OutOfMemoryError: nothing is left to be halved.
+        """
+        restarts = self._halve(where, batches, layers, slices)
+        if any(self.ranks.all_gather_object(advanced)) or restarts:
+            raise Restart
+        self.release()
+
     def _sliced(self, where: str, work: Callable[[], Value]) -> tuple[Value | None, str | None]:
         """As `_attempted`, with smaller and smaller slices while that can help and no collective has taken place."""
         while True:
-            barriers = self.ranks.barriers_passed
-            with cutting(self.slices) as cuts:
-                value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
+            barriers, self.limit.largest = self.ranks.barriers_passed, 0
+            value, message = self._attempted(work, but=PassTooLarge)  # which belongs to the part
             if message is None or self.ranks.barriers_passed != barriers:
                 return value, message
             self.release()
-            if cuts.largest:
-                self._note("slices", where, _bytes(cuts.largest), _bytes(cuts.largest // 2))
-                self.slices = cuts.largest // 2
+            if largest := self.limit.largest:
+                self._note("slices", where, _bytes(largest), _bytes(largest // 2))
+                self.limit.most = largest // 2
             elif not self._once_more(where):
                 return None, message
 
@@ -292,139 +325,49 @@ class Backoff:
         self._note("again", where, "", "")
         return True
 
-    def lost(self) -> bool:
-        """Whether the part that has ended has to be repeated, in all processes the same."""
-        states = self.ranks.all_gather_object((self.failure, self.in_solver))
-        failures = [(failure, in_solver) for failure, in_solver in states if failure is not None]
-        if failures:
-            self.failure, self.in_solver = failures[0][0], any(in_solver for _, in_solver in failures)
-        return bool(failures)
-
-    def shrink(
+    def _halve(
         self,
         where: str,
         batches: Sequence[Batch],
         layers: Halving | None = None,
         slices: Halving | None = None,
-        advanced: bool = False,
-    ) -> None:
-        """After a part, or a pass, that all processes have left: halve the next piece that can be halved.
-
-        Args:
-            where: it was, for the report.
-            batches: of the pass.
-            layers: bytes of the layers that were collected together, where there were several.
-            slices: bytes of the slices of a single layer.
-            advanced: whether the stage has, for some batches in this process.
-
-        Raises:
-            Restart: the pipeline has to start over.
-            torch.OutOfMemoryError: nothing is left to be halved.
-        """
-        restarts = self._halve(where, batches, layers, slices, self.ranks)
-        if any(self.ranks.all_gather_object(advanced)) or restarts:
-            raise Restart
-        self.release()
-
-    def pass_failed(self, error: PassTooLarge, where: str, batches: Sequence[Batch]) -> None:
-        """After a pass outside of parts.
-
-        Args:
-            error: of the pass.
-            where: it was, for the report.
-            batches: of it.
-
-        Raises:
-            torch.OutOfMemoryError: nothing is left to be halved.
-        """
-        self.failure, self.in_solver = str(error), False
-        self._halve(where, batches, None, None, self.ranks)
-
-    def repeated(self, where: str, work: Callable[[], Value], batches: Callable[[], Sequence[Batch]]) -> Value:
-        """Work of this process that starts over each time, with smaller batches or caches.
-
-        Args:
-            where: it was, for the report.
-            work: from its beginning, or from where it has kept results.
-            batches: of its passes.
-
-        Raises:
-            torch.OutOfMemoryError: nothing is left to be halved, or a collective has taken place meanwhile.
-        """
-        while True:
-            barriers = self.ranks.barriers_passed
-            value, message = self._attempted(work)
-            if message is None:
-                return value  # type: ignore[return-value]
-            if self.ranks.barriers_passed != barriers:
-                raise torch.OutOfMemoryError(message)
-            self.failure, self.in_solver = message, False
-            self._halve(where, batches(), None, None, SINGLE_PROCESS)
-            self.release()
-
-    def relieved(self, where: str, work: Callable[[], Value], offload: Callable[[], int]) -> Value:
-        """Work of this process alone, which starts over with less beside it on the device.
-
-        Args:
-            where: it was, for the report.
-            work: which changes nothing where it fails.
-            offload: moves cached inputs of the work away from the device; returns the bytes that this frees.
-
-        Raises:
-            torch.OutOfMemoryError: nothing is left to be moved, and trying once more did not help.
-        """
-        while True:
-            value, message = self._attempted(work)
-            if message is None:
-                return value  # type: ignore[return-value]
-            self.release()
-            if moved := offload():
-                self._note("kept", where, _bytes(moved), "none")
-            elif not self._once_more(where):
-                raise torch.OutOfMemoryError(message)
-
-    def _halve(
-        self, where: str, batches: Sequence[Batch], layers: Halving | None, slices: Halving | None, ranks: Ranks
+        single: bool = False,
     ) -> bool:
-        """Halve the first of `WAYS` that all processes agree on; whether the pipeline has to start over for it."""
+        """Halve the first of `WAYS` that all processes (or a single one) can; whether the pipeline has to restart."""
         message, self.failure = self.failure, None
-        ways = [*self._ways(batches, layers, slices), None if where in self.repeated_at else (0, 0)]
-        first = next((index for index, values in enumerate(ways) if values is not None), len(ways))
-        index = ranks.all_reduce_min(first)
-        if index == len(ways):
-            raise torch.OutOfMemoryError(message)
-        values = ways[index]
-        if values is not None:
-            self._apply(WAYS[index], where, *values)
-        return WAYS[index] in RESTARTING
-
-    def _ways(self, batches: Sequence[Batch], layers: Halving | None, slices: Halving | None) -> list[Halving | None]:
-        """The present and the halved size of each of `WAYS` but the last, or None where it cannot be halved."""
         samples = max(map(batch_size, batches), default=1)
         caches = (self.cached, self.cached // 2) if self.cached and self.storage.next_place else None
-        return [
+        ways = [  # the present and the halved size of each; None where it cannot be halved
             layers if layers is not None and layers[0] > self.small else None,
             caches if self.cached > self.small else None,
             (samples, (samples + 1) // 2) if samples > 1 and not self.in_solver else None,
             layers,
             slices,
             caches,
+            None if where in self.repeated_at else (0, 0),
         ]
+        first = next((index for index, sizes in enumerate(ways) if sizes is not None), len(ways))
+        first = first if single else self.all_reduce_min(first)
+        if first == len(ways):
+            raise torch.OutOfMemoryError(message)
+        way, sizes = WAYS[first], ways[first]
+        if sizes is not None:  # else another process halves its pieces
+            self._apply(way, where, *sizes)
+        return way in RESTARTING
 
     def _apply(self, way: str, where: str, before: int, after: int) -> None:
-        if way == "again":
+        kind = way.removeprefix("large ")
+        if kind == "again":
             self._once_more(where)
-            return
-        if way == "batches":
+        elif kind == "batches":
             self.samples = after
-            self._note(way, where, f"{before} samples", f"{after}")
-            return
-        way = way.removeprefix("large ")
-        if way in ("rounds", "chunks"):
-            self.storage.most = 2 * after  # of which a part uses half
+            self._note(kind, where, f"{before} samples", f"{after}")
         else:
-            self.storage.caches = after
-        self._note(way, where, _bytes(before), _bytes(after))
+            if kind == "caches":
+                self.storage.caches = after
+            else:
+                self.storage.most = 2 * after  # of which a part uses half
+            self._note(kind, where, _bytes(before), _bytes(after))
 
     def _note(self, kind: str, where: str, before: str, after: str) -> None:
         change = self.changes.setdefault(kind, _Change(where, before, after))

@@ -1,10 +1,9 @@
-"""A first look at a model whose blocks are elsewhere: one pass of a small sample, each block there for its own call.
+"""A first pass of a model whose blocks are offloaded: a small sample, each block onloaded for its call alone.
 
-It says whether the blocks are a chain, so that passes can go block by block over all data with one of them in memory,
-and what the rest of the model does with them. `chains.is_sequential` asks the same of a model that is there as a whole:
-it compares the gradients of the blocks with the model's. Here a block is run again alone while it is there, and the
-gradients are those of a model whose blocks give back what they read: wherever these reach the loss otherwise than by
-the last block, the gradients differ from block to block.
+It checks whether the blocks are sequential, so that passes can run block by block over all data with one of them in
+memory, as `block_sequences.is_sequential` does for a model that is onloaded, which compares the gradients of the blocks
+with the model's. Here a block is run again alone while it is onloaded, and the gradients are those of a model whose
+blocks return their input: if these reach the loss otherwise than by the last block, they differ from block to block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from ..model.calls import (
 from ..model.layers import Block, onloaded_in_turn
 from ..model.losses import Loss, loss_gradient, token_mask
 
-Extras = list[int | None]  # what every block returns behind its hidden state: how many values, None for a bare tensor
+Extras = list[int | None]  # the number of values that each block returns behind its hidden state; None: a bare tensor
 _HINT = Text("load the model without {} to prune it", "offload")
 
 
@@ -45,26 +44,18 @@ def probe_blocks(
     loss: Loss | None,
     look: Callable[[Block], None] = lambda block: None,
 ) -> tuple[Extras, list[str]]:
-    """Check that the blocks are a chain; each is brought once.
+    """Check that all blocks of a model in evaluation mode are sequential, by a batch of one or two small samples.
 
-    Args:
-        model: in evaluation mode; it stays as it is.
-        blocks: all of its blocks.
-        batch: a small sample on its device, or two.
-        gradients: whether passes will go backwards.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        look: told every block while its weights are there.
-
-    Returns:
-        What every block returns behind its hidden state; and, of two samples, as `unshown_samples`.
+    Each block is onloaded once, and `look` called with it. Returns the blocks' extras; and, of two samples, as
+    `unshown_samples`.
 
     Raises:
-        MoonshotError: passes block by block would not see what the model sees, with the reason.
+        MoonshotError: passes block by block would differ from the model, with the reason.
     """
     looking = _Look(blocks, batch, gradients, look)
     if looking.samples > 1:
-        found = without_weights(model, blocks, take(batch, 1, 2))
-        looking.second = None if found is None else found.arguments
+        second = without_weights(model, blocks, take(batch, 1, 2))
+        looking.second = None if second is None else second.arguments
     with ExitStack() as stack:
         for i, block in enumerate(blocks):
             stack.callback(block.module.register_forward_pre_hook(partial(looking.enter, i), with_kwargs=True).remove)
@@ -78,7 +69,7 @@ def probe_blocks(
     missing = [block.name for i, block in enumerate(blocks) if i not in looking.calls]
     require(not missing, f"{', '.join(missing[:3])}: no calibration data reaches them", hint=_HINT)
     _check_around(model, blocks, batch, gradients, loss, looking)
-    return list(looking.extras.values()), looking.unshown  # which came in the blocks' order
+    return list(looking.extras.values()), looking.unshown  # in the blocks' order
 
 
 class _Look:
@@ -91,7 +82,7 @@ class _Look:
         self.second: list[Arguments] | None = None  # every block's arguments for the second of two samples
         self.calls: dict[int, BlockCall] = {}
         self.extras: dict[int, int | None] = {}
-        self.latest: Tensor | None = None  # what the block before returned
+        self.latest: Tensor | None = None  # output of the block before
         self.alone = False  # a block is run again
 
     def enter(self, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +116,7 @@ class _Look:
         require(alike, f"{name}: run alone it gives something else than in the model", hint=_HINT)
 
     def _again(self, i: int, module: nn.Module, call: BlockCall) -> Tensor:
-        """What a block gives when it is run again; of two samples, its layers are compared with the second alone."""
+        """The output of a block that runs again; of two samples, its layers are compared with the second alone."""
         layers, outputs = self.blocks[i].layers, list[Tensor]()
 
         def run(hidden: Tensor, arguments: Arguments) -> None:
@@ -143,28 +134,22 @@ class _Look:
 
 
 class Unweighted(NamedTuple):
-    """A pass of a model whose blocks gave back what they read."""
+    """A pass of a model whose blocks returned their input."""
 
-    extras: Extras  # by which they could
+    extras: Extras  # with which they could
     arguments: list[Arguments]  # of every block
 
 
 @torch.no_grad()
 def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> Unweighted | None:
-    """Every block's arguments, seen without their weights, whatever they return; None where that cannot be seen.
-
-    Args:
-        model: that has them.
-        blocks: all of them.
-        batch: on the model's device.
-    """
+    """The arguments of all blocks, without their weights and outputs; None where the model does not allow it."""
     for extra in (None, 0, 1, 2, 3):
-        found: list[Arguments] = []
+        arguments: list[Arguments] = []
         shapes: set[torch.Size] = set()
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, rest, named = split_hidden(args, kwargs)
-            found.append((rest, without_caches(named)))  # noqa: B023
+            arguments.append((rest, without_caches(named)))  # noqa: B023
             shapes.add(hidden.shape)  # noqa: B023
 
         with ExitStack() as stack, suppress(MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError):
@@ -173,15 +158,15 @@ def without_weights(model: nn.Module, blocks: Sequence[Block], batch: Batch) -> 
             extras: Extras = [extra] * len(blocks)
             stack.enter_context(passing_on(blocks, extras))
             run_model(model, batch)
-            if len(found) == len(blocks) and len(shapes) == 1:
-                return Unweighted(extras, found)
+            if len(arguments) == len(blocks) and len(shapes) == 1:
+                return Unweighted(extras, arguments)
     return None
 
 
 def _check_around(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None, looking: _Look
 ) -> None:
-    """The arguments of the blocks, and the gradients, where the blocks give back what they read."""
+    """Check the arguments of the blocks, and the gradients, of a model whose blocks return their input."""
     calls: list[Arguments] = []
     hiddens: list[Tensor] = []
 
@@ -189,7 +174,7 @@ def _check_around(
         hidden, rest, named = split_hidden(args, kwargs)
         if not calls and gradients:
             hidden = hidden.detach().requires_grad_(True)
-        hidden = hidden.clone()  # each block's own, to have a gradient
+        hidden = hidden.clone()  # another tensor for each block, to have a gradient
         calls.append((rest, without_caches(named)))
         hiddens.append(hidden)
         return join_hidden(hidden, BlockCall(rest, named, hidden))
@@ -203,8 +188,8 @@ def _check_around(
             output = run_model(model, batch)
         except (MoonshotError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise MoonshotError("the model reads more of its blocks than their hidden state", hint=_HINT) from error
-        for block, call, found in zip(blocks, calls, looking.calls.values(), strict=True):
-            same = _alike(call, (found.args, found.kwargs))
+        for block, call, first in zip(blocks, calls, looking.calls.values(), strict=True):
+            same = _alike(call, (first.args, first.kwargs))
             require(same, f"{block.name}: its arguments depend on what other blocks compute", hint=_HINT)
         if gradients:
             logits, gradient, _ = loss_gradient(model, output, batch, loss)
@@ -226,13 +211,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 @contextmanager
 def passing_on(blocks: Sequence[Block], extras: Extras, last: Callable[[], Tensor] | None = None) -> Iterator[None]:
-    """Meanwhile the blocks give back what they read and need no weights.
-
-    Args:
-        blocks: a chain.
-        extras: of `survey`.
-        last: gives what the last block returns in place of that.
-    """
+    """Meanwhile sequential blocks return their input, or the last one `last()`, and need no weights."""
     with ExitStack() as stack:
         for block, extra in zip(blocks, extras, strict=True):
             stack.enter_context(calling(block.module, partial(_pass_on, extra, None)))
@@ -241,6 +220,6 @@ def passing_on(blocks: Sequence[Block], extras: Extras, last: Callable[[], Tenso
         yield
 
 
-def _pass_on(extra: int | None, given: Callable[[], Tensor] | None, *args: Any, **kwargs: Any) -> Any:
-    hidden = split_hidden(args, kwargs)[0] if given is None else given()
+def _pass_on(extra: int | None, replacement: Callable[[], Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    hidden = split_hidden(args, kwargs)[0] if replacement is None else replacement()
     return hidden if extra is None else (hidden, *[None] * extra)

@@ -1,7 +1,7 @@
-"""Which blocks of a model are a chain, each of which reads what the one before gives, and can be run one by one.
+"""The sequential blocks of a model: each reads the output of the one before, so that they can be run one by one.
 
-A model may have several: an encoder and a decoder, a vision tower and a text model. Each is a chain of its own, however
-the rest of the model lies around it, and blocks in which nothing is pruned are not asked.
+A model may have several sequences: an encoder and a decoder, a vision tower and a text model. Sequences in which
+nothing is pruned are ignored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,21 +24,17 @@ class BlockSequences(NamedTuple):
     """The blocks of a model in which something is pruned."""
 
     sequential: list[tuple[Block, ...]]  # in the model's order; with the blocks between them in which nothing is pruned
-    non_sequential: tuple[Block, ...]  # in none
-    unreached: tuple[Block, ...]  # not called at all
+    non_sequential: tuple[Block, ...]  # called, but in no sequence
+    unreached: tuple[Block, ...]  # not called by a forward pass
 
 
 def find_block_sequences(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
 ) -> BlockSequences:
-    """The longest chains: of all blocks, else of the blocks of one list.
+    """The longest sequences: of all blocks, else of those that are called, else of the blocks of one list.
 
-    Args:
-        model: in evaluation mode, its weights present.
-        blocks: all of the model's.
-        batch: a small sample on its device.
-        gradients: whether input gradients must agree too.
-        loss: (output, batch) → [B] losses, or None for the model's own.
+    The model is in evaluation mode and onloaded, the batch a small sample on its device. With `gradients`, input
+    gradients must agree too.
     """
     wanted = tuple(block for block in blocks if block.layers)
     if not wanted:
@@ -52,15 +48,18 @@ def find_block_sequences(
         return BlockSequences([], (), unreached)
     if len(reached) < len(blocks) and is_sequential(model, reached, batch, gradients, loss):
         return BlockSequences([reached], (), unreached)
-    chains: list[tuple[Block, ...]] = []
-    loose: tuple[Block, ...] = ()
-    for stack in _stacks(reached):
+    lists: dict[str, list[Block]] = {}
+    for block in reached:
+        lists.setdefault(block.name.rpartition(".")[0], []).append(block)
+    sequential: list[tuple[Block, ...]] = []
+    others: tuple[Block, ...] = ()
+    for stack in map(tuple, lists.values()):
         pruned = tuple(block for block in stack if block.layers)
         if pruned and len(stack) < len(reached) and is_sequential(model, stack, batch, gradients, loss):
-            chains.append(stack)
+            sequential.append(stack)
         else:
-            loose += pruned
-    return BlockSequences(chains, loose, unreached)
+            others += pruned
+    return BlockSequences(sequential, others, unreached)
 
 
 def _called(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> set[str]:
@@ -76,28 +75,13 @@ def _called(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> set[st
     return called
 
 
-def _stacks(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
-    """The blocks of each list."""
-    lists: dict[str, list[Block]] = {}
-    for block in blocks:
-        lists.setdefault(block.name.rpartition(".")[0], []).append(block)
-    yield from map(tuple, lists.values())
-
-
 def is_sequential(
     model: nn.Module, blocks: tuple[Block, ...], batch: Batch, gradients: bool, loss: Loss | None
 ) -> bool:
-    """Whether block-by-block passes see what the whole model sees, tried on one small sample.
+    """Whether passes block by block compute the same as the model; arguments as for `find_block_sequences`.
 
-    Each block must be called once, read the output of the one before, and give the same output and the same input
+    Each block must be called once, read the output of the one before, and return the same output and the same input
     gradient when run again alone on its cached arguments.
-
-    Args:
-        model: as for `find_block_sequences`.
-        blocks: as for `find_block_sequences`.
-        batch: as for `find_block_sequences`.
-        gradients: as for `find_block_sequences`.
-        loss: as for `find_block_sequences`.
     """
     calls: dict[int, BlockCall] = {}
     outputs: dict[int, Tensor] = {}
@@ -135,7 +119,7 @@ def is_sequential(
     if gradients:
         logits, gradient, _ = loss_gradient(model, result, batch, loss)
         if not logits.requires_grad:
-            return False  # the loss follows from them by choices alone, which have no gradient
+            return False  # the loss depends on them by choices alone, which have no gradient
         wanted = [calls[0].hidden, *(outputs[i] for i in range(len(blocks)))]
         deltas = torch.autograd.grad(logits, wanted, gradient, allow_unused=True)
         if any(delta is None for delta in deltas):
@@ -160,7 +144,7 @@ def _runs_alone(block: Block, call: BlockCall, expected: Tensor, deltas: Sequenc
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the parameters that functions are given."""
+    """Records the parameters among the arguments of functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,24 +159,19 @@ class _Reads(TorchFunctionMode):
 
 @torch.no_grad()
 def parameters_read(model: nn.Module, batch: Batch) -> set[str]:
-    """The names of parameters that a forward pass gives to any function, in the call of their own module or elsewhere.
-
-    Args:
-        model: in evaluation mode; the weights of its blocks come in turn where they are elsewhere.
-        batch: a small sample on its device.
-    """
-    found: set[str] = set()
+    """The names of parameters that a forward pass gives to any function, inside or outside of their module's call."""
+    names: set[str] = set()
 
     def note() -> None:
         every = model.named_parameters(remove_duplicate=False)
-        found.update(name for name, parameter in every if parameter in reads.parameters)
+        names.update(name for name, parameter in every if parameter in reads.parameters)
 
     @contextmanager
     def within(_: nn.Module) -> Iterator[None]:
         yield
-        note()  # before its parameters give way to what stands for them
+        note()  # before its parameters are replaced by placeholders
 
     with _Reads() as reads, onloaded_in_turn(visited(model), within):
         run_model(model, batch)
     note()
-    return found
+    return names

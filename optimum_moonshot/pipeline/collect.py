@@ -2,64 +2,60 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from ..calibration.accumulators import GradientPlan
+from ..calibration.merging import merge_statistics
 from ..calibration.observer import LayerStatistics, Observer
 from ..errors import MoonshotError, Text
 from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
 from .partition import Part
-from .slices import CollectedExperts, CollectedRows, ShardedExperts, ShardedRows
+from .slices import CollectedExperts, CollectedRows, sharded
 from .solve import Statistics
 from .spec import StatisticsSpec
 from .stages import Stage
 from .under_calibrated_experts import UnderCalibratedExperts
 
 
+@dataclass(frozen=True)
 class Collected:
-    """The statistics of a part by one pass; iterating gives each layer's, which are freed here.
+    """The statistics of a part after one pass, merged; iterating gives each layer's, which are freed here."""
 
-    Args:
-        part: whose statistics they are.
-        observer: of the pass, merged.
-        experts: of the pass, under-calibrated ones.
-        backoff: of the run.
-    """
-
-    def __init__(self, part: Part, observer: Observer, experts: UnderCalibratedExperts, backoff: Backoff):
-        self.part, self.observer, self.experts, self.backoff = part, observer, experts, backoff
+    part: Part
+    observer: Observer
+    experts: UnderCalibratedExperts | None  # where some layers are experts
+    backoff: Backoff
 
     def __iter__(self) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
         """The layers that this process solves, and those that no data reached, with None.
 
         Those that all processes solve together are first: nobody waits for one that solves a layer alone.
         """
-        ranks, owners = self.backoff.ranks, dict(zip(self.part.layers, self.part.owners, strict=True))
+        owners = dict(zip(self.part.layers, self.part.owners, strict=True))
         for layer in sorted(owners, key=lambda layer: layer.separate or isinstance(owners[layer], int)):
             owner = owners[layer]
-            if self.observer.reached(layer) and isinstance(owner, int) and owner != ranks.rank:
-                self.experts.note(layer)
-                self.observer.forget(layer)
-            elif not self.observer.reached(layer) or owner is None or isinstance(owner, int):
+            if not self.observer.reached(layer):
+                yield layer, None
+            elif isinstance(owner, tuple):
+                yield layer, sharded(layer, self.take(layer), owner, self.backoff)
+            elif self.backoff.solves(owner):
                 yield layer, self.take(layer)
-            elif layer.separate:
-                yield layer, ShardedExperts(self._reached(layer), ranks, layer.groups)
             else:
-                yield layer, ShardedRows(layer, self._reached(layer), owner[ranks.rank], ranks, self.backoff)
+                if self.experts is not None:
+                    self.experts.note(layer)
+                self.observer.forget(layer)
 
-    def take(self, layer: PrunableLayer) -> LayerStatistics | None:
-        """The statistics of a layer, freed here; None where no data reached it.
+    def take(self, layer: PrunableLayer) -> LayerStatistics:
+        """The statistics of a layer that data reached, freed here.
 
         Raises:
             MoonshotError: the data gave NaN or infinity.
         """
-        return self._reached(layer) if self.observer.reached(layer) else None
-
-    def _reached(self, layer: PrunableLayer) -> LayerStatistics:
-        self.experts.note(layer)
-        return self.experts.complete(layer, self.observer.take(layer))
+        statistics = dataclasses.replace(self.observer.take(layer), limit=self.backoff.limit)
+        return statistics if self.experts is None else self.experts.complete(layer, statistics)
 
 
 def collect(
@@ -70,65 +66,66 @@ def collect(
     spec: StatisticsSpec,
     backoff: Backoff,
     notes: list[str],
-    plans: Mapping[str, GradientPlan] | None = None,
-) -> Collected | list[tuple[PrunableLayer, Statistics]]:
-    """The statistics of a part of a stage; of a layer in slices, what collects them.
+) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
+    """The statistics of the layers of a part; of a layer in slices, an object that collects them.
 
-    Args:
-        stage: onloaded.
-        part: of its layers.
-        advance: no other pass follows at this stage, so that this one also advances it.
-        spec: the statistics.
-        backoff: of the run; it has the storage of the statistics and the processes.
-        notes: for the report; those on slices and under-calibrated experts are added.
-        plans: forms of the gradients in place of the spec's.
+    With `advance` no other pass follows at this onloaded stage, so that this one also advances it. The report's notes
+    get those on slices and under-calibrated experts.
 
     Raises:
         MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
     """
-    layers = part.layers
+    once = partial(_collect_once, stage, spec=spec, backoff=backoff, notes=notes)
     if part.slices:
-        once = partial(collect, stage, advance=False, spec=spec, backoff=backoff, notes=notes)
-        return [(layers[0], _in_slices(part, spec, notes, once))]
-    experts = UnderCalibratedExperts(spec, backoff, notes)
+        return iter([(part.layers[0], _in_slices(part, spec, notes, once))])
+    return iter(once(part, advance=advance))
+
+
+def _collect_once(
+    stage: Stage,
+    part: Part,
+    plans: Mapping[str, GradientPlan] | None = None,
+    advance: bool = False,
+    *,
+    spec: StatisticsSpec,
+    backoff: Backoff,
+    notes: list[str],
+) -> Collected:
+    """One pass; `plans` has forms of the gradients in place of the spec's."""
+    layers, storage = part.layers, backoff.storage
+    separate = any(layer.separate for layer in layers)
+    experts = UnderCalibratedExperts(spec, backoff, notes) if separate else None
     gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
     plans = {layer.name: spec.plan(layer) for layer in layers} if plans is None else plans
     here = backoff.samples_here(spec.samples)
-    observer = Observer(layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, here=here)
-    with backoff.passing(observer, dict(zip((layer.name for layer in layers), part.owners, strict=True))):
-        stage.observe(observer, advance and not experts.observes_again(layers))
-    experts.observe(stage, layers, observer)
+    owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
+    observer = Observer(layers, spec.diagonal, gradients, spec.samples, storage, plans, here=here)
+    with backoff.passing(observer, partial(merge_statistics, owners=owners)):
+        stage.observe(observer, advance and (not separate or spec.keeps_routing))
+    if experts is not None:
+        experts.observe(stage, layers, observer)
     trim_host_memory()
     return Collected(part, observer, experts, backoff)
 
 
-def _in_slices(
-    part: Part,
-    spec: StatisticsSpec,
-    notes: list[str],
-    once: Callable[..., Collected | list[tuple[PrunableLayer, Statistics]]],
-) -> Statistics:
+def _in_slices(part: Part, spec: StatisticsSpec, notes: list[str], once: Callable[..., Collected]) -> Statistics:
     """The statistics of a layer by one pass for each slice; every process collects all of them."""
-    (layer,) = part.layers
-    if layer.separate:
-        notes.append(f"{layer.name}: its experts solved in {len(part.slices)} parts, for the sake of memory")
+    (layer,), count = part.layers, len(part.slices)
 
-        def some(experts: PrunableLayer) -> LayerStatistics | None:
-            collected = once(Part((experts,), (None,)))
-            assert isinstance(collected, Collected)
-            return collected.take(experts)
+    def some_experts(experts: PrunableLayer) -> LayerStatistics | None:
+        collected = once(Part((experts,), (None,)))
+        return collected.take(experts) if collected.observer.reached(experts) else None
 
-        return CollectedExperts(layer, part.slices, some, spec.samples, spec.diagonal)
-    notes.append(f"{layer.name}: solved in {len(part.slices)} chunks of rows, for the sake of memory")
-
-    def rows(some: slice, totals: int | None) -> LayerStatistics:
-        plan = dataclasses.replace(spec.plan(layer), rows=some, totals=totals)
-        collected = once(Part((layer,), (None,)), plans={layer.name: plan})
-        assert isinstance(collected, Collected)
-        statistics = collected.take(layer)
-        if statistics is None:
+    def some_rows(rows: slice, totals: int | None) -> LayerStatistics:
+        plan = dataclasses.replace(spec.plan(layer), rows=rows, totals=totals)
+        collected = once(Part((layer,), (None,)), {layer.name: plan})
+        if not collected.observer.reached(layer):
             hint = Text("add its name to {}", "ignore")
             raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)
-        return statistics
+        return collected.take(layer)
 
-    return CollectedRows(layer, part.slices, rows)
+    if layer.separate:
+        notes.append(f"{layer.name}: its experts solved in {count} parts, for the sake of memory")
+        return CollectedExperts(layer, part.slices, some_experts, spec.samples, spec.diagonal)
+    notes.append(f"{layer.name}: solved in {count} chunks of rows, for the sake of memory")
+    return CollectedRows(layer, part.slices, some_rows)

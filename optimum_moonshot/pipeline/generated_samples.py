@@ -1,8 +1,8 @@
-"""The dense model writes its calibration samples: exactly N of T tokens, each begun anew, none padded.
+"""Calibration samples that the dense model generates: exactly N of T tokens, none padded.
 
-All samples of a batch grow in step, by `generate` with its cache. What a sample begins with is forced token by token,
-and so is the next beginning where the model ends a text early. The samples are kept in the run's folder: a run that
-goes on reads the same tokens, and writes none.
+All samples of a batch grow in step, by `generate` with its cache. The beginning of a sample is forced token by token,
+and so is the next beginning where the model ends a text early. The samples are stored in the run's folder: a resumed
+run reads the same tokens, and generates none.
 """
 
 import json
@@ -38,15 +38,9 @@ def load_self(
     kept: RunFolder | None,
     progress: bool,
 ) -> CalibrationData:
-    """Exactly `num_samples` samples that the model writes, or that it wrote before the run was interrupted.
+    """Exactly `num_samples` samples that the dense model writes, or that it wrote before the run was interrupted.
 
-    Args:
-        model: dense; it stays as it is.
-        tokenizer: for prompts; may be None without.
-        selection: of layers in the model, with the number of samples, their length and the seed.
-        source: where they begin, and how they are drawn.
-        kept: a folder for the samples alone, or None.
-        progress: show a bar.
+    The tokenizer is for prompts, and may be None without. `kept` is a folder for the samples alone, or None.
 
     Raises:
         MoonshotError: a model that does not write from left to right, prompts that cannot be used, or no BOS token.
@@ -69,8 +63,8 @@ def load_self(
     else:
         values = {**asdict(source), "prompts": None, "ends": sorted(ends), "beginnings": beginnings}
         settings = json.dumps([values, config.num_samples, length, config.seed])
-        known = fingerprint(settings, layers=selection.structure.layers_onloaded())
-        ids = _kept(kept, known, write, notes)
+        identity = fingerprint(settings, layers=selection.structure.layers_onloaded())
+        ids = _kept(kept, identity, write, notes)
     batches = [{"input_ids": part} for part in ids.split(config.batch_size)]
     return CalibrationData(batches, config.num_samples, length, source.describe(), digest(batches), tuple(notes))
 
@@ -82,9 +76,9 @@ def writes(model: nn.Module) -> bool:
     return able is not None and bool(able()) and not encoder_decoder and not takes_images(model)
 
 
-def _kept(folder: RunFolder, known: str, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
+def _kept(folder: RunFolder, identity: str, write: Callable[[], Tensor], notes: list[str]) -> Tensor:
     """The samples of an interrupted run, or new ones, which are kept."""
-    same = folder.open(known)
+    same = folder.open(identity)
     try:
         for _, report, tensors in folder.saved(SAMPLES) if same else ():
             if report is not None:
@@ -99,17 +93,16 @@ def _kept(folder: RunFolder, known: str, write: Callable[[], Tensor], notes: lis
 
 
 def _bos(model: nn.Module, tokenizer: Any) -> int | None:
-    """The token that the model's texts begin with, by the first of those that know one."""
-    known = (getattr(each, "bos_token_id", None) for each in (tokenizer, model.generation_config, model.config))
-    return next((token for token in known if token is not None), None)
+    """The token that begins the model's texts, by the first of the tokenizer and the configurations that has one."""
+    tokens = (getattr(each, "bos_token_id", None) for each in (tokenizer, model.generation_config, model.config))
+    return next((token for token in tokens if token is not None), None)
 
 
 def _ends(model: nn.Module, tokenizer: Any) -> set[int]:
     """The tokens that end a text."""
-    known = (getattr(each, "eos_token_id", None) for each in (tokenizer, model.generation_config))
-    return {
-        token for each in known for token in (each if isinstance(each, list | tuple) else [each]) if token is not None
-    }
+    tokens = (getattr(each, "eos_token_id", None) for each in (tokenizer, model.generation_config))
+    lists = (each if isinstance(each, list | tuple) else [each] for each in tokens)
+    return {token for each in lists for token in each if token is not None}
 
 
 def write_samples(
@@ -125,18 +118,8 @@ def write_samples(
 ) -> Tensor:
     """Samples [count, length], int64 on the CPU; the global random state stays as it is.
 
-    Where the device is out of memory, half as many are written at a time from there on.
-
-    Args:
-        model: in evaluation mode.
-        beginnings: token ids, of which each is taken as often as the others, in random order.
-        ends: tokens behind which the next beginning follows.
-        source: how they are drawn.
-        count: samples.
-        length: tokens of each.
-        seed: of beginnings and of words.
-        progress: show a bar.
-        notes: gets one where fewer were written at a time than was asked.
+    Each of the beginnings (token ids) is used as often as the others, in random order, also behind tokens that end a
+    text. Where the device is out of memory, half as many are written at a time from there on, with a note.
 
     Raises:
         MoonshotError: the model gives no probabilities.
@@ -152,16 +135,16 @@ def write_samples(
         while done < count:
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
             forced = Beginnings([next(order) for _ in range(min(size, count - done))], order, ends, bar.update)
-            found = _batch(model, forced, source, length)
-            if isinstance(found, Tensor):
-                written.append(found)
-                bar.update(len(found))
-                done += len(found)
+            samples = _batch(model, forced, source, length)
+            if isinstance(samples, Tensor):
+                written.append(samples)
+                bar.update(len(samples))
+                done += len(samples)
                 continue
             bar.update(done * length - bar.n)
             size = len(forced.first) // 2
             if size == 0:
-                raise torch.OutOfMemoryError(found)
+                raise torch.OutOfMemoryError(samples)
             release_unused(device)
     if size < source.batch_size:
         notes.append(
@@ -172,7 +155,7 @@ def write_samples(
 
 
 def _batch(model: Any, forced: "Beginnings", source: SelfCalibration, length: int) -> Tensor | str:
-    """Samples [B, length] on the CPU, or what the device says where it has too little memory for them."""
+    """Samples [B, length] on the CPU, or the device's message where it has too little memory for them."""
     try:
         with onloaded_in_turn(visited(model)), _generating(model, length, source):
             return _generate(model, forced.first.to(model_device(model)), forced).cpu()
@@ -204,25 +187,25 @@ def _generate(model: Any, first: Tensor, forced: "Beginnings") -> Tensor:
 
 @contextmanager
 def _generating(model: Any, length: int, source: SelfCalibration) -> Iterator[None]:
-    """Meanwhile `generate` draws by these settings alone: it would fill in the model's own where one is missing."""
-    own = model.generation_config
+    """Meanwhile `generate` uses these settings alone: it takes missing ones from the model's configuration."""
+    original = model.generation_config
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=source.temperature, top_p=source.top_p, top_k=0, max_length=length, use_cache=True
     )
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = original
 
 
 class Beginnings(LogitsProcessor):
-    """Forces what samples begin with, token by token, also after an end that the model has chosen itself.
+    """Forces the beginnings of samples, token by token, also after an end that the model has chosen itself.
 
     Args:
         now: the beginning of each sample of a batch.
-        following: the beginnings that come after those, for whichever sample needs one.
+        following: the next beginnings, for whichever sample needs one.
         ends: tokens behind which one follows.
-        tick: told how many tokens are written at every step.
+        tick: called with the number of tokens that are written at every step.
     """
 
     def __init__(
@@ -231,15 +214,10 @@ class Beginnings(LogitsProcessor):
         self.following, self.ends, self.tick = following, ends, tick
         self.first = torch.tensor([[tokens[0]] for tokens in now])
         self.waiting = [deque(tokens[1:]) for tokens in now]
-        self.forced = [True] * len(now)  # the latest token was: a prompt may hold what ends a text
+        self.forced = [True] * len(now)  # the latest token was: a prompt may contain the end of a text
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [B, vocabulary] of the next token; where one is forced, of that one alone.
-
-        Args:
-            input_ids: what is written so far, [B, T].
-            scores: of the model.
-        """
+        """The scores [B, vocabulary] of the token after `input_ids` [B, T]; where one is forced, of that one alone."""
         self.tick(len(scores))
         for row, token in enumerate(input_ids[:, -1].tolist()):
             waiting = self.waiting[row]

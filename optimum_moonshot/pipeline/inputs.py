@@ -11,49 +11,25 @@ from torch import nn
 
 from ..calibration.samples import unshown_samples
 from ..calibration.storage import Storage
-from ..data.batches import Batch, batch_size, samples_between, shorten, split_batches, without_padding
-from ..data.image_text import ImageTextSource, load_image_text, open_image_text, reads_both
-from ..data.images import load_images, open_images
+from ..data.batches import Batch, samples_between, shorten, split_batches
 from ..data.self_calibration import SelfCalibration
-from ..data.text import CalibrationData, load_calibration
-from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..data.text import CalibrationData
 from ..errors import Option, Text, require
 from ..model.calls import frozen, model_device, to_device
 from ..model.layers import PrunableLayer, onloaded_in_turn
-from ..model.losses import Loss, add_masked_labels, needs_masked_labels, token_mask
-from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..model.offload import RESIDENT
-from ..objective.allocation_rules import NEEDING_DATA
 from ..results.run_folder import RunFolder
 from ..results.store import weight_sums
 from .backoff import Backoff, enough_memory
 from .block_probe import Extras, probe_blocks
-from .generated_samples import load_self
-from .selection import Selection, check_attention, check_weight, check_weights
-
-# A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
-LOGITS_BYTES = 2 * 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model with what belongs to it, as a caller of the pruner gives them.
-
-    `loss` (model output, inputs) → [B] takes the place of the cross-entropy that the Fisher loss starts from.
-    """
-
-    model: nn.Module
-    tokenizer: Any = None
-    processor: Any = None
-    loss: Loss | None = None
-    progress: bool = True  # show bars
-    ranks: Ranks = SINGLE_PROCESS  # the processes of the run
+from .calibration_data import check_without_data, one_by_one, read_data, two_samples
+from .selection import Selection, Subject, check_weight
 
 
 class BlockProbe(NamedTuple):
-    """What a first look at a model says whose blocks are elsewhere."""
+    """The result of a first pass of a model whose blocks are offloaded."""
 
-    extras: Extras | None  # of the blocks, by which passes go through them one by one; None without data
+    extras: Extras | None  # of the blocks, for passes block by block; None without data
     sums: list[str]  # of `weight_sums`, in the layers' order
 
 
@@ -61,8 +37,8 @@ class BlockProbe(NamedTuple):
 class Prepared:
     """A model that was checked, data that were read, and a budget of memory.
 
-    `selection` says which statistics are gathered: those serve every variant whose layers are the same, whose solver is
-    the same, and whose λ is not smaller.
+    `selection` determines which statistics are collected: those serve every variant whose layers are the same, whose
+    solver is the same, and whose λ is not smaller.
     """
 
     subject: Subject
@@ -71,93 +47,83 @@ class Prepared:
     storage: Storage
     backoff: Backoff
     kept: RunFolder | None = None  # the folder of samples that the model wrote, where it wrote some
-    block_probe: "BlockProbe | None" = None  # where blocks are elsewhere
+    block_probe: "BlockProbe | None" = None  # where blocks are offloaded
 
     @property
     def model(self) -> nn.Module:
         return self.subject.model
 
     @property
-    def ranks(self) -> Ranks:
-        return self.subject.ranks
-
-    @property
     def calibration(self) -> CalibrationData:
-        """The data of a run that cannot do without."""
+        """The data of a run that requires some."""
         assert self.data is not None
         return self.data
 
     @property
     def batches(self) -> list[Batch]:
-        """The calibration batches, of several processes those with this one's samples; none without data.
-
-        They are as small as the device's memory has turned out to ask for.
-        """
+        """The calibration batches of this process, as small as the device's memory requires; none without data."""
         samples = self.backoff.samples
-        return self._own_batches if samples is None else split_batches(self._own_batches, samples)
+        return self._shard if samples is None else split_batches(self._shard, samples)
 
     @cached_property
-    def _own_batches(self) -> list[Batch]:
-        if self.data is None or self.ranks.size == 1:
+    def _shard(self) -> list[Batch]:
+        if self.data is None or self.backoff.processes == 1:
             return [] if self.data is None else self.data.batches
-        samples = self.ranks.shard(self.data.num_samples)
+        samples = self.subject.ranks.shard(self.data.num_samples)
         return samples_between(self.data.batches, samples.start, samples.stop)
 
     @property
     def probe(self) -> Batch:
-        """The first samples of the data, short, on the model's device: what a pass that looks around runs on."""
+        """The first samples of the data, short, on the model's device: for passes that probe its structure."""
         return to_device(shorten(self.calibration.batches[0]), model_device(self.model))
 
 
 def sample_folder(subject: Subject, resume_dir: str | os.PathLike[str] | None) -> RunFolder | None:
-    """The folder for samples that the model generates; None in memory, or where another process writes.
-
-    Args:
-        subject: with the processes of the run.
-        resume_dir: of the run.
-    """
-    return (
-        RunFolder(resume_dir, "resume_dir").for_samples() if resume_dir is not None and subject.ranks.is_main else None
-    )
+    """The folder for samples that the model generates; None in memory, or where another process writes."""
+    if resume_dir is None or not subject.is_main:
+        return None
+    return RunFolder(resume_dir, "resume_dir").for_samples()
 
 
 @enough_memory()
 def prepare(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None = None) -> Prepared:
-    """Check the model and read the data; of several processes the first one reads them for all.
+    """Check the model, which stays as it is, and read the data; of several processes the first one reads them for all.
 
-    Args:
-        subject: the model, which stays as it is.
-        selection: of `select` for that model.
-        calibration: what `MoonshotPruner.prune` takes; None for a solver that needs no data.
-        kept: a folder for samples that the model writes; None keeps them in memory.
+    `calibration` is as for `MoonshotPruner.prune`. `kept` is a folder for samples that the model writes, or None.
 
     Raises:
         MoonshotError: weights that cannot be pruned, data that cannot be read, or none where some are needed; another
             process has another model or configuration; too little memory to look at a sample.
     """
-    check_attention(selection)
-    elsewhere = any(block.weights is not RESIDENT for block in selection.structure.blocks)
-    if not elsewhere:
-        check_weights(selection)
-    if subject.ranks.size > 1:
-        subject.ranks.check_equal("the configuration", f"{selection.config.fingerprint()} {selection.lam}")
-        subject.ranks.check_equal("the model", _told(selection, elsewhere))
+    config, ranks = selection.config, subject.ranks
+    require(
+        config.fisher == "all" or any(layer.attention for layer in selection.layers),
+        "no chosen layer belongs to an attention",
+        field="fisher",
+        value="attention",
+        hint=Text("use {}", Option("fisher", "all")),
+    )
+    offloaded = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
+    for layer in selection.structure.layers_onloaded() if not offloaded else ():
+        check_weight(layer)
+    if ranks.size > 1:
+        ranks.check_equal("the configuration", f"{config.fingerprint()} {selection.lam}")
+        ranks.check_equal("the model", _identity(selection, offloaded))
     data = None
-    if calibration is not None and subject.ranks.is_main:
-        data = _read(subject, selection, calibration, kept)
-        data = data if elsewhere else _with_samples_shown(subject, selection, data)
-    data = subject.ranks.broadcast_object(data)
+    if calibration is not None and subject.is_main:
+        data = read_data(subject, selection, calibration, kept)
+        data = data if offloaded else _with_samples_shown(subject, selection, data)
+    data = ranks.broadcast_object(data)
     if data is None:
-        _check_without_data(selection)
-    config = selection.config
+        check_without_data(selection)
     storage = Storage(model_device(subject.model), config.max_memory_bytes, config.offload_dir)
-    own = SelfCalibration.of(calibration) is not None
-    prepared = Prepared(subject, selection, data, storage, Backoff(storage, subject.ranks), kept if own else None)
-    return _with_block_probe(prepared) if elsewhere else prepared
+    kept = kept if SelfCalibration.of(calibration) is not None else None
+    prepared = Prepared(subject, selection, data, storage, Backoff(storage, ranks), kept)
+    return _with_block_probe(prepared) if offloaded else prepared
 
 
 def _with_block_probe(prepared: Prepared) -> Prepared:
-    """Look at every block once: its weights, how the model calls it, and whether its layers show the samples."""
+    """Onload every block once: check its weights, how the model calls it, and whether its layers show the samples."""
     selection, subject, data = prepared.selection, prepared.subject, prepared.data
     structure, sums, extras = selection.structure, dict[str, str](), None
 
@@ -171,31 +137,26 @@ def _with_block_probe(prepared: Prepared) -> Prepared:
         if data is None:
             look(layer for layer in structure.layers_onloaded() if layer not in structure.outside)
         else:
-            own = lambda block: look(block.layers)  # noqa: E731
-            two = _two_samples(selection, data)
+            two = two_samples(selection, data)
             probe = prepared.probe if two is None else to_device(two, model_device(subject.model))
-            extras, unshown = probe_blocks(
-                subject.model, structure.blocks, probe, selection.needs_losses, subject.loss, own
-            )
+            needs_losses, look_at = selection.needs_losses, lambda block: look(block.layers)
+            extras, unshown = probe_blocks(subject.model, structure.blocks, probe, needs_losses, subject.loss, look_at)
             if two is not None:
                 unshown += unshown_samples(subject.model, structure.outside, probe) if structure.outside else []
-                data = _one_by_one(data, unshown)
+                data = one_by_one(data, unshown)
     block_probe = BlockProbe(extras, [sums[layer.name] for layer in structure.layers()])
-    if subject.ranks.size > 1:
+    if prepared.backoff.processes > 1:
         subject.ranks.check_equal("the model", "\n".join(block_probe.sums))
     return dataclasses.replace(prepared, data=data, block_probe=block_probe)
 
 
-def _told(selection: Selection, elsewhere: bool) -> str:
-    """What several processes compare of their models, or would wait for each other in vain.
+def _identity(selection: Selection, offloaded: list[str]) -> str:
+    """The model's weights, for a comparison of several processes, which would otherwise wait for each other in vain.
 
-    Args:
-        selection: of this process.
-        elsewhere: whether blocks are: then where, and their weights are compared once they are brought.
+    Where some blocks are `offloaded`, their names and the shapes; their weights are compared once they are onloaded.
     """
-    if elsewhere:
-        away = [block.name for block in selection.structure.blocks if block.weights is not RESIDENT]
-        return "\n".join([*away, *(f"{layer.name} {layer.shape}" for layer in selection.layers)])
+    if offloaded:
+        return "\n".join([*offloaded, *(f"{layer.name} {layer.shape}" for layer in selection.layers)])
     sums = []
     for layer in selection.structure.layers_onloaded():
         bits = layer.parameter.detach().contiguous().view(torch.uint8)
@@ -203,112 +164,14 @@ def _told(selection: Selection, elsewhere: bool) -> str:
     return "\n".join(sums)
 
 
-def _read_pairs(subject: Subject, selection: Selection, pairs: ImageTextSource) -> CalibrationData:
-    """Images with text; the loss is that of the text."""
-    config = selection.config
-    options = {name: getattr(config, name) for name in ("num_samples", "sequence_length", "seed")}
-    data = load_image_text(pairs, subject.processor, max_positions=max_positions(subject.model), **options)
-    _check_ids(subject.model, data, "processor")
-    return data
-
-
-def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:
-    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
-        check_tokens(model, ids, given_by)
-
-
 def _with_samples_shown(subject: Subject, selection: Selection, data: CalibrationData) -> CalibrationData:
-    """The data in batches in which every layer shows whose inputs it reads: of one sample each where some do not.
+    """The data in batches of one sample where some layer's inputs do not show which sample they belong to.
 
-    A forward pass of two samples and one of a sample tell, where it matters: for gradients, or with padding.
+    A forward pass of two samples is compared with one of a sample, where it matters: for gradients, or with padding.
     """
-    two, structure = _two_samples(selection, data), selection.structure
+    two, structure = two_samples(selection, data), selection.structure
     if two is None:
         return data
     with frozen(subject.model), onloaded_in_turn(structure.blocks):
         probe = to_device(two, model_device(subject.model))
-        return _one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))
-
-
-def _two_samples(selection: Selection, data: CalibrationData) -> Batch | None:
-    """Two samples to ask whether the layers show them; None where it does not matter."""
-    batch = next((batch for batch in data.batches if batch_size(batch) > 1), None)
-    padded = next((each for each in data.batches if batch_size(each) > 1 and _is_padded(each)), None)
-    if batch is None or (padded is None and not selection.needs_losses):
-        return None
-    return shorten(batch if padded is None else padded, samples=2)
-
-
-def _one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
-    """The data in batches of one sample, where some layers do not show them, with a note."""
-    if not unshown:
-        return data
-    more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
-    note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
-    batches = [without_padding(each) for each in split_batches(data.batches, 1)]
-    return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
-
-
-def _is_padded(batch: Batch) -> bool:
-    mask = token_mask(batch)
-    return mask is not None and not bool(mask.all())
-
-
-def _check_without_data(selection: Selection) -> None:
-    config = selection.config
-    message = "without calibration data there is nothing to recompute; give some, or leave it out"
-    require(not config.recompute, message, field="recompute", value=True)
-    require(
-        config.allocation not in NEEDING_DATA,
-        Text("{} needs data to see what a layer does", Option("allocation", config.allocation)),
-        field="calibration",
-        value=None,
-        hint=Text("give some, or use {}", Option("allocation", "alpha")),
-    )
-    such = 'such as "c4", a text file, or a folder of images for an image model'
-    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
-    require(not selection.solver.calibrated, needed, field="calibration", value=None)
-
-
-def _read(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
-    """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
-    model, config = subject.model, selection.config
-    written = SelfCalibration.of(calibration)
-    if written is not None:
-        data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
-        return with_room(data, selection, model)
-    gradients = selection.needs_losses
-    options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
-    if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
-        require(
-            reads_both(subject.processor),
-            f"{pairs.name} has images and text, which need the model's processor",
-            field="processor",
-            hint="give AutoProcessor.from_pretrained(...), or batches of model inputs",
-        )
-        return _read_pairs(subject, selection, pairs)
-    if takes_images(model) and (source := open_images(calibration)) is not None:
-        labels = gradients and (subject.loss is None or source.label is not None)
-        return load_images(source, model, subject.processor, labels=labels, **options)
-    options["sequence_length"] = config.sequence_length
-    data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
-    _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
-    if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
-        labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
-        data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
-    return with_room(data, selection, model)
-
-
-def with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
-    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where there are any.
-
-    Args:
-        data: in any batches.
-        selection: which says whether logits are wanted.
-        model: whose vocabulary they have.
-    """
-    if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
-        itemsize = selection.layers[0].parameter.dtype.itemsize
-        per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize
-        data = dataclasses.replace(data, batches=split_batches(data.batches, max(1, LOGITS_BYTES // per_sample)))
-    return data
+        return one_by_one(data, unshown_samples(subject.model, list(structure.layers()), probe))

@@ -45,19 +45,11 @@ class Task(Protocol[Value]):
     def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Value | None]]:
         """Seam 1: the statistics of the layers that this process solves; None where no data reached a layer.
 
-        Args:
-            stage: onloaded.
-            part: of its layers.
-            advance: no other pass follows at this stage, so that this one may also advance it.
+        With `advance` no other pass follows at this stage, so that this one may also advance it.
         """
 
     def solve(self, layer: PrunableLayer, statistics: Value) -> None:
-        """Seam 2: solve a layer and store the result.
-
-        Args:
-            layer: onloaded, at its dense weight.
-            statistics: which do not change.
-        """
+        """Seam 2: solve an onloaded, dense layer and store the result; the statistics do not change."""
 
     def skip(self, layer: PrunableLayer) -> None:
         """Skip a layer that no data reached."""
@@ -66,11 +58,7 @@ class Task(Protocol[Value]):
         """Whether a layer has no result yet, and is to have one."""
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:
-        """After a part: give all processes the results of the others.
-
-        Args:
-            solved: by this process.
-        """
+        """After a part, where there are several processes: give all of them the results of the others."""
 
 
 def run_pipeline(
@@ -82,12 +70,8 @@ def run_pipeline(
 ) -> None:
     """Visit the stages of a pipeline, each with its weights onloaded; again from the first where memory runs out.
 
-    Args:
-        pipeline: which passes the data anew whenever it is iterated.
-        visit: the work at a stage, such as `solve_parts`; it skips work that has been done.
-        backoff: of the run.
-        batches: of the passes, which backoff halves.
-        where: a pass is, for the report.
+    The pipeline passes the data anew whenever it is iterated; `visit`, such as `solve_parts`, skips work that has been
+    done. Backoff halves the batches, and `where` names the present pass in the report.
 
     Raises:
         MoonshotError: bad data or statistics.
@@ -110,11 +94,7 @@ def run_pipeline(
 
 
 def solve_parts(task: Task[Value], stage: Stage) -> None:
-    """Solve the layers of a stage, part by part.
-
-    Args:
-        task: the work on every layer.
-        stage: onloaded.
+    """Solve the layers of an onloaded stage, part by part.
 
     Raises:
         Restart: too little memory for a part, and the stage cannot repeat it.
@@ -127,10 +107,13 @@ def solve_parts(task: Task[Value], stage: Stage) -> None:
             for layer, statistics in task.collect(stage, part, not parts):
                 if statistics is None:
                     task.skip(layer)
-                elif backoff.solved(layer.name, partial(task.solve, layer, statistics), _is_whole(statistics)):
+                    continue
+                alone = isinstance(statistics, LayerStatistics)  # no other process and no pass take part
+                if backoff.solved(layer.name, partial(task.solve, layer, statistics), alone):
                     solved.append(layer)
                 del statistics  # before the next one is taken
-        task.exchange(solved)
+        if backoff.processes > 1:
+            task.exchange(solved)
         if backoff.lost():
             repeated = tuple(f"{layer.name}: " for layer in part.layers if task.lacks(layer))
             task.notes[noted:] = [note for note in task.notes[noted:] if not note.startswith(repeated)]
@@ -138,43 +121,27 @@ def solve_parts(task: Task[Value], stage: Stage) -> None:
             parts = task.partition(stage)
 
 
-def _is_whole(statistics: object) -> bool:
-    """Whether solving a layer takes no other process and no pass."""
-    return isinstance(statistics, LayerStatistics)
-
-
 class PartitionedTask:
-    """A task with the statistics of a spec, divided by the memory that is available.
-
-    Args:
-        spec: of the statistics.
-        backoff: of the run.
-        batches: as `Task.batches`.
-    """
+    """A task with the statistics of a spec, divided by the memory that is available."""
 
     def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
         self.spec, self.backoff, self.batches, self.notes = spec, backoff, batches, list[str]()
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        """As `Task.lacks`."""
         raise NotImplementedError
 
     def partition(self, stage: Stage) -> list[Part]:
-        """As `Task.partition`."""
-        layers, ranks = [layer for layer in stage.layers if self.lacks(layer)], self.backoff.ranks
+        layers, backoff = [layer for layer in stage.layers if self.lacks(layer)], self.backoff
         if not layers:
             return []
-        return partition(layers, self.spec, ranks.all_reduce_min(self.backoff.storage.available()), ranks)
+        return partition(layers, self.spec, backoff.all_reduce_min(backoff.storage.available()), backoff.processes)
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:
-        """As `Task.exchange`: nothing to do for a single process."""
+        """Nothing to do for a single process."""
 
 
 class StatisticsTask(PartitionedTask, Task[Statistics]):
     """As `PartitionedTask`; it collects the statistics by passes over the data."""
 
-    collect: Callable[[Stage, Part, bool], Iterable[tuple[PrunableLayer, Statistics | None]]]
-
-    def __init__(self, spec: StatisticsSpec, backoff: Backoff, batches: Callable[[], Sequence[Batch]]):
-        super().__init__(spec, backoff, batches)
-        self.collect = partial(collect, spec=spec, backoff=backoff, notes=self.notes)
+    def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
+        return collect(stage, part, advance, spec=self.spec, backoff=self.backoff, notes=self.notes)

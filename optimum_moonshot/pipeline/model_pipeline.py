@@ -1,6 +1,7 @@
 """The stages of a whole model: those of its sequential blocks, then the layers outside of them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -33,23 +34,18 @@ class Results(Protocol):
         """Skip a layer that lacks a result and that no data reach; see `ModelPipeline.reason`."""
 
 
+@dataclass(eq=False)
 class ModelPipeline:
-    """The stages of a model, whenever it is iterated; without data one per block, which observe nothing.
+    """The stages of a model, whenever it is iterated; without data one per block, which observe nothing."""
 
-    Args:
-        prepared: the model and the data; its selection says whether gradients are needed.
-        results: those layers that lack one are observed.
-        weight: gives the pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the
-            pruned prefix; None for those of the dense model.
-
-    `notes` and `losses` (ℓ_n of the dense model batch by batch, of this process's samples, where a backward pass
-    started from them) are complete after the last stage.
-    """
-
-    def __init__(self, prepared: Prepared, results: Results, weight: Callable[[PrunableLayer], Tensor] | None = None):
-        self.prepared, self.results, self.weight = prepared, results, weight
-        self.notes: list[str] = []
-        self.losses: list[Tensor | None] = []
+    prepared: Prepared
+    results: Results  # the layers that lack one are observed
+    # The pruned weight [d_out, d_in] of a layer that has its result, for statistics recomputed on the pruned prefix;
+    # None for those of the dense model.
+    weight: Callable[[PrunableLayer], Tensor] | None = None
+    notes: list[str] = field(default_factory=list)  # for the report, after the last stage
+    # ℓ_n of the dense model, by batch of this process, where a backward pass starts from them; after the last stage.
+    losses: list[Tensor | None] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Stage]:
         prepared, selection, self.losses = self.prepared, self.prepared.selection, []
@@ -65,19 +61,22 @@ class ModelPipeline:
             yield from self._full_model(structure.outside)
         else:
             with all_onloaded(structure.blocks):
-                found = find_block_sequences(prepared.model, structure.blocks, prepared.probe, gradients, loss)
-            for layer in (layer for block in found.unreached for layer in block.layers):
+                sequences = find_block_sequences(prepared.model, structure.blocks, prepared.probe, gradients, loss)
+            for layer in (layer for block in sequences.unreached for layer in block.layers):
                 if self.results.lacks(layer):
                     self.results.skip(layer)
-            for sequence in found.sequential:
+            for sequence in sequences.sequential:
                 yield from self._bar(block_pipeline(prepared, sequence, prepared.batches, gradients))
-            others = tuple(layer for block in found.non_sequential for layer in block.layers)
-            full = self._full_model(others + structure.outside)
-            yield from full
-            self.losses = self.losses or full.losses
+            others = tuple(layer for block in sequences.non_sequential for layer in block.layers)
+            if others or structure.outside:
+                full = self._full_model(others + structure.outside)
+                yield from full
+                self.losses = self.losses or full.losses
             if others:
                 cost = f"{full.passes} passes of the whole model, with all its activations in memory"
-                self.notes.append(f"blocks that are no chain: {len(found.non_sequential)}; their layers took {cost}")
+                self.notes.append(
+                    f"blocks that are no chain: {len(sequences.non_sequential)}; their layers took {cost}"
+                )
 
     def _without_data(self) -> Iterator[Stage]:
         structure = self.prepared.selection.structure
@@ -127,7 +126,7 @@ class ModelPipeline:
 
     @cached_property
     def _parameters_read(self) -> set[str]:
-        """By a pass of its own, which only a layer that no data reach needs."""
+        """By a separate pass, which only a layer that no data reach needs."""
         with frozen(self.prepared.model):
             return parameters_read(self.prepared.model, self.prepared.probe)
 
@@ -135,27 +134,14 @@ class ModelPipeline:
 def block_pipeline(
     prepared: Prepared, sequence: tuple[Block, ...], batches: Sequence[Batch], gradients: bool
 ) -> BlockPipeline:
-    """The stages of sequential blocks.
-
-    Args:
-        prepared: the model and the data.
-        sequence: of its blocks.
-        batches: of its data.
-        gradients: whether any layer needs them.
-    """
+    """The stages of sequential blocks, backward where any layer needs gradients."""
     around = [block for block in prepared.selection.structure.blocks if block not in sequence]
     loss, storage = prepared.subject.loss, prepared.storage
     return BlockPipeline(prepared.model, sequence, batches, gradients, loss, storage, around)
 
 
 def streamed(prepared: Prepared, batches: Sequence[Batch], gradients: bool) -> StreamedPipeline:
-    """The stages of offloaded blocks.
-
-    Args:
-        prepared: a model whose blocks were probed.
-        batches: of its data.
-        gradients: whether any layer needs them.
-    """
+    """The stages of offloaded blocks, which were probed."""
     assert prepared.block_probe is not None and prepared.block_probe.extras is not None
     blocks, loss, extras = prepared.selection.structure.blocks, prepared.subject.loss, prepared.block_probe.extras
-    return StreamedPipeline(prepared.model, blocks, batches, gradients, loss, prepared.storage, extras)
+    return StreamedPipeline(prepared.model, blocks, batches, gradients, loss, prepared.storage, extras=extras)

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from math import inf
 
 from ..calibration.merging import Owner
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import shards
 from ..model.layers import PrunableLayer
 from .spec import StatisticsSpec
+
+# Costs are estimates: a matrix is divided between processes where that reduces the largest load by this factor.
+UNEVEN = 1.1
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,13 @@ class Part:
         return self.layers[0].name + others
 
 
-def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int, ranks: Ranks) -> list[Part]:
-    """Divide layers into parts.
+def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int, processes: int = 1) -> list[Part]:
+    """Divide the layers of a stage into parts; `memory` is the bytes available, the same in all processes.
 
     A part may use half of the memory; the other half is for the solver.
-
-    Args:
-        layers: of a stage, in their order.
-        spec: the statistics.
-        memory: bytes that are available, the same in all processes.
-        ranks: the processes.
     """
     room = memory // 2
-    sizes = [resident_bytes(layer, spec, room, ranks) for layer in layers]
+    sizes = [resident_bytes(layer, spec, room, processes) for layer in layers]
     parts: list[Part] = []
     first = 0
     while first < len(layers):
@@ -51,21 +48,16 @@ def partition(layers: Sequence[PrunableLayer], spec: StatisticsSpec, memory: int
         while end < len(layers) and used + sizes[end] <= room:
             used += sizes[end]
             end += 1
-        together, slices = tuple(layers[first:end]), tuple[slice, ...]()
-        if len(together) == 1 and used > room:
-            slices = spec.slices(layers[first], used, room)
-        parts.append(Part(together, _owners(together, spec, room, ranks), slices, tuple(sizes[first:end])))
+        together = tuple(layers[first:end])
+        slices = spec.slices(layers[first], used, room) if used > room else ()
+        owners = layer_owners(together, spec, room, processes) if processes > 1 else (0,) * len(together)
+        parts.append(Part(together, owners, slices, tuple(sizes[first:end])))
         first = end
     return parts
 
 
 def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """The bytes that a part collects at once, and half of them, for its layers and for the slices of a single layer.
-
-    Args:
-        part: the part.
-        spec: the statistics.
-    """
+    """The bytes that a part collects at once, and half of them, for its layers and for the slices of a single layer."""
     if not part.sizes:  # without data
         return None, None
     if len(part.layers) > 1:
@@ -78,55 +70,80 @@ def halvings(part: Part, spec: StatisticsSpec) -> tuple[tuple[int, int] | None, 
     return None, (slicing.fixed + width * slicing.each, slicing.fixed + -(-width // 2) * slicing.each)
 
 
-def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, room: int, ranks: Ranks) -> int:
+def resident_bytes(layer: PrunableLayer, spec: StatisticsSpec, room: int, processes: int) -> int:
     """Bytes of a layer's statistics in a process, on average where several processes have some samples each.
 
     Such a process has its samples of every layer, and all samples of the layers that it solves: twice its shard. A
     layer that fills the memory counts whole, unless its experts or its rows are sharded.
-
-    Args:
-        layer: the layer.
-        spec: the statistics.
-        room: bytes that a part may use.
-        ranks: the processes.
     """
-    whole, size = spec.bytes_of(layer), ranks.size
-    if size <= 2 or spec.diagonal or not spec.needs_gradients(layer) or spec.plan(layer).column_block is not None:
+    whole = spec.bytes_of(layer)
+    if processes <= 2 or spec.diagonal or not spec.needs_gradients(layer) or spec.plan(layer).column_block is not None:
         return whole
-    if whole > room and not (_shards_experts(layer, ranks) or _shards_rows(layer, spec, ranks)):
+    if whole > room and not (_has_experts(layer) or shards_rows(layer, spec, processes)):
         return whole
     inputs = spec.gram_bytes(layer)
-    return inputs + 2 * (whole - inputs) // size
+    return inputs + 2 * (whole - inputs) // processes
 
 
-def _owners(layers: Sequence[PrunableLayer], spec: StatisticsSpec, room: int, ranks: Ranks) -> tuple[Owner, ...]:
-    """Who solves each layer. A matrix whose statistics exceed one process is sharded, whatever it costs."""
-    if ranks.size == 1:
-        return (0,) * len(layers)
-    whole = [layer for layer in layers if not _shards_experts(layer, ranks)]
-    costs = [inf if _exceeds(layer, spec, room, ranks) else spec.cost(layer) for layer in whole]
-    sharded = [spec.cost(layer, ranks.size) if _shards_rows(layer, spec, ranks) else None for layer in whole]
-    owners = {layer.name: owner for layer, owner in zip(whole, ranks.divide(costs, sharded), strict=True)}
-    return tuple(_rows(layer, ranks) if (owner := owners.get(layer.name)) is None else owner for layer in layers)
+def layer_owners(layers: Sequence[PrunableLayer], spec: StatisticsSpec, room: int, processes: int) -> tuple[Owner, ...]:
+    """Who of several processes solves each layer; a matrix whose statistics exceed one process is always sharded."""
+
+    def cost(layer: PrunableLayer) -> float:
+        whole = spec.bytes_of(layer)
+        exceeds = shards_rows(layer, spec, processes) and whole > room
+        exceeds = exceeds and whole > resident_bytes(layer, spec, room, processes)
+        return inf if exceeds else spec.cost(layer)
+
+    whole = [layer for layer in layers if not _has_experts(layer)]
+    sharded = [spec.cost(layer, processes) if shards_rows(layer, spec, processes) else None for layer in whole]
+    divided = divide([cost(layer) for layer in whole], sharded, processes)
+    owners = {layer.name: owner for layer, owner in zip(whole, divided, strict=True)}
+    return tuple(
+        rows_of_processes(layer, processes) if (owner := owners.get(layer.name)) is None else owner for layer in layers
+    )
 
 
-def _exceeds(layer: PrunableLayer, spec: StatisticsSpec, room: int, ranks: Ranks) -> bool:
-    """Whether the statistics of a layer that can be sharded leave a single process no memory for others."""
-    whole = spec.bytes_of(layer)
-    return _shards_rows(layer, spec, ranks) and whole > room and whole > resident_bytes(layer, spec, room, ranks)
+def _has_experts(layer: PrunableLayer) -> bool:
+    return layer.separate and layer.groups > 1
 
 
-def _shards_experts(layer: PrunableLayer, ranks: Ranks) -> bool:
-    return ranks.size > 1 and layer.separate and layer.groups > 1
+def shards_rows(layer: PrunableLayer, spec: StatisticsSpec, processes: int) -> bool:
+    """Whether several processes can solve a matrix together, some of its rows each."""
+    return layer.shape[0] >= processes > 1 and spec.shards_rows(layer)
 
 
-def _shards_rows(layer: PrunableLayer, spec: StatisticsSpec, ranks: Ranks) -> bool:
-    return layer.shape[0] >= ranks.size > 1 and spec.shards_rows(layer)
-
-
-def _rows(layer: PrunableLayer, ranks: Ranks) -> tuple[slice, ...]:
+def rows_of_processes(layer: PrunableLayer, processes: int) -> tuple[slice, ...]:
     """The rows of each process, by rank: whole experts where there are several."""
     groups = layer.groups if layer.separate else layer.shape[0]
     size = layer.shape[0] // groups
-    shards = [ranks.shard(groups, rank) for rank in range(ranks.size)]
-    return tuple(slice(shard.start * size, shard.stop * size) for shard in shards)
+    return tuple(slice(shard.start * size, shard.stop * size) for shard in shards(groups, processes))
+
+
+def assign(costs: Sequence[float], processes: int) -> list[int]:
+    """The process that does each task: the most expensive task first, to the process with the least load."""
+    load, owners = [0.0] * processes, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = min(range(processes), key=lambda process: load[process])
+        load[owners[index]] += costs[index]
+    return owners
+
+
+def divide(costs: Sequence[float], parts: Sequence[float | None], processes: int) -> list[int | None]:
+    """As `assign`, where all processes (None) share the most expensive tasks, no more of them than balance requires.
+
+    `parts` has the cost for each process where all share a task; None where they cannot.
+    """
+    shareable = [index for index, part in enumerate(parts) if part is not None]
+    shareable.sort(key=lambda index: -costs[index])
+    candidates: list[tuple[float, list[int | None]]] = []
+    for count in range(len(shareable) + 1):
+        shared = shareable[:count]
+        whole = [index for index in range(len(costs)) if index not in shared]
+        owners: list[int | None] = [None] * len(costs)
+        load = [0.0] * processes
+        for index, owner in zip(whole, assign([costs[index] for index in whole], processes), strict=True):
+            owners[index] = owner
+            load[owner] += costs[index]
+        candidates.append((max(load) + sum(parts[index] or 0.0 for index in shared), owners))
+    least = min(load for load, _ in candidates)
+    return next(owners for load, owners in candidates if load <= UNEVEN * least)

@@ -1,20 +1,21 @@
 """Statistics on the already pruned prefix: the paper's "++" (MOONSHOT, arXiv 2604.13287, "Hessian Recomputation").
 
-The blocks are pruned first to last. What a block's layers read, and the gradients of their outputs, come from a model
-whose blocks before it are pruned and whose blocks from it on are dense; all layers of a block are seen before one is
-pruned, as in SparseGPT. Nothing of this is in the model longer than a pass takes: pruned weights are lent to it, and
-while they are, the device holds them beside the dense ones (of one block, or of the whole prefix without a chain).
+The blocks are pruned first to last. The inputs of a block's layers, and the gradients of their outputs, come from a
+model whose blocks before it are pruned and whose blocks from it on are dense; all layers of a block are observed before
+one is pruned, as in SparseGPT. Pruned weights are in the model only during a pass, while the device holds them beside
+the dense ones (of one block, or of the whole prefix where the blocks are not sequential).
 
-Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be seen and pruned to give the
-next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block passes
-backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is alive at
-a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs stand for the
-blocks before. `FullModelPipeline` with the prefix pruned serves blocks that are not sequential, and layers outside of
-blocks: each of these comes after all blocks, in the model's order, as a stage of its own.
+Cost, over the calibration data, for L blocks: at λ = 1 every block runs twice, dense to be observed and pruned to
+compute the next one's inputs. At λ < 1 every block needs the passes of itself and all blocks behind it, L(L+1)/2 block
+passes backwards and twice as many forwards (a block is run again for its backward pass, so that one block's graph is
+alive at a time), and L passes of the head; one-shot statistics take L backwards and 2L forwards. Cached inputs replace
+the blocks before. `FullModelPipeline` with the prefix pruned serves blocks that are not sequential, and layers outside
+of blocks: each of these comes after all blocks, in the model's order, as a separate stage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,56 +40,37 @@ from ..model.losses import Loss, token_mask
 from ..progress import progress_bar
 from .block_probe import Extras, passing_on
 from .block_sequences import is_sequential
-from .stages import FullModelPipeline, OpenStage, PassObserver, Stage
+from .stages import FullModelPipeline, OpenStage, PassObserver, Stage, Stop
 from .streamed import StreamedPipeline
 
 Layers = tuple[PrunableLayer, ...]
 
 
-class _Stop(Exception):
-    """Ends a forward pass behind the last block that it was for."""
-
-
 @contextmanager
 def lent(layers: Layers, weight: Callable[[PrunableLayer], Tensor]) -> Iterator[None]:
-    """Meanwhile some layers have other weights; on exit they have their own tensors back.
-
-    Args:
-        layers: all different.
-        weight: from a layer to the matrix that it has meanwhile, [d_out, d_in].
-    """
-    own = []
+    """Meanwhile the layers have other weights, `weight(layer)` [d_out, d_in]; their tensors are restored on exit."""
+    original = []
     try:
         for layer in layers:
             parameter, matrix = layer.parameter, weight(layer)
-            own.append((parameter, parameter.data))
+            original.append((parameter, parameter.data))
             parameter.data = torch.empty_like(parameter.data)
             layer.assign(matrix)
         yield
     finally:
-        for parameter, data in own:
+        for parameter, data in original:
             parameter.data = data
 
 
 class Entrance:
-    """Starts the model at one of its blocks: those before it pass their input on and compute nothing.
+    """Starts the model at one of its sequential blocks: those before it pass their input on and compute nothing."""
 
-    Args:
-        blocks: all blocks of the chain.
-        extras: what every block returns behind its hidden state: how many values, None for a bare tensor.
-    """
-
-    def __init__(self, blocks: tuple[Block, ...], extras: list[int | None]):
+    def __init__(self, blocks: tuple[Block, ...], extras: Extras):
         self.blocks, self.extras = blocks, extras
 
     @contextmanager
     def at(self, i: int, hidden: Tensor) -> Iterator[None]:
-        """Meanwhile a pass of the model starts at a block.
-
-        Args:
-            i: its number in the chain.
-            hidden: what it reads, [B, T, d] or of any shape that it takes, on its device.
-        """
+        """Meanwhile a pass of the model starts at block i, with `hidden` [B, T, d] (on its device) as its input."""
 
         def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             rest, named = split_hidden(args, kwargs)[1:]
@@ -102,45 +84,34 @@ class Entrance:
 
 
 def find_entrance(model: nn.Module, blocks: tuple[Block, ...], batch: Batch) -> Entrance | None:
-    """How to start the model at any of its blocks; None where the last block's output is not the same then.
+    """Start the model, in evaluation mode and onloaded, at any of its sequential blocks, as tried on a small batch.
 
-    Args:
-        model: in evaluation mode, its weights present.
-        blocks: known to be a chain.
-        batch: a small sample on the model's device, to try it.
+    None where the last block's output is not the same then.
     """
     inputs: list[Tensor] = []
     outputs: list[Any] = []
     with ExitStack() as stack, torch.no_grad():
         for block in blocks:
             before = lambda _, args, kwargs: inputs.append(split_hidden(args, kwargs)[0])  # noqa: E731
-            for handle in (
-                block.module.register_forward_pre_hook(before, with_kwargs=True),
-                block.module.register_forward_hook(lambda _, args, output: outputs.append(output)),
-            ):
-                stack.callback(handle.remove)
+            stack.callback(block.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            after = lambda _, args, output: outputs.append(output)  # noqa: E731
+            stack.callback(block.module.register_forward_hook(after).remove)
         run_model(model, batch)
-    extras = [None if isinstance(output, Tensor) else len(output) - 1 for output in outputs]
-    entrance = Entrance(blocks, extras)
+    entrance = Entrance(blocks, [None if isinstance(output, Tensor) else len(output) - 1 for output in outputs])
     expected = first_tensor(outputs[-1])
     for i in range(1, len(blocks)):
         try:
             with entrance.at(i, inputs[i]):
-                found = output_of(blocks[-1].module, lambda: run_model(model, batch))
+                output = output_of(blocks[-1].module, lambda: run_model(model, batch))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            return None  # something reads what a skipped block computes besides its hidden state
-        if not close(found, expected):
+            return None  # something reads other results of a skipped block than its hidden state
+        if not close(output, expected):
             return None
     return entrance
 
 
 def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """The hidden state that a module reads. No graph is built.
-
-    Args:
-        module: a part of a model.
-        run: a forward pass of the model, which ends there.
-    """
+    """The hidden state that a module reads, by a forward pass of the model without a graph, which ends there."""
     return _until(
         run,
         lambda keep: module.register_forward_pre_hook(
@@ -150,40 +121,28 @@ def input_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
 
 
 def output_of(module: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """The hidden state that a module returns. No graph is built.
-
-    Args:
-        module: as for `input_of`.
-        run: as for `input_of`.
-    """
+    """The hidden state that a module returns, by a forward pass of the model without a graph, which ends there."""
     return _until(run, lambda keep: module.register_forward_hook(lambda _, args, output: keep(first_tensor(output))))
 
 
 def _until(run: Callable[[], Any], register: Callable[[Callable[[Tensor], None]], RemovableHandle]) -> Tensor:
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
     def keep(hidden: Tensor) -> None:
-        found.append(hidden)
-        raise _Stop
+        states.append(hidden)
+        raise Stop
 
     handle = register(keep)
     try:
-        with torch.no_grad(), suppress(_Stop):
+        with torch.no_grad(), suppress(Stop):
             run()
     finally:
         handle.remove()
-    return found[0]
+    return states[0]
 
 
 class _RecomputeStage:
-    """A block that is observed dense behind pruned ones, and advances with its pruned weights.
-
-    Args:
-        pipeline: that it is a stage of.
-        entrance: of the model.
-        index: of the block.
-        leads_on: whether another stage of the pipeline follows.
-    """
+    """A block that is observed dense behind pruned ones, and advances with its pruned weights to the next, if any."""
 
     advanced = False
 
@@ -193,49 +152,31 @@ class _RecomputeStage:
         self.layers, self.onloaded = block.layers, block.onloaded
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """As `Stage.observe`."""
         self.pipeline.run(self.entrance, self.index, observer)
 
     def advance(self) -> None:
-        """As `Stage.advance`."""
         if self.leads_on:
             self.pipeline.advance(self.entrance, self.index)
             self.advanced = True
 
 
+@dataclass(eq=False)
 class RecomputePipeline:
-    """Stages in the order of pruning; see the module's docstring.
+    """Stages in the order of pruning; see the module's docstring."""
 
-    Args:
-        model: frozen.
-        structure: the layers to prune.
-        batches: the calibration data.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: of the caches.
-        weight: gives a layer's pruned weight [d_out, d_in], once its stage is solved.
-        probe: a small sample on the model's device, to try on it whether the blocks are sequential.
-        gradients: whether any layer needs them.
-        extras: of `probe_blocks`, where the blocks are offloaded.
-        progress: show a bar for every stage.
-    """
+    model: nn.Module  # frozen
+    structure: Structure
+    batches: Sequence[Batch]
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    weight: Callable[[PrunableLayer], Tensor]  # a layer's pruned weight [d_out, d_in], once its stage is solved
+    probe: Batch  # a small sample on the model's device, to test whether the blocks are sequential
+    gradients: bool  # whether any layer needs them
+    extras: Extras | None = None  # of `probe_blocks`, where the blocks are offloaded
+    progress: bool = False  # show a bar for every stage
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        batches: Sequence[Batch],
-        loss: Loss | None,
-        storage: Storage,
-        weight: Callable[[PrunableLayer], Tensor],
-        probe: Batch,
-        gradients: bool,
-        extras: Extras | None = None,
-        progress: bool = False,
-    ):
-        self.model, self.structure, self.blocks = model, structure, structure.blocks
-        self.batches, self.loss, self.storage = batches, loss, storage
-        self.weight, self.probe, self.gradients = weight, probe, gradients
-        self.extras, self.progress = extras, progress
+    def __post_init__(self) -> None:
+        self.blocks = self.structure.blocks
         self.behind: StreamedPipeline | None = None  # from a block on
         self.hidden: list[Tensor] = []  # inputs of the current block, batch by batch
         self.forward, self.backward, self.whole = 0, 0, 0  # passes over all data: of blocks, and of the whole model
@@ -265,13 +206,9 @@ class RecomputePipeline:
             return Entrance(self.blocks, self.extras)
         shared = any(len(layer.modules) > 1 for layers in inside for layer in layers)
         with all_onloaded(self.blocks):
-            if (
-                not inside
-                or shared
-                or not is_sequential(self.model, self.blocks, self.probe, self.gradients, self.loss)
-            ):
-                return None
-            return find_entrance(self.model, self.blocks, self.probe)
+            sequential = bool(inside) and not shared
+            sequential = sequential and is_sequential(self.model, self.blocks, self.probe, self.gradients, self.loss)
+            return find_entrance(self.model, self.blocks, self.probe) if sequential else None
 
     def _blocks(self, entrance: Entrance) -> Iterator[Stage]:
         observed = [i for i, block in enumerate(self.blocks) if block.layers]
@@ -293,13 +230,7 @@ class RecomputePipeline:
             yield index, to_device(batch, device)
 
     def run(self, entrance: Entrance, i: int, observer: PassObserver) -> None:
-        """Observe a block on its inputs, with the gradients of the dense blocks behind it where the observer needs any.
-
-        Args:
-            entrance: of the model.
-            i: of the block.
-            observer: entered; every batch is announced to it.
-        """
+        """Observe block i on its inputs, with the gradients of the dense blocks behind it if the observer needs any."""
         block, first = self.blocks[i].module, 0
         if observer.gradients:
             self._run_backward(entrance, i, observer)
@@ -318,7 +249,7 @@ class RecomputePipeline:
         """As `run`, by a forward and a backward pass of the blocks behind, each for all data before the next."""
         if self.behind is None:
             arguments = self.model, self.blocks, self.batches, True, self.loss, self.storage
-            behind = StreamedPipeline(*arguments, entrance.extras)
+            behind = StreamedPipeline(*arguments, extras=entrance.extras)
             behind.capture_arguments()
             self.behind = behind
         self.behind.run_from(i, self.hidden, observer)
@@ -327,12 +258,7 @@ class RecomputePipeline:
         self.backward += 1 + behind_count
 
     def advance(self, entrance: Entrance, i: int) -> None:
-        """Replace the inputs of a block by its outputs with the pruned weights.
-
-        Args:
-            entrance: of the model.
-            i: of the block, which is onloaded.
-        """
+        """Replace the inputs of block i, which is onloaded, by its outputs with the pruned weights."""
         with lent(self.blocks[i].layers, self.weight):
             for index, batch in self._batches(self.blocks[i].name):
                 with entrance.at(i, self.hidden[index].to(next(self.blocks[i].module.parameters()).device)):

@@ -1,21 +1,44 @@
-"""What a configuration prunes of a model and how, as far as that is known without calibration data."""
+"""The model of a run, and the layers, patterns and λ that a configuration selects in it, without calibration data."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from ..config import MoonshotConfig
-from ..errors import MoonshotError, Option, Text, require
+from ..distributed.ranks import SINGLE_PROCESS, Ranks
+from ..errors import MoonshotError, require
 from ..model.layers import PrunableLayer, Structure, find_structure
+from ..model.losses import Loss
 from ..model.model_info import takes_images
 from ..model.structured_groups import structured_patterns
 from ..objective.linalg import all_finite
 from ..objective.patterns import MixedNM, Pattern, Structured
 from ..solvers import Solver
 
-# Why a structured pattern has no shares of its own for every layer.
+# The note on a structured pattern, which cannot have a different sparsity for every layer.
 ONE_WIDTH = 'allocation="fisher": uniform with pattern="structured", since the blocks of a compact model have one width'
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with its tokenizer and processor, as a caller of the pruner gives them.
+
+    `loss` (model output, inputs) → [B] replaces the cross-entropy from which the Fisher loss starts.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    processor: Any = None
+    loss: Loss | None = None
+    progress: bool = True  # show bars
+    ranks: Ranks = SINGLE_PROCESS  # the processes of the run
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files, and does the work that is not shared."""
+        return self.ranks.is_main
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +48,7 @@ class Selection:
     config: MoonshotConfig
     solver: Solver
     structure: Structure
-    patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; what is asked, where an allocation divides
+    patterns: Mapping[str, Pattern | MixedNM]  # of every layer, by its name; before an allocation
     lam: float  # the configuration's, or the default for this kind of model
     notes: tuple[str, ...] = ()
 
@@ -50,112 +73,72 @@ class Selection:
 
     @property
     def needs_losses(self) -> bool:
-        """Whether a backward pass starts from the samples' losses, for these layers, their shares, or a rotation."""
+        """Whether a backward pass starts from the samples' losses: for the layers, an allocation, or a rotation."""
         return self.needs_gradients or self.config.allocation == "fisher" or self.rotates_by_gradients
 
     def with_lam(self, config: MoonshotConfig, model: nn.Module) -> "Selection":
-        """The same layers and patterns at another λ.
-
-        Args:
-            config: which differs from this one's in λ alone.
-            model: whose default λ holds where it names none.
-        """
+        """The same layers and patterns by a configuration that differs in λ alone."""
         return dataclasses.replace(self, config=config, lam=resolved_lam(config, model))
 
     def of_the_dense_model(self, lam: float) -> "Selection":
-        """The same layers, all with the Fisher loss, by statistics of the dense model: for a look before the run.
-
-        Args:
-            lam: λ; below 1 the passes go backwards.
-        """
+        """The same layers, all at one λ, by statistics of the dense model: for passes before the run."""
         return dataclasses.replace(
             self, config=dataclasses.replace(self.config, fisher="all", recompute=False), lam=lam
         )
 
 
 def resolved_lam(config: MoonshotConfig, model: nn.Module) -> float:
-    """λ of a configuration on a model: the default depends on what the model reads."""
+    """λ of a configuration on a model: the default depends on the kind of its inputs."""
     return config.resolve_lam("vision" if takes_images(model) else "language")
 
 
 def select(model: nn.Module, config: MoonshotConfig) -> Selection:
-    """Find what to prune.
-
-    Args:
-        model: any module; it stays as it is (structured patterns run a probe through it).
-        config: which layers, and by which patterns.
+    """Select the layers of a model, which stays as it is (structured patterns run a probe through it).
 
     Raises:
         MoonshotError: nothing is chosen, or the pattern fits no layer.
     """
-    found, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
+    structure, solver = find_structure(model, config.targets, config.ignore), config.make_solver()
     pattern = config.parsed_pattern
     patterns: Mapping[str, Pattern | MixedNM]
     notes: list[str] = []
     if isinstance(pattern, Structured):
-        found, patterns, notes = structured_patterns(model, found, pattern, config.targets is not None)
+        structure, patterns, notes = structured_patterns(model, structure, pattern, config.targets is not None)
         if config.allocation == "fisher":
             config, notes = dataclasses.replace(config, allocation="uniform"), [*notes, ONE_WIDTH]
     else:
-        patterns = config.pattern_rules.of(layer.name for layer in found.layers())
-    structure = _fitting(found, patterns, solver, config)
+        patterns = config.pattern_rules.of(layer.name for layer in structure.layers())
+    structure = _fitting(structure, patterns, solver, config)
     return Selection(config, solver, structure, patterns, resolved_lam(config, model), tuple(notes))
 
 
 def _fitting(
-    found: Structure, patterns: Mapping[str, Pattern | MixedNM], solver: Solver, config: MoonshotConfig
+    structure: Structure, patterns: Mapping[str, Pattern | MixedNM], solver: Solver, config: MoonshotConfig
 ) -> Structure:
     """Without the layers that their pattern does not fit or that the solver cannot take, each with the reason."""
-    skipped = dict(found.skipped)
-    for layer in found.layers():
+    skipped = dict(structure.skipped)
+    for layer in structure.layers():
         pattern = patterns[layer.name]
         if not pattern.fits(layer.shape):
             skipped[layer.name] = f"its {layer.shape[1]} inputs do not divide into groups for {pattern}"
         elif layer.groups > 1 and not (solver.grouped or layer.separate):
             skipped[layer.name] = f"a grouped convolution, which solver={config.solver!r} does not take"
 
-    def left(layers: tuple[PrunableLayer, ...]) -> tuple[PrunableLayer, ...]:
-        return tuple(layer for layer in layers if layer.name not in skipped)
-
-    blocks = tuple(dataclasses.replace(block, layers=left(block.layers)) for block in found.blocks)
-    structure = Structure(blocks, left(found.outside), skipped)
-    if not any(structure.layers()):
+    lists = [*(block.layers for block in structure.blocks), structure.outside]
+    *inside, outside = (tuple(layer for layer in layers if layer.name not in skipped) for layers in lists)
+    if not outside and not any(inside):
         raise MoonshotError(f"it fits no layer: {skipped}", field="pattern", value=config.pattern)
-    return structure
-
-
-def check_weights(selection: Selection) -> None:
-    """Everything about a model's weights that would fail later, before any work.
-
-    Raises:
-        MoonshotError: a weight that is on no device, NaN or infinite.
-    """
-    for layer in selection.structure.layers_onloaded():
-        check_weight(layer)
+    blocks = zip(structure.blocks, inside, strict=True)
+    return Structure(tuple(dataclasses.replace(block, layers=layers) for block, layers in blocks), outside, skipped)
 
 
 def check_weight(layer: PrunableLayer) -> None:
-    """Whether a layer's weight, which is present, can be pruned.
+    """Check that a layer's weight, which is onloaded, can be pruned.
 
     Raises:
-        MoonshotError: a weight that is on no device, NaN or infinite.
+        MoonshotError: the weight is on no device, or has NaN or infinite values.
     """
     weight = layer.matrix
     message, hint = f"{layer.name}: its weight is on the meta device", "load the model's weights"
     require(weight.device.type != "meta", message, hint=hint)
     require(all_finite(weight), f"{layer.name}: its weight holds NaN or infinite values")
-
-
-def check_attention(selection: Selection) -> None:
-    """Whether ``fisher="attention"`` has any.
-
-    Raises:
-        MoonshotError: it has none.
-    """
-    require(
-        selection.config.fisher == "all" or any(layer.attention for layer in selection.structure.layers()),
-        "no chosen layer belongs to an attention",
-        field="fisher",
-        value="attention",
-        hint=Text("use {}", Option("fisher", "all")),
-    )

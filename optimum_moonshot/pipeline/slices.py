@@ -7,7 +7,7 @@ each slice is solved as a single process with enough memory would solve it.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -26,20 +26,16 @@ from ..objective.quadratic import Quadratic, RelativeLoss, Totals
 from ..solvers.base import RowSolver, Solver, notes_of, solves_by_rows
 from ..solvers.ranked import Ranking, RankingSolver, ranks_removals
 from .backoff import Backoff
-from .solve import SolvedLayer, solve_matrix, total_losses, weight_losses
+from .solve import SolvedLayer, Statistics, solve_matrix, total_losses, weight_losses
 
 Value = TypeVar("Value")
 
 
+@dataclass(eq=False)
 class SlicedRows(ABC):
-    """The slices of a matrix's rows that this process solves.
+    """The slices of the rows of a layer, a matrix or groups with their own inputs, that this process solves."""
 
-    Args:
-        layer: of one matrix, or of groups with rows of their own.
-    """
-
-    def __init__(self, layer: PrunableLayer):
-        self.layer = layer
+    layer: PrunableLayer
 
     @abstractmethod
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
@@ -49,34 +45,24 @@ class SlicedRows(ABC):
     def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
         """The quadratic of every slice, with its rows, counted from the first row of this process."""
 
-    @abstractmethod
     def all_rows(self, pattern: Pattern) -> Pattern:
         """The pattern, whose scores compete with those of the rows that other processes solve."""
+        return pattern
 
-    @abstractmethod
     def agreed(self, work: Callable[[], Value]) -> Value:
         """Work of this process on its slices.
 
         Raises:
             FactorizationError: in all processes, where a factorisation has failed in one.
         """
+        return work()
 
-    @abstractmethod
     def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
         """The weight [d_out, d_in] of all rows in the layer's dtype, and the losses of all slices."""
+        return weight.to(self.layer.parameter.dtype), losses
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
-        """As `solve_layer`, by patterns of one elimination.
-
-        Args:
-            solver: which ranks removals, or attempts one damping after the other.
-            patterns: all unstructured, or one of another kind.
-            lam: λ in [0, 1].
-            column_block: inputs of a column block of the solver's quadratic; None is all.
-
-        Raises:
-            FactorizationError: the quadratic of a row stays singular at the largest damping.
-        """
+        """As `solve_matrix`, by a solver that ranks removals, or that attempts one damping after the other."""
         scales = self.begin(lam, column_block)
         competing = [self.all_rows(pattern) for pattern in patterns]
         if not ranks_removals(solver):
@@ -90,7 +76,8 @@ class SlicedRows(ABC):
 
         ranking, damping = escalate(solver.damping, rank)
         keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
-        return self._minimise(solver, scales, keeps, damping)
+        results = self.agreed(partial(self._minimise, solver, keeps, damping))
+        return [self._solved(solver, scales, *each, damping) for each in results]
 
     def _attempt(self, solver: RowSolver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
         ((_, objective),) = self.objectives()
@@ -101,18 +88,16 @@ class SlicedRows(ABC):
         return self._solved(solver, scales, weight, [losses], damping)
 
     def _minimise(
-        self, solver: RankingSolver, scales: Quadratic, keeps: list[Tensor], damping: float
-    ) -> list[SolvedLayer]:
-        def minimise() -> list[tuple[Tensor, list[list[RelativeLoss]]]]:
-            results = [(torch.zeros(keep.shape, device=keep.device), list[list[RelativeLoss]]()) for keep in keeps]
-            for rows, objective in self.objectives(backward=True):  # the last slice is in memory already
-                survivors = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
-                for (weight, losses), keep, values in zip(results, keeps, survivors, strict=True):
-                    weight[rows] = values.masked_fill_(~keep[rows], 0)
-                    losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
-            return results
-
-        return [self._solved(solver, scales, *each, damping) for each in self.agreed(minimise)]
+        self, solver: RankingSolver, keeps: list[Tensor], damping: float
+    ) -> list[tuple[Tensor, list[list[RelativeLoss]]]]:
+        """The weight of each mask, and the losses of each slice."""
+        results = [(torch.zeros(keep.shape, device=keep.device), list[list[RelativeLoss]]()) for keep in keeps]
+        for rows, objective in self.objectives(backward=True):  # the last slice is in memory already
+            survivors = solver.minimise(objective, [keep[rows] for keep in keeps], damping)
+            for (weight, losses), keep, values in zip(results, keeps, survivors, strict=True):
+                weight[rows] = values.masked_fill_(~keep[rows], 0)
+                losses.append(weight_losses(objective, weight[rows], keep[rows], self.layer.parameter.dtype))
+        return results
 
     def _solved(
         self,
@@ -128,38 +113,31 @@ class SlicedRows(ABC):
         return SolvedLayer(whole, damping, notes, masked, pruned, scales.scales.lam, scales.losses_at_zero)
 
 
+@dataclass(eq=False)
 class CollectedRows(SlicedRows):
-    """Rows whose statistics exceed the memory: one pass over the data for each slice, to rank and to minimise.
+    """Rows whose statistics exceed the memory: one pass over the data for each slice, to rank and to minimise."""
 
-    Args:
-        layer: the layer.
-        slices: of its rows.
-        collect: passes the data for the gradients of some rows, with L_F(0) of all rows where a column block is given;
-            the slice that was collected before is freed first.
-    """
-
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        slices: Sequence[slice],
-        collect: Callable[[slice, int | None], LayerStatistics],
-    ):
-        super().__init__(layer)
-        self.slices, self.collect = slices, collect
-        self.whole: dict[int, LayerStatistics] = {}  # inputs and totals, by inputs of a column block
-        self.cached: tuple[int, Fisher] | None = None  # the gradients of a slice
-        self.scales: Quadratic | None = None
+    slices: Sequence[slice]
+    # Passes the data for the gradients of some rows, with L_F(0) of all rows where a column block is given.
+    collect: Callable[[slice, int | None], LayerStatistics]
+    whole: dict[int, LayerStatistics] = field(default_factory=dict)  # inputs and totals, by inputs of a column block
+    cached: tuple[int, Fisher] | None = None  # the gradients of a slice, freed before another one is collected
+    scales: Quadratic | None = None
 
     def statistics(self, column_block: int | None) -> LayerStatistics:
         """Those of the whole layer, without gradients; the totals come with the first slice."""
         size = column_block or self.layer.shape[1]
         if size not in self.whole:
-            self.cached = None
-            first = self.collect(self.slices[0], size)
-            assert isinstance(first.gradients, Fisher)
-            self.cached = (0, first.gradients)
-            self.whole[size] = dataclasses.replace(first, gradients=None)
+            self.whole[size] = dataclasses.replace(self._collect(0, size), gradients=None)
         return self.whole[size]
+
+    def _collect(self, index: int, totals: int | None) -> LayerStatistics:
+        """The statistics of a slice, whose gradients are cached in place of those of another."""
+        self.cached = None
+        statistics = self.collect(self.slices[index], totals)
+        assert isinstance(statistics.gradients, Fisher)
+        self.cached = (index, statistics.gradients)
+        return statistics
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
         """As `SlicedRows.solve`; at λ = 1 there are no gradients, and all rows are solved at once."""
@@ -169,33 +147,17 @@ class CollectedRows(SlicedRows):
         return solve_matrix(solver, self.layer.matrix, dtype, patterns, self.statistics(column_block), lam)
 
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
-        """As `SlicedRows.begin`."""
         self.scales = self.statistics(column_block).layer_objective(self.layer.matrix, lam, column_block)
         return self.scales
 
     def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
-        """As `SlicedRows.objectives`."""
         assert self.scales is not None
-        indices: Iterable[int] = range(len(self.slices))
-        for index in reversed(range(len(self.slices))) if backward else indices:
+        order = range(len(self.slices))
+        for index in reversed(order) if backward else order:
             if self.cached is None or self.cached[0] != index:
-                self.cached = None
-                gradients = self.collect(self.slices[index], None).gradients
-                assert isinstance(gradients, Fisher)
-                self.cached = (index, gradients)
+                self._collect(index, None)
+            assert self.cached is not None
             yield self.slices[index], self.scales.part(self.slices[index], self.cached[1])
-
-    def all_rows(self, pattern: Pattern) -> Pattern:
-        """As `SlicedRows.all_rows`: this process has all."""
-        return pattern
-
-    def agreed(self, work: Callable[[], Value]) -> Value:
-        """As `SlicedRows.agreed`."""
-        return work()
-
-    def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
-        """As `SlicedRows.combine`."""
-        return weight.to(self.layer.parameter.dtype), losses
 
 
 class FailedElsewhere(FactorizationError):
@@ -214,27 +176,24 @@ class _OfAllRows(Unstructured):
         return super().keep(whole, before)[rows].view_as(scores)
 
 
+@dataclass(eq=False)
 class ShardedRows(SlicedRows):
-    """The rows of a matrix that this process solves; all processes make the same calls.
+    """The rows of a matrix that this process solves; all processes make the same calls."""
 
-    Args:
-        layer: of one matrix.
-        statistics: of the layer; with the gradients of this process's rows alone.
-        rows: of this process.
-        ranks: the processes.
-        backoff: of the run, for the work between two collectives.
-    """
+    statistics: LayerStatistics  # with the gradients of this process's rows alone
+    rows: slice
+    backoff: Backoff
+    objective: Quadratic | None = None
 
-    def __init__(self, layer: PrunableLayer, statistics: LayerStatistics, rows: slice, ranks: Ranks, backoff: Backoff):
-        super().__init__(layer)
-        self.statistics, self.rows, self.ranks, self.backoff = statistics, rows, ranks, backoff
-        self.objective: Quadratic | None = None
+    def __post_init__(self) -> None:
+        self.ranks = self.backoff.ranks
 
     def begin(self, lam: float, column_block: int | None) -> Quadratic:
-        """As `SlicedRows.begin`: the losses at W = 0 of all rows are summed over the processes."""
+        """The losses at W = 0 of all rows are summed over the processes."""
         gradients, weight = self.statistics.gradients if lam < 1 else None, self.layer.matrix[self.rows]
         assert not isinstance(gradients, Tensor)
-        build = partial(Quadratic.build, weight, self.statistics.inputs, gradients, lam, column_block=column_block)
+        inputs, limit = self.statistics.inputs, self.backoff.limit
+        build = partial(Quadratic.build, weight, inputs, gradients, lam, column_block=column_block, limit=limit)
 
         def sums() -> tuple[float, float, float]:
             reconstruction, fisher = build().losses_at_zero
@@ -248,86 +207,65 @@ class ShardedRows(SlicedRows):
         return self.objective
 
     def objectives(self, backward: bool = False) -> Iterator[tuple[slice, Quadratic]]:
-        """As `SlicedRows.objectives`."""
         assert self.objective is not None
         yield slice(0, len(self.objective.weight)), self.objective
 
     def all_rows(self, pattern: Pattern) -> Pattern:
-        """As `SlicedRows.all_rows`; an n:m pattern compares inside of a row."""
+        """An n:m pattern compares inside of a row."""
         if not isinstance(pattern, Unstructured):
             return pattern
         return _OfAllRows(pattern.sparsity, pattern.exact, shard=self)
 
     def all_scores(self, scores: Tensor) -> Tensor:
-        """The scores of all rows, [d_out, …], in all processes.
-
-        Args:
-            scores: of this process's rows, or of their column blocks.
+        """The scores of all rows, [d_out, …], in all processes; `scores` are of this process's rows or column blocks.
 
         Raises:
             FailedElsewhere: another process has none.
         """
         self._raise_failures()
-        shard = scores.reshape(self.rows.stop - self.rows.start, -1)
+        return self._gather(scores.reshape(self.rows.stop - self.rows.start, -1))
+
+    def _gather(self, shard: Tensor) -> Tensor:
         whole = shard.new_empty(self.layer.shape[0], shard.shape[1])
         self.ranks.gather_rows(shard, whole, len(whole))
         return whole
 
     def agreed(self, work: Callable[[], Value]) -> Value:
-        """As `SlicedRows.agreed`."""
         try:
             value = self._piece(work)
         except FailedElsewhere:
             raise
         except FactorizationError as error:
-            self._failures(str(error))
+            self.ranks.all_gather_object(str(error))
             raise
         self._raise_failures()
         return value
 
     def combine(self, weight: Tensor, losses: list[list[RelativeLoss]]) -> tuple[Tensor, list[list[RelativeLoss]]]:
-        """As `SlicedRows.combine`."""
         of_slices = [each for shard in self.ranks.all_gather_object(losses) for each in shard]
-        shard = weight.to(self.layer.parameter.dtype)
-        whole = shard.new_empty(self.layer.shape)
-        self.ranks.gather_rows(shard, whole, len(whole))
-        return whole, of_slices
+        return self._gather(weight.to(self.layer.parameter.dtype)), of_slices
 
     def _piece(self, work: Callable[[], Value]) -> Value:
         """Work between two collectives, repeated with smaller slices of rows where the memory does not suffice."""
         return self.backoff.piece(self.layer.name, work)
 
     def _raise_failures(self) -> None:
-        failures = self._failures(None)
-        if failures:
-            raise FailedElsewhere(failures[0])
-
-    def _failures(self, failure: str | None) -> list[str]:
-        """The failures of all processes."""
-        return [each for each in self.ranks.all_gather_object(failure) if each is not None]
+        """Raise the failure of another process, each of which says whether it has one."""
+        for failure in self.ranks.all_gather_object(None):
+            if failure is not None:
+                raise FailedElsewhere(failure)
 
 
+@dataclass(eq=False)
 class CollectedExperts:
-    """Experts whose statistics exceed the memory together: one pass over the data for each slice of them.
+    """Experts whose statistics exceed the memory together: one pass over the data for each slice of them."""
 
-    Args:
-        layer: the layer.
-        slices: of its experts.
-        collect: passes the data for a layer that is some of the experts; None where no token reaches them.
-        samples: N, calibration samples in all.
-        diagonal: whether Gram matrices and gradients are diagonals.
-    """
-
-    def __init__(
-        self,
-        layer: PrunableLayer,
-        slices: Sequence[slice],
-        collect: Callable[[PrunableLayer], LayerStatistics | None],
-        samples: int,
-        diagonal: bool,
-    ):
-        self.layer, self.slices, self.collect = layer, slices, collect
-        self.samples, self.diagonal = samples, diagonal
+    layer: PrunableLayer
+    slices: Sequence[slice]
+    # Passes the data for a layer that is some of the experts; None where no token reaches them.
+    collect: Callable[[PrunableLayer], LayerStatistics | None]
+    samples: int  # N, calibration samples in all
+    diagonal: bool
 
     def groups(self, count: int) -> Iterator[LayerStatistics]:
         """Those of each expert alone, as `LayerStatistics.groups`."""
@@ -345,13 +283,7 @@ class CollectedExperts:
 
 
 class ShardedExperts:
-    """The experts of a layer that this process solves.
-
-    Args:
-        statistics: of the layer; with the gradients of this process's experts alone.
-        ranks: the processes.
-        count: E, experts in all.
-    """
+    """The experts of a layer, `count` in all, that this process solves; `statistics` has its gradients alone."""
 
     def __init__(self, statistics: LayerStatistics, ranks: Ranks, count: int):
         self.ranks, self.count, self.shard = ranks, count, ranks.shard(count)
@@ -370,15 +302,17 @@ class ShardedExperts:
         yield from [None] * (count - self.shard.stop)
 
     def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
-        """The results of all experts, in all processes.
-
-        Args:
-            weight: [E, …] with those of this process's experts; gets those of the others.
-            parts: of this process's experts, in their order; small.
-        """
+        """The small results of all experts, in their order; `weight` [E, …] gets the experts of other processes."""
         self.ranks.gather_rows(weight[self.shard.start : self.shard.stop], weight, self.count)
         return self.all_gather(parts)
 
     def all_gather(self, parts: Sequence[Value]) -> list[Value]:
         """The values of all experts, of which `parts` has those of this process's."""
         return [part for shard in self.ranks.all_gather_object(list(parts)) for part in shard]
+
+
+def sharded(layer: PrunableLayer, statistics: LayerStatistics, rows: tuple[slice, ...], backoff: Backoff) -> Statistics:
+    """The experts or the rows (those of each process, by rank) of a layer that this process solves."""
+    if layer.separate:
+        return ShardedExperts(statistics, backoff.ranks, layer.groups)
+    return ShardedRows(layer, statistics, rows[backoff.ranks.rank], backoff)

@@ -33,40 +33,21 @@ class RowStatistics(Protocol):
     """Statistics of a matrix by slices of its rows; see slices.py."""
 
     def solve(self, solver: Solver, patterns: list[Pattern], lam: float, column_block: int | None) -> list[SolvedLayer]:
-        """As `solve_matrix`.
-
-        Args:
-            solver: by which algorithm.
-            patterns: all unstructured, where the solver ranks removals; or one.
-            lam: λ in [0, 1].
-            column_block: inputs of a column block of the solver's quadratic; None is all.
-
-        Raises:
-            FactorizationError: the quadratic stays singular at the largest damping.
-        """
+        """As `solve_matrix`; `column_block` is the inputs of a column block of the solver's quadratic, None all."""
 
 
 class ExpertStatistics(Protocol):
     """Statistics of experts, by slices; see slices.py."""
 
     def groups(self, count: int) -> Iterator[LayerStatistics | None]:
-        """Those of each expert alone; None for an expert of another process.
-
-        Args:
-            count: E, experts in all.
-        """
+        """Those of each expert alone, of E in all; None for an expert of another process."""
 
 
 class GatheredExperts(ExpertStatistics, Protocol):
-    """Those of which other processes solve some."""
+    """Statistics of experts of which other processes solve some."""
 
     def gather(self, weight: Tensor, parts: Sequence[Value]) -> list[Value]:
-        """The results of all experts, in all processes.
-
-        Args:
-            weight: [E, …] with those of this process's experts; gets those of the others.
-            parts: of this process's experts, in their order; small.
-        """
+        """The small results of all experts, in their order; `weight` [E, …] gets the experts of other processes."""
 
 
 Statistics = LayerStatistics | RowStatistics | ExpertStatistics
@@ -75,17 +56,7 @@ Statistics = LayerStatistics | RowStatistics | ExpertStatistics
 def solve_layer(
     solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
 ) -> list[SolvedLayer]:
-    """Prune a layer by several patterns; one elimination serves those that it can.
-
-    Args:
-        solver: by which algorithm.
-        layer: at its dense weight.
-        patterns: each of which the solver takes, and the layer's shape fits.
-        statistics: of the layer; consistent with the dense weight, and with gradients where λ < 1.
-        lam: λ in [0, 1].
-
-    Returns:
-        A result for every pattern, in their order.
+    """Prune a dense layer by several patterns, each with a result; one elimination serves those that it can.
 
     Raises:
         FactorizationError: the layer's quadratic stays singular at the largest damping.
@@ -98,9 +69,9 @@ def solve_layer(
 def _solve_experts(
     solver: Solver, layer: PrunableLayer, patterns: Sequence[Pattern], statistics: Statistics, lam: float
 ) -> list[SolvedLayer]:
-    """As `solve_layer`, where every group of rows is a matrix of its own: an expert.
+    """As `solve_layer`, where every group of rows is a separate matrix: an expert.
 
-    The weights of all experts are in the layer's dtype; the solver's own numbers are those of one expert at a time.
+    The weights of all experts are in the layer's dtype; the solver works on one expert at a time.
     """
     assert hasattr(statistics, "groups")
     (d_out, d_in), like = layer.shape, layer.parameter
@@ -133,12 +104,7 @@ def _of_expert(pattern: Pattern, index: int, size: int) -> Pattern:
 
 
 def join_experts(weight: Tensor, parts: Sequence[SolvedLayer]) -> SolvedLayer:
-    """The result of a layer from those of its experts: their losses add up.
-
-    Args:
-        weight: of all, one below the other, [d_out, d_in].
-        parts: of each expert.
-    """
+    """The result of a layer from those of its experts: their losses add up; `weight` [d_out, d_in] has all of them."""
     lam = Counter(part.lam for part in parts).most_common(1)[0][0]
     noted: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
@@ -163,7 +129,7 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def _sum(losses: Sequence[RelativeLoss], zeros: Sequence[tuple[float, float | None]], lam: float) -> RelativeLoss:
-    """Of all matrices together, relative to what all lose at W = 0."""
+    """The loss of all matrices together, relative to that of all at W = 0."""
 
     def relative(values: Sequence[float | None], at_zero: Sequence[float | None]) -> float | None:
         # Where nothing is lost at W = 0, the value is no fraction of it.
@@ -200,15 +166,9 @@ def _solve_families(
 def solve_matrix(
     solver: Solver, weight: Tensor, dtype: torch.dtype, patterns: list[Pattern], statistics: LayerStatistics, lam: float
 ) -> list[SolvedLayer]:
-    """Prune a matrix by patterns that one elimination serves, or by one.
+    """Prune a matrix [d_out, d_in], to be stored in `dtype`, by the statistics of all rows.
 
-    Args:
-        solver: by which algorithm.
-        weight: [d_out, d_in].
-        dtype: of the results.
-        patterns: all unstructured, where the solver ranks removals; or one.
-        statistics: of all rows.
-        lam: λ in [0, 1].
+    The patterns are all unstructured, where the solver ranks removals; else there is one.
 
     Raises:
         FactorizationError: the quadratic stays singular at the largest damping.
@@ -228,18 +188,11 @@ def solve_matrix(
 
 
 def weight_losses(objective: Objective, weight: Tensor, keep: Tensor, dtype: torch.dtype) -> list[RelativeLoss]:
-    """Relative losses of the mask alone, and of the weight as the layer will hold it.
-
-    Args:
-        objective: of the layer, or of some of its rows.
-        weight: [rows, d_in], as the solver gives it.
-        keep: bool [rows, d_in], True where a weight survives.
-        dtype: that the weight will have.
-    """
+    """Relative losses of the mask `keep` [rows, d_in] alone, and of a solver's weight as the layer will hold it."""
     return objective.losses(torch.where(keep, objective.weight, 0), weight.to(dtype))
 
 
 def total_losses(parts: Iterable[RelativeLoss]) -> RelativeLoss:
-    """The losses of a layer from those of its parts, all in proportion to what the whole layer loses at W = 0."""
+    """The losses of a layer from those of its parts, all relative to the loss of the whole layer at W = 0."""
     reconstruction, fisher, total = zip(*parts, strict=True)
     return RelativeLoss(sum(reconstruction), None if None in fisher else sum(fisher), sum(total))

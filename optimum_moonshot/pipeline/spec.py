@@ -1,6 +1,7 @@
 """The statistics that a run collects of each layer: their form and their bytes, by the solver, λ and the patterns."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..calibration.accumulators import GradientPlan, numbers_per_row
@@ -23,42 +24,28 @@ class Slicing(NamedTuple):
     each: int  # bytes of a row or an expert
 
 
+@dataclass(eq=False)
 class StatisticsSpec:
-    """The statistics of a run.
+    """The statistics of a run."""
 
-    Args:
-        solver: whose objective they form.
-        patterns: those that a layer will be pruned by, by its name.
-        lams: λ by layer.
-        samples: N, calibration samples in all.
-        expert_tokens: as in `MoonshotConfig`.
-        under_calibrated_experts: as in `MoonshotConfig`.
-    """
-
-    def __init__(
-        self,
-        solver: Solver,
-        patterns: Mapping[str, Sequence[Pattern]],
-        lams: Mapping[str, float],
-        samples: int,
-        expert_tokens: str = "routed",
-        under_calibrated_experts: str = "all",
-    ):
-        self.solver, self.patterns, self.lams, self.samples = solver, patterns, lams, samples
-        self.expert_tokens, self.under_calibrated_experts = expert_tokens, under_calibrated_experts
+    solver: Solver  # whose objective they form
+    patterns: Mapping[str, Sequence[Pattern]]  # of each layer, by its name, all that it will be pruned by
+    lams: Mapping[str, float]  # λ by layer
+    samples: int  # N, calibration samples in all
+    expert_tokens: str = "routed"  # like the next, as in `MoonshotConfig`
+    under_calibrated_experts: str = "all"
 
     @classmethod
     def of(cls, selection: Selection, patterns: Mapping[str, Sequence[Pattern]], samples: int) -> "StatisticsSpec":
-        """Those of a selection's layers.
-
-        Args:
-            selection: of layers, with λ and the solver.
-            patterns: those that a layer will be pruned by, by its name.
-            samples: N, calibration samples in all.
-        """
+        """Those of a selection's layers, with λ and the solver of the selection."""
         lams, config = {layer.name: selection.lam_of(layer) for layer in selection.layers}, selection.config
         experts = config.expert_tokens, config.under_calibrated_experts
         return cls(selection.solver, patterns, lams, samples, *experts)
+
+    @property
+    def keeps_routing(self) -> bool:
+        """Whether all experts keep the statistics of the model's routing, so that no second pass is needed."""
+        return self.expert_tokens != "all" and self.under_calibrated_experts == "routed"
 
     @property
     def diagonal(self) -> bool:
@@ -89,12 +76,7 @@ class StatisticsSpec:
         return 4 * layer.groups * d_in * (1 if self.diagonal else d_in)
 
     def gradient_bytes(self, layer: PrunableLayer, plan: GradientPlan | None = None) -> int:
-        """Bytes of its gradients.
-
-        Args:
-            layer: the layer.
-            plan: the form of the gradients, with the rows of a slice; None is that of the whole layer.
-        """
+        """Bytes of its gradients by a plan, which may have the rows of a slice; None is the plan of the whole layer."""
         if not self.needs_gradients(layer):
             return 0
         plan = self.plan(layer) if plan is None else plan
@@ -103,12 +85,7 @@ class StatisticsSpec:
         return 4 * rows * numbers_per_row(d_in, 1 if self.diagonal else self.samples, plan.column_block)
 
     def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
-        """How a layer can be collected in slices.
-
-        Args:
-            layer: the layer.
-            size: bytes of its statistics in this process.
-        """
+        """How a layer, with statistics of `size` bytes in this process, can be collected in slices."""
         if layer.separate:
             return Slicing(layer.groups, 0, -(-size // layer.groups))
         if not self.needs_gradients(layer) or not self.solver.ranks:
@@ -118,10 +95,7 @@ class StatisticsSpec:
     def slices(self, layer: PrunableLayer, size: int, memory: int) -> tuple[slice, ...]:
         """The rows or experts of each pass, for a layer that exceeds the memory; empty where one pass serves.
 
-        Args:
-            layer: the layer.
-            size: bytes of its statistics in this process.
-            memory: bytes that may be used.
+        `size` are the bytes of its statistics in this process, `memory` those that may be used.
         """
         if layer.separate:
             some = split_range(0, layer.groups, max(1, memory * layer.groups // size)) if layer.groups > 1 else []
@@ -139,25 +113,13 @@ class StatisticsSpec:
         return able and layer.groups == 1 and d_out * d_in >= LEAST_SHARDED
 
     def cost(self, layer: PrunableLayer, processes: int = 1) -> float:
-        """An estimate of the time to solve a layer, in operations of one kind; see `solving_cost`.
-
-        Args:
-            layer: the layer.
-            processes: that have some of its rows each.
-        """
+        """As `solving_cost`."""
         samples = self.samples if self.needs_gradients(layer) else 0
         return solving_cost(self.solver, layer, self.patterns[layer.name], samples, processes)
 
 
 def row_slices_within(layer: PrunableLayer, plan: GradientPlan, samples: int, memory: int) -> list[slice]:
-    """Rows whose statistics fit in the memory: whole groups of a grouped convolution, or a part of one.
-
-    Args:
-        layer: the layer.
-        plan: the form of its gradients.
-        samples: N, calibration samples in all.
-        memory: bytes that the gradients of a slice may take.
-    """
+    """Rows whose gradients of N samples fit in the memory: whole groups of a grouped convolution, or a part of one."""
     d_out, d_in = layer.shape
     size, count = d_out // layer.groups, max(1, memory // (4 * numbers_per_row(d_in, samples, plan.column_block)))
     if count >= size:
@@ -170,12 +132,8 @@ def solving_cost(
 ) -> float:
     """An estimate of the time that a layer takes, in operations of one kind, as the solver states them.
 
-    Args:
-        solver: by which algorithm.
-        layer: the layer.
-        patterns: that it is pruned by; where removals are ranked, one elimination serves the unstructured ones.
-        samples: N, of the gradients; 0 without any (λ = 1).
-        processes: that have some of its rows each.
+    Where removals are ranked, one elimination serves all unstructured patterns. `samples` is N, of the gradients (0 at
+    λ = 1), and `processes` the number of those that solve some of the rows each.
     """
     d_out, d_in = layer.shape
     matrices, groups = (layer.groups, 1) if layer.separate else (1, layer.groups)

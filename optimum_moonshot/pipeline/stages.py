@@ -1,14 +1,14 @@
 """Stages of a calibration pipeline: one decoder layer alive at a time, at a cost that the depth does not change.
 
-A pipeline is an iterable of stages. A stage shows its layers all calibration data, as often as it is asked to, and then
-advances: the next stage gets what it needs of this one.
+A pipeline is an iterable of stages. The layers of a stage can be observed on all calibration data repeatedly, until the
+stage advances: it then computes the inputs, or the output gradients, of the next one.
 
 `BlockPipeline` caches the inputs of every block during one forward pass of the model. Then
 
-* backward (Fisher gradients, λ < 1): the head's backward pass gives the gradient of the last block's output, and the
-  stages run from the last block to the first. Running a block again, forward and backward, shows the activations and
-  gradients of its layers, and gives the output gradient of the block before. In all two forward passes and one backward
-  pass, and no graph but one block's.
+* backward (Fisher gradients, λ < 1): the head's backward pass computes the gradient of the last block's output, and the
+  stages run from the last block to the first. Running a block again, forward and backward, yields the activations and
+  gradients of its layers, and the output gradient of the block before. In all two forward passes and one backward pass,
+  and no graph but one block's.
 * forward (λ = 1): the stages run from the first block to the last without a graph; the outputs of a block replace its
   inputs in the cache.
 
@@ -18,7 +18,8 @@ The model stays dense until the last stage is done (one-shot), so that the order
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,12 @@ class PassObserver(Protocol):
 
     @property
     def gradients(self) -> Mapping[str, object]:
-        """What is collected of gradients, by layer; empty where no backward pass is needed."""
+        """The statistics of gradients, by layer; empty where no backward pass is needed."""
 
     def begin(self, first: int, count: int, mask: Tensor | None) -> None:
-        """As `Observer.begin`.
+        """As `Observer.begin`: a batch of `count` samples, the first of which has the number `first`.
 
-        Args:
-            first: the number of the batch's first sample among all that this process sees.
-            count: B, its samples.
-            mask: bool [B, T], True where a token counts; None where all do.
+        The mask, bool [B, T], is True where a token counts; None where all do.
         """
 
     def end(self) -> None:
@@ -69,11 +67,11 @@ class PipelineStage(Protocol):
         """A context in which the weights of the layers are in the model."""
 
     def advance(self) -> None:
-        """Hand on to the next stage, unless a pass has done so; called last."""
+        """Give the next stage its inputs, or output gradients, unless a pass has done so; called last."""
 
 
 class Stage(PipelineStage, Protocol):
-    """A place in a model where the data pass: its layers are observed, solved, and left behind."""
+    """A place in a model where the layers are observed and solved."""
 
     @property
     def layers(self) -> Sequence[PrunableLayer]:
@@ -84,66 +82,39 @@ class Stage(PipelineStage, Protocol):
         """Whether the caches of some batches belong to the next stage already: no other pass is possible here."""
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """Pass all data under the observer's hooks.
-
-        Args:
-            observer: entered; every batch is announced to it.
-            advance: also advance, in the same pass.
-        """
+        """Pass all data under the hooks of an entered observer, and optionally advance in the same pass."""
 
 
+@dataclass(eq=False)
 class OpenStage:
-    """A stage that hands nothing on, so that it can be observed at any time.
+    """A stage without a next one, so that it can be observed at any time."""
 
-    Args:
-        layers: that are observed.
-        run: passes all data under an observer's hooks.
-        onloaded: makes the context in which the weights are in the model.
-    """
-
-    advanced = False
-
-    def __init__(
-        self,
-        layers: Sequence[PrunableLayer],
-        run: Callable[[PassObserver], None],
-        onloaded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        self.layers, self.run, self.onloaded = layers, run, onloaded
+    layers: Sequence[PrunableLayer]
+    run: Callable[[PassObserver], None]  # passes all data under an observer's hooks
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
+    advanced: ClassVar[bool] = False
 
     def observe(self, observer: PassObserver, advance: bool = False) -> None:
-        """As `Stage.observe`."""
         self.run(observer)
 
     def advance(self) -> None:
-        """As `Stage.advance`."""
+        pass
 
 
+@dataclass(eq=False)
 class FullModelPipeline:
-    """One stage, which runs the entire model, and its backward pass where gradients are needed.
+    """One stage, which runs the entire model, and its backward pass where gradients are needed."""
 
-    Args:
-        model: whose weights are all onloaded meanwhile.
-        blocks: of the model.
-        batches: the calibration data.
-        gradients: whether any layer needs them.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        layers: of the stage; without any there is none.
-    """
+    model: nn.Module
+    blocks: Sequence[Block]  # all of the model's
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    layers: Sequence[PrunableLayer] = ()  # of the stage; without any there is none
+    passes: int = 0  # over all data, so far
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[Block],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        layers: Sequence[PrunableLayer] = (),
-    ):
-        self.model, self.blocks, self.batches, self.gradients, self.loss = model, blocks, batches, gradients, loss
-        self.layers = layers
-        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
-        self.passes = 0  # over all data, so far
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
 
     def __iter__(self) -> Iterator[Stage]:
         if self.layers:
@@ -169,17 +140,12 @@ class FullModelPipeline:
                 first += count
 
 
-class _Stop(Exception):
-    """Ends a forward pass at the last block of a forward pipeline."""
+class Stop(Exception):
+    """Ends a forward pass of the model at a block."""
 
 
 class BlockStage:
-    """A block of a `BlockPipeline`.
-
-    Args:
-        pipeline: that it is a stage of.
-        index: of the block.
-    """
+    """The block of a `BlockPipeline` with an index."""
 
     def __init__(self, pipeline: "BlockPipeline", index: int):
         self.pipeline, self.index, self.block = pipeline, index, pipeline.blocks[index]
@@ -189,16 +155,11 @@ class BlockStage:
         self.leads_on = index > pipeline.lowest if pipeline.gradients else index < pipeline.highest
 
     def observe(self, observer: PassObserver | None, advance: bool = False) -> None:
-        """As `Stage.observe`; without an observer the data pass unobserved.
-
-        Args:
-            observer: entered, or None.
-            advance: the next stage's inputs, or output gradients, replace this one's in the cache.
-        """
+        """As `Stage.observe`; without an observer the data pass unobserved."""
         pipeline, first, advance = self.pipeline, 0, advance and self.leads_on
         device = next(self.module.parameters()).device
         for index, batch in enumerate(pipeline.batches):
-            call, count, mask = pipeline.call(self.index, index), batch_size(batch), token_mask(batch)
+            call, count, mask = pipeline.calls[self.index][index], batch_size(batch), token_mask(batch)
             if observer is not None:
                 observer.begin(first, count, None if mask is None else mask.to(device))
             with torch.set_grad_enabled(pipeline.gradients):
@@ -208,7 +169,7 @@ class BlockStage:
                 args, kwargs = to_device(join_hidden(hidden, call), device)
                 output = first_tensor(self.module(*args, **kwargs))
                 if output.requires_grad:
-                    torch.autograd.backward(output, pipeline.delta(index).to(output.device))
+                    torch.autograd.backward(output, pipeline.deltas[index].to(output.device))
             if advance:
                 self.advanced = True
                 pipeline.hand_on(self.index, index, output, hidden.grad)
@@ -218,43 +179,29 @@ class BlockStage:
             first += count
 
     def advance(self) -> None:
-        """As `Stage.advance`."""
         if self.leads_on and not self.advanced:
             self.observe(None, True)
         self.pipeline.calls[self.index] = []
 
 
+@dataclass(eq=False)
 class BlockPipeline:
-    """Sequential blocks, one after another on cached inputs; see the module's docstring.
+    """Sequential blocks, one after another on cached inputs; see the module's docstring."""
 
-    Args:
-        model: that has them.
-        blocks: sequential; in some of them there are layers to observe.
-        batches: the calibration data.
-        gradients: whether any layer needs them: the stages then run backward.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: of the caches.
-        around: the model's other blocks, to be onloaded for the forward pass.
-        progress: called with the number of batches that the first pass has completed.
-    """
+    model: nn.Module
+    blocks: tuple[Block, ...]  # some of them have layers to observe
+    batches: Sequence[Batch]
+    gradients: bool  # whether any layer needs them: the stages then run backward
+    loss: Loss | None  # (output, batch) → [B] losses; None for the model's own
+    storage: Storage  # of the caches
+    around: Sequence[Block] = ()  # the model's other blocks, onloaded for the forward pass
+    progress: Callable[[int], Any] = lambda count: None  # called with the batches that the first pass has completed
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: tuple[Block, ...],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        storage: Storage,
-        around: Sequence[Block] = (),
-        progress: Callable[[int], Any] = lambda count: None,
-    ):
-        self.model, self.blocks, self.batches, self.around = model, blocks, batches, around
-        self.gradients, self.loss, self.storage, self.progress = gradients, loss, storage, progress
-        self.calls: list[list[BlockCall | None]] = [[None] * len(batches) for _ in blocks]
-        self.deltas: list[Tensor | None] = [None] * len(batches)
-        self.losses: list[Tensor | None] = [None] * len(batches)  # ℓ_n, where a backward pass starts from them
-        observed = [i for i, block in enumerate(blocks) if block.layers]
+    def __post_init__(self) -> None:
+        self.calls: list[list[BlockCall]] = [[] for _ in self.blocks]  # by block and batch
+        self.deltas: list[Tensor] = []  # gradients of the present block's output, by batch
+        self.losses: list[Tensor | None] = [None] * len(self.batches)  # ℓ_n, where a backward pass starts from them
+        observed = [i for i, block in enumerate(self.blocks) if block.layers]
         self.lowest, self.highest = observed[0], observed[-1]
 
     def __iter__(self) -> Iterator[BlockStage]:
@@ -264,54 +211,35 @@ class BlockPipeline:
         for i in reversed(order) if self.gradients else order:
             yield BlockStage(self, i)
 
-    def call(self, i: int, index: int) -> BlockCall:
-        """The cached call of a block on a batch."""
-        call = self.calls[i][index]
-        assert call is not None  # `capture` has run
-        return call
-
-    def delta(self, index: int) -> Tensor:
-        """The gradient of the current block's output on a batch."""
-        delta = self.deltas[index]
-        assert delta is not None
-        return delta
-
     def hand_on(self, i: int, index: int, output: Tensor, gradient: Tensor | None) -> None:
         """Give the next stage its input, or the gradient of its output, in the memory of this one's.
 
-        Args:
-            i: of the block.
-            index: of the batch.
-            output: of the block, of any shape.
-            gradient: of its input, where the stages run backward.
+        `output` is that of block i on a batch, `gradient` that of its input, where the stages run backward.
         """
         if self.gradients:
             assert gradient is not None
-            self.delta(index).copy_(gradient)
+            self.deltas[index].copy_(gradient)
         else:
-            self.call(i + 1, index).hidden = self.call(i, index).hidden.copy_(output.detach())
+            self.calls[i + 1][index].hidden = self.calls[i][index].hidden.copy_(output.detach())
 
     def capture(self) -> None:
-        """One forward pass over the data, which caches the calls of the blocks in `calls[block][batch]`."""
+        """One forward pass over the data, which caches every block's call and the last block's output gradient."""
         for index, batch in enumerate(self.batches):
             self._capture(index, batch)
             self.progress(1)
         trim_host_memory()
 
     def _capture(self, index: int, batch: Batch) -> None:
-        """One forward pass of the model; caches every block's call, and the gradient of the last block's output.
-
-        With gradients, the graph starts behind the highest observed block; without, the pass ends there.
-        """
+        """With gradients, the graph starts behind the highest observed block; without, the pass ends there."""
         batch, handles, tail = to_device(batch, model_device(self.model)), [], list[Tensor]()
 
         def keep(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             computed = not self.gradients and i > self.lowest  # forward, the block before gives its input
             cached = torch.empty(0) if computed else self.storage.put(hidden.detach(), f"{self.blocks[i].name}: inputs")
-            self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
+            self.calls[i].append(BlockCall(*self.share(i, (args, kwargs)), cached))
             if not self.gradients and i == self.highest:
-                raise _Stop
+                raise Stop
 
         def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             hidden = first_tensor(output).detach().requires_grad_(True)
@@ -324,39 +252,27 @@ class BlockPipeline:
                 handles.append(self.blocks[i].module.register_forward_pre_hook(hook, with_kwargs=True))
             if self.gradients:
                 handles.append(self.blocks[self.highest].module.register_forward_hook(cut))
-            # Other blocks may lie behind these: a decoder is a part of its encoder's graph.
+            # Other blocks may follow these: a decoder is a part of its encoder's graph.
             others = all_onloaded(self.around) if self.gradients else onloaded_in_turn(self.around)
             with others, torch.set_grad_enabled(self.gradients), onloaded_in_turn(self.blocks):
                 output = run_model(self.model, batch)
                 if self.gradients:
                     logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
                     (delta,) = torch.autograd.grad(logits, tail, gradient)
-                    self.deltas[index] = self.storage.put(delta, "output gradients")
-        except _Stop:
+                    self.deltas.append(self.storage.put(delta, "output gradients"))
+        except Stop:
             return
         finally:
             for handle in handles:
                 handle.remove()
 
-    def share(self, i: int, index: int, arguments: Arguments) -> Arguments:
-        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat.
-
-        Args:
-            i: of the block.
-            index: of the batch.
-            arguments: of the block's call, positional and by name.
-        """
-        if index == 0:
+    def share(self, i: int, arguments: Arguments) -> Arguments:
+        """The arguments with tensors equal to the first batch's replaced by those: masks and rotary tables repeat."""
+        if not self.calls[i]:
             return arguments
-        first = self.call(i, 0)
-        earlier = _tensors((first.args, first.kwargs))
+        earlier: list[Tensor] = []
+        tree_map_only(Tensor, earlier.append, (self.calls[i][0].args, self.calls[i][0].kwargs))
         return tree_map_only(Tensor, lambda t: next((e for e in earlier if e is t or _equal(e, t)), t), arguments)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    tree_map_only(Tensor, tensors.append, tree)
-    return tensors
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

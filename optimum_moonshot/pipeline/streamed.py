@@ -3,17 +3,17 @@
 `BlockPipeline` captures batch by batch from the whole model. Here the same is captured in three parts: the arguments of
 the blocks from a pass in which they return their input, their inputs block by block, and the gradient of the last
 block's output from the head alone. So every block is onloaded once for the forward pass and once for its stage. The
-stages show the same, bit for bit.
+stages yield the same statistics, bit for bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..calibration.storage import Storage
 from ..data.batches import Batch
 from ..model.calls import (
     BlockCall,
@@ -25,70 +25,41 @@ from ..model.calls import (
     to_device,
     without_caches,
 )
-from ..model.layers import Block
-from ..model.losses import Loss, loss_gradient
+from ..model.losses import loss_gradient
 from .block_probe import Extras, passing_on
 from .stages import BlockPipeline, BlockStage, PassObserver
 
 
+@dataclass(eq=False)
 class StreamedPipeline(BlockPipeline):
-    """As `BlockPipeline`.
+    """As `BlockPipeline`, of all blocks of a model; progress is that of the last part of the capture."""
 
-    Args:
-        model: that has the blocks.
-        blocks: all of the model's.
-        batches: the calibration data.
-        gradients: whether any layer needs them.
-        loss: (output, batch) → [B] losses, or None for the model's own.
-        storage: of the caches.
-        extras: of `probe_blocks`.
-        progress: called with the number of batches that are complete.
-    """
+    extras: Extras = field(kw_only=True)  # of `probe_blocks`
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: tuple[Block, ...],
-        batches: Sequence[Batch],
-        gradients: bool,
-        loss: Loss | None,
-        storage: Storage,
-        extras: Extras,
-        progress: Callable[[int], Any] = lambda count: None,
-    ):
-        super().__init__(model, blocks, batches, gradients, loss, storage, progress=progress)
-        self.extras = extras
-        if gradients:
-            self.highest = len(blocks) - 1  # the head's gradient is that of its output
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradients:
+            self.highest = len(self.blocks) - 1  # the head's gradient is that of its output
 
     def capture(self) -> None:
-        """The calls of the blocks; progress counts the batches that the last part completes."""
         self.capture_arguments()
         self._capture_from(0)
 
-    def capture_arguments(self) -> None:
-        """The arguments of every block on every batch, and the input of the first."""
-        for index, batch in enumerate(self.batches):
-            self._arguments(index, batch)
-
     def run_from(self, i: int, hidden: Sequence[Tensor], observer: PassObserver) -> None:
-        """Observe a block as the only one whose inputs differ from the captured ones; `capture_arguments` has run.
+        """Observe an onloaded block as the only one whose inputs differ from the captured ones.
 
-        Args:
-            i: of the block, which is onloaded.
-            hidden: its inputs, [B, T, d] for every batch.
-            observer: entered; every batch is announced to it.
+        `hidden` are its inputs, [B, T, d] for every batch; `capture_arguments` has run.
         """
         self.lowest = i
         for index, inputs in enumerate(hidden):
-            self.call(i, index).hidden = self.storage.put(inputs, f"{self.blocks[i].name}: inputs")
+            self.calls[i][index].hidden = self.storage.put(inputs, f"{self.blocks[i].name}: inputs")
         self._capture_from(i)
         for j in range(self.highest, i, -1):
             stage = BlockStage(self, j)
             with stage.onloaded():
                 stage.observe(None, True)
             for index in range(len(self.batches)):
-                self.call(j, index).hidden = torch.empty(0)
+                self.calls[j][index].hidden = torch.empty(0)
         BlockStage(self, i).observe(observer)
 
     def _capture_from(self, first: int) -> None:
@@ -102,14 +73,13 @@ class StreamedPipeline(BlockPipeline):
                 self.tail(index, batch)
             self.progress(1)
 
-    def _arguments(self, index: int, batch: Batch) -> None:
-        """The arguments of every block on a batch, and the input of the first."""
-        batch = to_device(batch, model_device(self.model))
+    def capture_arguments(self) -> None:
+        """The arguments of every block on every batch, and the input of the first."""
 
         def keep(i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, args, kwargs = split_hidden(args, without_caches(kwargs))
             cached = self.storage.put(hidden.detach(), f"{self.blocks[0].name}: inputs") if i == 0 else torch.empty(0)
-            self.calls[i][index] = BlockCall(*self.share(i, index, (args, kwargs)), cached)
+            self.calls[i].append(BlockCall(*self.share(i, (args, kwargs)), cached))
 
         handles = [
             block.module.register_forward_pre_hook(partial(keep, i), with_kwargs=True)
@@ -117,7 +87,8 @@ class StreamedPipeline(BlockPipeline):
         ]
         try:
             with torch.no_grad(), passing_on(self.blocks, self.extras):
-                run_model(self.model, batch)
+                for batch in self.batches:
+                    run_model(self.model, to_device(batch, model_device(self.model)))
         finally:
             for handle in handles:
                 handle.remove()
@@ -127,7 +98,7 @@ class StreamedPipeline(BlockPipeline):
         """The inputs of the next block; this one's are kept where its stage will read them."""
         with self.blocks[i].onloaded():
             for index in range(len(self.batches)):
-                call, following = self.call(i, index), self.call(i + 1, index)
+                call, following = self.calls[i][index], self.calls[i + 1][index]
                 output = self._output(i, call)
                 if self.gradients and i >= self.lowest:
                     following.hidden = self.storage.put(output, f"{self.blocks[i + 1].name}: inputs")
@@ -139,10 +110,10 @@ class StreamedPipeline(BlockPipeline):
     @torch.no_grad()
     def _outputs(self) -> None:
         """The outputs of the last block, which their gradients will replace."""
+        self.deltas = []
         with self.blocks[self.highest].onloaded():
-            for index in range(len(self.batches)):
-                output = self._output(self.highest, self.call(self.highest, index))
-                self.deltas[index] = self.storage.put(output, "output gradients")
+            for call in self.calls[self.highest]:
+                self.deltas.append(self.storage.put(self._output(self.highest, call), "output gradients"))
 
     def _output(self, i: int, call: BlockCall) -> Tensor:
         block = self.blocks[i].module
@@ -150,17 +121,12 @@ class StreamedPipeline(BlockPipeline):
         return first_tensor(block(*args, **kwargs))
 
     def tail(self, index: int, batch: Batch) -> None:
-        """The gradient of the last block's output, by the head alone.
-
-        Args:
-            index: of the batch; its output is in `deltas`, where the gradient replaces it.
-            batch: the inputs.
-        """
+        """The gradient of the last block's output on a batch, by the head alone; it replaces the output in `deltas`."""
         device = model_device(self.model)
         batch = to_device(batch, device)
-        last = self.delta(index).to(device, copy=True).requires_grad_(True)
+        last = self.deltas[index].to(device, copy=True).requires_grad_(True)
         with torch.enable_grad(), passing_on(self.blocks, self.extras, lambda: last):
             output = run_model(self.model, batch)
             logits, gradient, self.losses[index] = loss_gradient(self.model, output, batch, self.loss)
             (delta,) = torch.autograd.grad(logits, [last], gradient)
-        self.delta(index).copy_(delta)
+        self.deltas[index].copy_(delta)

@@ -1,10 +1,10 @@
-"""Experts that too few calibration tokens reach, and the statistics that replace those of their own tokens.
+"""Experts that too few calibration tokens reach, and the statistics that replace theirs.
 
 A router sends most tokens to some experts and few or none to others. The Gram matrix of an expert has little meaning
 once the expert reads far fewer tokens than it has inputs. Such an expert is named in the report; as configured, it gets
 the Gram matrix of all tokens that its layer reads (each computed by the expert, whatever the router decides), is pruned
-by magnitude, or keeps its own statistics. With ``expert_tokens="all"`` every expert gets all tokens. Gradients are
-always those of the model's own routing.
+by magnitude, or keeps its statistics. With ``expert_tokens="all"`` every expert gets all tokens. Gradients are
+always those of the model's routing.
 """
 
 import dataclasses
@@ -25,52 +25,29 @@ INPUTS_PER_TOKEN = 4
 
 
 def is_under_calibrated(tokens: int, d_in: int) -> bool:
-    """Whether an expert has read too few tokens for its Gram matrix, or for the cost of pruning it, to have a meaning.
-
-    Args:
-        tokens: that it has read.
-        d_in: its inputs.
-    """
+    """Whether an expert has read too few tokens for its Gram matrix, or its loss, to have a meaning."""
     return tokens * INPUTS_PER_TOKEN < d_in
 
 
 class UnderCalibratedExperts:
-    """The under-calibrated experts of a pass.
-
-    Args:
-        spec: of the statistics, which says what replaces theirs.
-        backoff: of the run, with the storage and the processes.
-        notes: of the run; those on under-calibrated experts are added.
-    """
+    """The under-calibrated experts of a pass; `notes` of the run gets one for each layer that has some."""
 
     def __init__(self, spec: StatisticsSpec, backoff: Backoff, notes: list[str]):
-        self.everyone = spec.expert_tokens == "all"
-        self.instead = spec.under_calibrated_experts
         self.spec, self.backoff, self.notes = spec, backoff, notes
+        self.everyone = spec.expert_tokens == "all"
         self.experts: dict[str, list[int]] = {}  # layer → the experts, counted from its first
         self.replaced: set[tuple[str, int]] = set()  # those that have the Gram matrix of all tokens
-
-    def observes_again(self, layers: Sequence[PrunableLayer]) -> bool:
-        """Whether another pass may follow that of the layers' own tokens."""
-        return self._replaces and any(layer.separate for layer in layers)
-
-    @property
-    def _replaces(self) -> bool:
-        return self.everyone or self.instead != "routed"
 
     def observe(self, stage: Stage, layers: Sequence[PrunableLayer], observer: Observer) -> None:
         """Replace the Gram matrices of under-calibrated experts, by a pass of all tokens where one is needed.
 
-        Args:
-            stage: that shows the layers.
-            layers: of the first pass.
-            observer: of the first pass, merged.
+        `observer` has the merged statistics by the model's routing.
         """
-        if not self.observes_again(layers):
+        if self.spec.keeps_routing:
             return
         separate = [layer for layer in layers if layer.separate and observer.reached(layer)]
         self.experts = {layer.name: self._experts(layer, observer) for layer in separate}
-        if not self.everyone and self.instead == "magnitude":
+        if not self.everyone and self.spec.under_calibrated_experts == "magnitude":
             return
         parts: dict[tuple[str, int], PrunableLayer] = {}
         into: dict[str, Tensor] = {}
@@ -94,19 +71,17 @@ class UnderCalibratedExperts:
         self, stage: Stage, parts: dict[tuple[str, int], PrunableLayer], into: dict[str, Tensor]
     ) -> set[tuple[str, int]]:
         """Sum the Gram matrices of all tokens into `into`; those that all tokens have reached."""
-        spec, backoff, shown = self.spec, self.backoff, True
-        layers, here = list(parts.values()), backoff.samples_here(spec.samples)
-        observer = Observer(
-            layers, spec.diagonal, set(), spec.samples, backoff.storage, share=False, here=here, into=into
-        )
-        with backoff.passing(observer):
+        spec, storage, computable = self.spec, self.backoff.storage, True
+        layers, here = list(parts.values()), self.backoff.samples_here(spec.samples)
+        observer = Observer(layers, spec.diagonal, set(), spec.samples, storage, share=False, here=here, into=into)
+        with self.backoff.passing(observer):
             try:
                 stage.observe(observer)
             except MoonshotError:
                 if self.everyone:
                     raise
-                shown = False
-        if not backoff.ranks.all_reduce_min(shown):
+                computable = False
+        if not self.backoff.all_reduce_min(computable):
             return set()  # such a module is pruned by magnitude
         reached = {key: part for key, part in parts.items() if observer.reached(part)}
         for part in reached.values():
@@ -114,21 +89,16 @@ class UnderCalibratedExperts:
         return set(reached)
 
     def complete(self, layer: PrunableLayer, statistics: LayerStatistics) -> LayerStatistics:
-        """A layer's statistics, in which the experts without any are marked.
+        """A layer's statistics, in which the experts without any are marked; as `note`.
 
-        Args:
-            layer: of the pass.
-            statistics: of which those of replaced experts are of all tokens, the others by the model's own routing.
+        Those of replaced experts are of all tokens, the others by the model's routing.
         """
+        self.note(layer)
         unknown = (index for index in self.experts.get(layer.name, ()) if (layer.name, index) not in self.replaced)
         return dataclasses.replace(statistics, unknown=frozenset(unknown))
 
     def note(self, layer: PrunableLayer) -> None:
-        """Report the under-calibrated experts of a layer, unless all experts get all tokens.
-
-        Args:
-            layer: of the pass.
-        """
+        """Report the under-calibrated experts of a layer, unless all experts get all tokens."""
         experts = self.experts.get(layer.name)
         if self.everyone or not experts:
             return

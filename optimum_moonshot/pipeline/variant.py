@@ -1,40 +1,38 @@
-"""One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many."""
+"""One way to prune on prepared data, with its results: a run has one, a sweep and a sparsity path have many.
+
+Below, the exchange of results between processes, each of which solves some of the layers.
+"""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..config import MoonshotConfig
-from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer, is_on_disk
 from ..model.offload import Changes, Offloaded
 from ..objective.allocation_rules import METHODS
+from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
 from ..reports.measurement import versions
 from ..reports.prune_report import LayerReport, PruneReport
 from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint
 from ..rotation.basis import ModelRotation
+from ..rotation.learning import Learned
 from .inputs import Prepared
 from .selection import Selection
 
 
 class Variant:
-    """A selection of layers, patterns and λ, and the results so far.
-
-    Args:
-        selection: what is pruned, and how.
-        store: the results; those of an earlier run may be in it.
-        notes: for the report.
-    """
+    """A selection of layers, patterns and λ, and the results so far, some of which may be of an earlier run."""
 
     def __init__(self, selection: Selection, store: ResultStore, notes: tuple[str, ...] = ()):
         self.selection, self.store = selection, store
         self.patterns: dict[str, Pattern | MixedNM] = dict(selection.patterns)
-        self.notes = [*selection.notes, *notes, *store.notes]
+        self.notes = [*selection.notes, *notes, *store.notes]  # for the report
         self.skipped: dict[str, str] = {}  # chosen layers that stay dense, with the reason
         self.solving = 0.0  # seconds in the solver
         self.rotated: ModelRotation | None = None  # the basis that the results are of
@@ -44,17 +42,7 @@ class Variant:
     def open(
         cls, prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
     ) -> "Variant":
-        """With results that are kept in `folder`, or in memory without one.
-
-        Args:
-            prepared: the model and the data.
-            selection: of a configuration that differs from the prepared one's in λ, pattern and sparsity at most.
-            folder: the same settings, model and data find their results there again.
-            field: the argument that the folder came with, for messages.
-
-        Raises:
-            MoonshotError: the folder holds other files, or cannot be written.
-        """
+        """As `open_store`; the selection differs from the prepared one in λ, pattern and sparsity at most."""
         notes = prepared.data.notes if prepared.data else ()
         return cls(selection, open_store(prepared, selection, folder, field), notes)
 
@@ -63,63 +51,36 @@ class Variant:
         return layer not in self.store and layer.name not in self.skipped
 
     def skip(self, layer: PrunableLayer, reason: str) -> None:
-        """Leave a layer dense; the report says why.
-
-        Args:
-            layer: that it lacks.
-            reason: as the end of "left dense: LAYER (…)".
-        """
+        """Leave a layer dense; the report gives the reason as the end of "left dense: LAYER (…)"."""
         self.skipped[layer.name] = reason
 
     @property
     def layers(self) -> list[PrunableLayer]:
-        """Those that are pruned."""
+        """The layers that are pruned."""
         return [layer for layer in self.selection.structure.layers() if layer.name not in self.skipped]
 
     def pattern_of(self, layer: PrunableLayer) -> Pattern:
-        """What a layer is pruned by; where an allocation has not divided yet, or has left it out, what was asked."""
+        """The pattern of a layer; that of the configuration before an allocation, or where it skips the layer."""
         pattern = self.patterns.get(layer.name, self.selection.patterns[layer.name])
         return pattern.nearest if isinstance(pattern, MixedNM) else pattern
 
-    def weight(self, layer: PrunableLayer) -> Tensor:
-        """A layer's pruned weight, [d_out, d_in] in host memory."""
-        return self.store.weight(layer)
-
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Keep a layer's result; as `ResultStore.put`, and the time it took is added up.
-
-        Args:
-            report: which names the layer.
-            weight: the pruned weight, [d_out, d_in], on any device.
-        """
+        """Keep a layer's result, a weight [d_out, d_in] on any device, and add up the time that it took."""
         self.solving += report.seconds
         self.store.put(report, weight)
 
-    @torch.no_grad()
-    def commit(self) -> None:
+    def commit(self, keep: bool = False) -> None:
         """Write every result into the model, for good; if that is interrupted, the dense weights are put back.
 
-        Each pruned weight gives its place to the dense one, so that the two never add up to two models.
+        Unless the results are kept, each is freed as the dense weight is copied: the two never add up to two models.
         """
-        with self._in_its_basis():
-            _swap(self, self.store.pop).clear()
-
-    @torch.no_grad()
-    def write(self) -> "Dense":
-        """Write every result into the model, and return the dense weights; if that fails, these are put back."""
-        with self._in_its_basis():
-            return _swap(self, self.store.weight)
-
-    @contextmanager
-    def _in_its_basis(self) -> Iterator[None]:
-        """Rotate the model where the results ask for it and it is not yet; back if the block fails."""
-        before = self.rotated is None or self.rotated.written
+        rotates = self.rotated is not None and not self.rotated.written
         if self.rotated is not None:
             self.rotated.write()
         try:
-            yield
+            _swap(self, self.store.weight if keep else self.store.pop)
         except BaseException:
-            if self.rotated is not None and not before:
+            if self.rotated is not None and rotates:
                 self.rotated.undo()
             raise
 
@@ -127,20 +88,19 @@ class Variant:
     def applied(self) -> Iterator[None]:
         """Meanwhile the model has the results' weights; dense again on exit."""
         with nullcontext() if self.rotated is None else self.rotated.applied():
-            dense = self.write()
+            dense = _swap(self, self.store.weight)
             try:
                 yield
             finally:
                 dense.restore()
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
-        """What was done; it is noted in the model's configuration too.
+        """The report of the run, which is attached to the model's configuration too.
 
-        Args:
-            prepared: the model and the data.
-            seconds: calibration, solver, recovery (where there was one), total.
+        `seconds` are those of calibration, solver, recovery (where there was one) and total.
         """
         structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
+        config = self.selection.config
         layers = [store.reports[layer.name] for layer in self.layers]
         notes = [
             *self.notes,
@@ -150,123 +110,78 @@ class Variant:
         if prepared.block_probe is not None:
             place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
             notes.append(f"blocks stayed {place}: one at a time was brought")
-        notes += divided(prepared.ranks, self.selection.config)
         report = PruneReport(
-            config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
+            config={**config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
             layers=layers,
             skipped={**structure.skipped, **self.skipped},
             calibration=None if prepared.data is None else prepared.data.describe(),
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
-            notes=notes,
+            notes=notes + process_notes(prepared),
             parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
             recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
             rotation=None if self.rotated is None else self.rotated.report,
         )
+        allocated = layers if config.allocation in METHODS[1:] else ()
+        targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
         PruningRecord(
             config=report.config,
-            solver_options=self.selection.config.hyperparameters(),
+            solver_options=config.hyperparameters(),
             lam=self.selection.lam,
             sparsity=report.sparsity,
             calibration=report.calibration,
             versions=report.versions,
             dense=tuple(self.skipped),
             rotation=None if self.rotated is None else self.rotated.report.summary(),
-            allocated=self._allocated(layers),
+            allocated=targets,
         ).attach(prepared.model)
         return report
 
-    def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
-        """Layer → the sparsity that a method gave it."""
-        divided = self.selection.config.allocation in METHODS[1:]
-        return {layer.name: layer.target_sparsity for layer in layers if divided and layer.target_sparsity is not None}
 
-
-def open_store(
-    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
-) -> ResultStore:
-    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
-
-    Args:
-        prepared: as for `Variant.open`.
-        selection: as for `Variant.open`.
-        folder: as for `Variant.open`.
-        field: as for `Variant.open`.
-
-    Raises:
-        MoonshotError: the folder holds other files, or cannot be written.
-    """
-    ranks, known = prepared.ranks, ""
-    folder = ranks.broadcast_object(folder)
-    if folder is not None and ranks.is_main:
-        digest = prepared.data.digest if prepared.data else ""
-        block_probe = prepared.block_probe
-        layers = selection.structure.layers_onloaded() if block_probe is None else block_probe.sums
-        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
-    spilling = is_on_disk(selection.structure.blocks)
-    return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
-
-
-def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
-    """What several processes had of a run, as a note for its report; none of one process.
-
-    Args:
-        ranks: the processes.
-        config: of the run.
-    """
-    if ranks.size == 1:
+def process_notes(prepared: Prepared) -> list[str]:
+    """A note on the work of several processes, for the report; none of one process."""
+    config, size = prepared.selection.config, prepared.backoff.processes
+    if size == 1:
         return []
     alone = ["the rotation was learned"] if config.rotation is not None else []
     alone += ["the blocks were recovered"] if config.recover is not None else []
     by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
-    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
+    return [f"{size} processes shared the samples and the layers{by_one}"]
 
 
-class Dense:
-    """The weights in whose place results are.
+@dataclass
+class _Dense:
+    """The dense weights that results have replaced."""
 
-    Args:
-        selection: of the layers.
-    """
-
-    def __init__(self, selection: Selection):
-        self.selection = selection
-        self.weights: dict[str, Tensor] = {}  # by layer, [d_out, d_in] in host memory
-        self.elsewhere: list[tuple[Offloaded, Changes]] = []  # what had been written to blocks that are
-
-    def clear(self) -> None:
-        """The results are for good."""
-        self.weights.clear()
-        self.elsewhere.clear()
+    selection: Selection
+    weights: dict[str, Tensor] = field(default_factory=dict)  # by layer, [d_out, d_in] in host memory
+    offloaded: list[tuple[Offloaded, Changes]] = field(default_factory=list)  # earlier changes of offloaded blocks
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back."""
-        for weights, changes in self.elsewhere:
+        for weights, changes in self.offloaded:
             weights.restore(changes)
         structure = self.selection.structure
-        for block in structure.blocks:
-            if not isinstance(block.weights, Offloaded):
-                with block.onloaded():
-                    self._assign(block.layers)
-        self._assign(structure.outside)
-
-    def _assign(self, layers: tuple[PrunableLayer, ...]) -> None:
-        for layer in layers:
-            if layer.name in self.weights:
-                layer.write(self.weights[layer.name])
+        for block in (*structure.blocks, None):
+            if block is None or not isinstance(block.weights, Offloaded):
+                with nullcontext() if block is None else block.onloaded():
+                    for layer in structure.outside if block is None else block.layers:
+                        if layer.name in self.weights:
+                            layer.write(self.weights[layer.name])
 
 
-def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
-    """Give every layer the matrix that `weight` has for it; returns the dense ones, which a failure puts back."""
-    structure, dense = variant.selection.structure, Dense(variant.selection)
+@torch.no_grad()
+def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> _Dense:
+    """Give every layer the matrix `weight(layer)`; returns the dense ones, which a failure puts back."""
+    structure, dense = variant.selection.structure, _Dense(variant.selection)
     try:
         for block in (*structure.blocks, None):
             layers = structure.outside if block is None else block.layers
             layers = tuple(layer for layer in layers if layer.name not in variant.skipped)
             if block is not None and isinstance(block.weights, Offloaded):
-                dense.elsewhere.append((block.weights, block.weights.changes()))
+                dense.offloaded.append((block.weights, block.weights.changes()))
                 for layer in layers:
                     block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer)))
                 continue
@@ -281,5 +196,89 @@ def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
 
 
 def _parameter(layer: PrunableLayer, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What gives a matrix in the layout of the layer's parameter."""
+    """Loads a matrix in the layout of the layer's parameter."""
     return lambda: layer.as_parameter(load()).contiguous()
+
+
+def open_store(
+    prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
+) -> ResultStore:
+    """A store in `folder`, or in memory without one; of several processes, the first one's is in the folder.
+
+    The same settings, model and data have their results there again. `field` is the folder's argument, for messages.
+
+    Raises:
+        MoonshotError: the folder holds other files, or cannot be written.
+    """
+    ranks, structure, identity = prepared.subject.ranks, selection.structure, ""
+    folder = ranks.broadcast_object(folder)
+    if folder is not None and ranks.is_main:
+        digest = prepared.data.digest if prepared.data else ""
+        sums = structure.layers_onloaded() if prepared.block_probe is None else prepared.block_probe.sums
+        identity = fingerprint(selection.config.fingerprint(), digest, layers=sums)
+    spilling, spill_to = is_on_disk(structure.blocks), selection.config.offload_dir
+    store = ResultStore(folder if ranks.is_main else None, identity, field, spilling, spill_to)
+    if folder is not None and ranks.size > 1:
+        store.share(ranks.broadcast_object)
+    return store
+
+
+def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Sequence[PrunableLayer]) -> int:
+    """Exchange results: `solved` are the layers of this process; returns how many others have their results now.
+
+    Of a layer that several processes have solved, all keep the first one's result: all end with the same bits.
+    """
+    ranks = prepared.subject.ranks
+    reports = [
+        (index, variant.store.reports[layer.name])
+        for layer in solved
+        for index, variant in enumerate(variants)
+        if layer in variant.store
+    ]
+    layers = {layer.name: layer for layer in prepared.selection.layers}
+    shared: set[tuple[int, str]] = set()
+    for rank, of_process in enumerate(ranks.all_gather_object(reports)):
+        for index, report in of_process:
+            if (index, report.name) not in shared:
+                shared.add((index, report.name))
+                weight = _broadcast(prepared, variants[index], layers[report.name], rank)
+                if ranks.rank != rank:
+                    variants[index].store.put(report, weight)  # without the seconds, which another process took
+    return len({name for _, name in shared}) - len(solved)
+
+
+def _broadcast(prepared: Prepared, variant: Variant, layer: PrunableLayer, rank: int) -> Tensor:
+    """The result of one process for a layer, in all of them."""
+    ranks = prepared.subject.ranks
+    like = torch.empty(layer.shape, dtype=layer.parameter.dtype, device="meta")
+    return ranks.broadcast(variant.store.weight(layer) if ranks.rank == rank else None, like, rank)
+
+
+def share_curves(prepared: Prepared, variants: Sequence[Variant], measured: list[tuple[int, str, LossCurve]]) -> None:
+    """Exchange loss curves: `measured` are those of this process, by the variant's index and the layer's name."""
+    for curves in reversed(prepared.subject.ranks.all_gather_object(measured)):  # the first process takes precedence
+        for index, name, curve in curves:
+            variants[index].store.put_curve(name, curve)
+
+
+def share_recovered(prepared: Prepared, variant: Variant) -> None:
+    """Give all processes the blocks that the first one has recovered."""
+    ranks, store = prepared.subject.ranks, variant.store
+    for block in prepared.selection.structure.blocks if ranks.size > 1 else ():
+        report = ranks.broadcast_object(store.blocks.get(block.name))
+        if report is None:
+            continue
+        inside = {id(parameter) for parameter in block.module.parameters()}
+        layers = [layer for layer in variant.layers if id(layer.parameter) in inside]
+        weights = {layer.name: _broadcast(prepared, variant, layer, 0) for layer in layers}
+        if not ranks.is_main:
+            store.put_block(report, weights)
+
+
+def share_rotation(prepared: Prepared, state: Learned | None) -> Learned | None:
+    """The first process's state of learning a rotation, in all processes."""
+    ranks = prepared.subject.ranks
+    if ranks.size == 1:
+        return state
+    saved = ranks.broadcast_object(None if state is None else state.saved())
+    return None if saved is None else Learned.load(*saved)

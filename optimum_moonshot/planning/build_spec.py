@@ -15,8 +15,9 @@ from ..model.layers import Block, all_onloaded
 from ..model.losses import is_causal
 from ..model.model_info import embedded_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
 from ..pipeline.block_sequences import find_block_sequences
-from ..pipeline.inputs import Subject, prepare, with_room
-from ..pipeline.selection import Selection
+from ..pipeline.calibration_data import with_room
+from ..pipeline.inputs import prepare
+from ..pipeline.selection import Selection, Subject
 from .footprint import ModelFootprint, model_footprint
 from .run_spec import OffloadedBlocks, RunSpec, module_bytes, text_setting
 

@@ -19,7 +19,6 @@ from ..pipeline.backoff import Backoff
 from ..pipeline.loop import PartitionedTask, run_pipeline, solve_parts
 from ..pipeline.partition import Part
 from ..pipeline.stages import PassObserver, Stage
-from ..pipeline.under_calibrated_experts import UnderCalibratedExperts
 from ..reports.plan import DISK, HOST, Bytes, Overflow, Snapshot
 from .run_spec import RunSpec, pattern_of, solver_bytes, weight_bytes
 
@@ -180,8 +179,10 @@ class CountedTask(PartitionedTask):
         if self.whole and parts:
             parts = [Part(tuple(stage.layers), (0,) * len(stage.layers))]
         if parts:
-            last, experts = parts[-1], UnderCalibratedExperts(self.spec, self.backoff, [])
-            advance = bool(last.slices) or experts.observes_again(last.layers)  # by one more pass
+            last, routed = parts[-1], self.spec.keeps_routing
+            advance = (
+                bool(last.slices) or not routed and any(layer.separate for layer in last.layers)
+            )  # by one more pass
             self.visits.append((stage.block, list(parts), sum(map(self._passes, parts)) + advance))
         return parts
 

@@ -16,8 +16,7 @@ from ..devices import is_gpu
 from ..errors import require
 from ..model.calls import Forward, called_by, model_device
 from ..objective.patterns import Experts
-from ..pipeline.inputs import Subject
-from ..pipeline.selection import select
+from ..pipeline.selection import Subject, select
 from ..reports.plan import DISK, HOST, BlockPlan, Overflow, Plan, Snapshot, peaks_of
 from .build_spec import Room, build_spec, example_batches, is_given
 from .memory import MemoryTrace, Visit, count_blocks

@@ -20,7 +20,7 @@ from ..errors import MoonshotError
 from ..model.calls import model_device, to_device
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.block_probe import without_weights
-from ..pipeline.inputs import Subject
+from ..pipeline.selection import Subject
 from ..pipeline.stages import BlockPipeline, BlockStage, FullModelPipeline
 from ..pipeline.streamed import StreamedPipeline
 from .run_spec import RunSpec
@@ -136,11 +136,11 @@ def _captured(subject: Subject, run: RunSpec, blocks: tuple[Block, ...], batch: 
     if probe is None:
         message = "plan: the blocks' arguments cannot be seen without their weights; plan the model in memory"
         raise MoonshotError(message)
-    streamed = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), probe.extras)
+    streamed = StreamedPipeline(model, blocks, [batch], gradients, loss, Storage(device), extras=probe.extras)
     streamed.capture_arguments()
-    hidden = streamed.call(0, 0).hidden
+    hidden = streamed.calls[0][0].hidden
     for index in range(len(blocks)):
-        streamed.call(index, 0).hidden = hidden
+        streamed.calls[index][0].hidden = hidden
     streamed.deltas[0] = torch.full_like(hidden, 1e-3)
     return streamed
 

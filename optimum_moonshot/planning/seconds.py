@@ -13,8 +13,7 @@ from ..devices import wait_for
 from ..model.calls import frozen, model_device
 from ..model.layers import Block
 from ..model.offload import RESIDENT
-from ..pipeline.inputs import Subject
-from ..pipeline.selection import Selection, check_weight
+from ..pipeline.selection import Selection, Subject, check_weight
 from ..recovery.tuning import EVALUATIONS, HELDOUT_SHARE, STEP_SAMPLES
 from ..results.store import weight_sums
 from ..rotation.permutation_search import search_products

@@ -156,13 +156,11 @@ class Recovery:
         else:
             pipeline = block_pipeline(prepared, self.blocks, batches, False)
         pipeline.capture()
-        indices = range(len(batches))
-        dense = [pipeline.call(pipeline.lowest, index).hidden for index in indices]
+        dense = [call.hidden for call in pipeline.calls[pipeline.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
         masks = [self._mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(pipeline.lowest, pipeline.highest + 1):
-            calls = [pipeline.call(i, index) for index in indices]
-            task = Task(self.blocks[i].module, calls, inputs, dense, masks)
+            task = Task(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
             yield RecoveryStage(self.blocks[i], i, task, self._student, i < pipeline.highest)
 
     def recover(self, stage: RecoveryStage) -> None:

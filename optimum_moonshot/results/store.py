@@ -9,12 +9,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..distributed.ranks import Ranks
 from ..mapped import SpillFile
 from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve
@@ -125,41 +125,18 @@ class ResultStore:
         """Store a weight without a folder, and return a function that reads it."""
         return (lambda: weight) if self.spill is None else spill_matrix(self.spill, name, weight)
 
-    @classmethod
-    def of_all(
-        cls,
-        ranks: Ranks,
-        folder: str | os.PathLike[str] | None,
-        fingerprint: str,
-        field: str = "resume_dir",
-        spilling: bool = False,
-        spill_to: str | None = None,
-    ) -> "ResultStore":
-        """The store of each of several processes: the main process uses the folder, the others memory.
-
-        All start with the results that the folder contains.
+    def share(self, broadcast: Callable[[Any], Any]) -> None:
+        """Give the stores of other processes, which have no folder, the results that the folder contains.
 
         Args:
-            ranks: the processes.
-            folder: as for `ResultStore`, like all below.
-            fingerprint: of everything that the results depend on.
-            field: the argument that names the folder.
-            spilling: keep results in a temporary file.
-            spill_to: the folder of that file.
-
-        Raises:
-            MoonshotError: the folder contains other files, or cannot be written.
+            broadcast: gives all processes the value of the one that has the folder.
         """
-        store = cls(folder if ranks.is_main else None, fingerprint, field, spilling, spill_to)
-        if ranks.size == 1 or folder is None:
-            return store
-        restored = ranks.broadcast_object((store.reports, store.blocks, store.curves, store.notes))
-        store.reports, store.blocks, store.curves, store.notes = restored
-        for name in store.reports:
-            weight = ranks.broadcast_object(store._saved(name)() if ranks.is_main else None)
-            if weight is not None and not ranks.is_main:
-                store.weights[name] = store._reader(name, weight)
-        return store
+        restored = broadcast((self.reports, self.blocks, self.curves, self.notes))
+        self.reports, self.blocks, self.curves, self.notes = restored
+        for name in self.reports:
+            weight = broadcast(None if self.folder is None else self._saved(name)())
+            if weight is not None and self.folder is None:
+                self.weights[name] = self._reader(name, weight)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Store a layer's losses at several sparsities.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..calibration.merging import merge_mixtures
 from ..calibration.mixture_sums import MixtureObserver, MixtureStatistics
 from ..config import MoonshotConfig
 from ..devices import peak_bytes
@@ -26,12 +27,12 @@ from ..model.mixtures import Mixture, find_mixtures
 from ..objective.patterns import Experts
 from ..objective.removal import Removal
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import Selection, resolved_lam
+from ..pipeline.selection import Selection, Subject, resolved_lam
 from ..pipeline.stages import Stage
-from ..pipeline.variant import divided, open_store
+from ..pipeline.variant import open_store, process_notes
 from ..progress import progress_bar
 from ..reports.measurement import versions
 from ..reports.prune_report import ExpertChoice, LayerReport, PruneReport, loss_fields
@@ -166,7 +167,8 @@ class _Choices:
         prepared, gradients = self.prepared, self.selection.needs_gradients
         samples, backoff = prepared.calibration.num_samples, prepared.backoff
         here = backoff.samples_here(samples)
-        with backoff.passing(MixtureObserver(mixtures, gradients, samples, prepared.storage, here)) as observer:
+        observer = MixtureObserver(mixtures, gradients, samples, prepared.storage, here)
+        with backoff.passing(observer, merge_mixtures):
             stage.observe(observer, advance=True)
         for mixture in mixtures:
             bar.set_postfix_str(mixture.name)
@@ -222,7 +224,7 @@ class _Choices:
             seconds=seconds,
             peak_memory=max(layer.peak_memory for layer in layers),
             versions=versions(),
-            notes=[*self.notes, *self.prepared.backoff.notes, *spilled, *divided(self.prepared.ranks, config)],
+            notes=[*self.notes, *self.prepared.backoff.notes, *spilled, *process_notes(self.prepared)],
             compaction=compaction,
             parameters=before,
         )

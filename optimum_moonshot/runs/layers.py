@@ -17,15 +17,14 @@ from ..devices import peak_bytes, reset_peak
 from ..errors import FactorizationError, require
 from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert
-from ..pipeline.exchange import share_results
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.partition import Part
+from ..pipeline.partition import Part, assign
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec, solving_cost
 from ..pipeline.stages import Stage
-from ..pipeline.variant import Variant
+from ..pipeline.variant import Variant, share_results
 from ..reports.prune_report import LayerReport, loss_fields
 from ..results.store import sparsity_of
 from ..solvers import Solver
@@ -48,7 +47,7 @@ class Pruning(StatisticsTask):
         super().__init__(spec, prepared.backoff, lambda: prepared.batches)
         self.prepared, self.variants, self.bar = prepared, variants, bar
         # Statistics recomputed on the pruned prefix belong to one variant: a sweep refuses to recompute.
-        weight = variants[0].weight if selection.config.recompute else None
+        weight = variants[0].store.weight if selection.config.recompute else None
         self.pipeline = ModelPipeline(prepared, self, weight)
 
     def lacks(self, layer: PrunableLayer) -> bool:
@@ -76,23 +75,18 @@ class Pruning(StatisticsTask):
 class PruningWithoutData(Pruning):
     """As `Pruning`, by a solver that needs no statistics."""
 
-    def __init__(self, prepared: Prepared, variants: Sequence[Variant], bar: tqdm):
-        super().__init__(prepared, variants, bar)
-        self.collect = self._empty_statistics
-
     def partition(self, stage: Stage) -> list[Part]:
         """As `Task.partition`: one part, of which each process solves some layers."""
         layers = tuple(layer for layer in stage.layers if self.lacks(layer))
         solver, patterns = self.prepared.selection.solver, self.spec.patterns
         costs = [solving_cost(solver, layer, patterns[layer.name]) for layer in layers]
-        return [Part(layers, tuple(self.prepared.ranks.owners(costs)))] if layers else []
+        return [Part(layers, tuple(assign(costs, self.backoff.processes)))] if layers else []
 
-    def _empty_statistics(
-        self, stage: Stage, part: Part, advance: bool
-    ) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
+    def collect(self, stage: Stage, part: Part, advance: bool) -> Iterable[tuple[PrunableLayer, LayerStatistics]]:
         for layer, owner in zip(part.layers, part.owners, strict=True):
-            if owner == self.prepared.ranks.rank:
-                yield layer, LayerStatistics(torch.eye(layer.shape[1], device=layer.parameter.device), None, 0)
+            if self.backoff.solves(owner):
+                inputs = torch.eye(layer.shape[1], device=layer.parameter.device)
+                yield layer, LayerStatistics(inputs, None, 0, limit=self.backoff.limit)
 
 
 def prune_layers(prepared: Prepared, variants: Sequence[Variant], bar: tqdm) -> ModelPipeline:

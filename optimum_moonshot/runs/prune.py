@@ -8,10 +8,9 @@ from ..config import MoonshotConfig
 from ..model.calls import frozen
 from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
-from ..pipeline.exchange import share_recovered
-from ..pipeline.inputs import Subject, prepare, sample_folder
-from ..pipeline.selection import select
-from ..pipeline.variant import Variant
+from ..pipeline.inputs import prepare, sample_folder
+from ..pipeline.selection import Subject, select
+from ..pipeline.variant import Variant, share_recovered
 from ..progress import progress_bar
 from ..recovery.blockwise import Recovery
 from ..reports.prune_report import PruneReport
@@ -51,7 +50,7 @@ def prune_model(
             with frozen(subject.model), bar:
                 prune_layers(prepared, [variant], bar)
                 if recovery is not None:
-                    recovering = recovery.run() if subject.ranks.is_main else 0.0
+                    recovering = recovery.run() if subject.is_main else 0.0
                     share_recovered(prepared, variant)
             prepared.backoff.share()
             variant.commit()

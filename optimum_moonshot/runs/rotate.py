@@ -26,13 +26,12 @@ from ..model.calls import frozen, model_device
 from ..model.layers import Block, PrunableLayer
 from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.backoff import SMALLER, enough_memory
-from ..pipeline.exchange import of_the_first
-from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
+from ..pipeline.inputs import Prepared, prepare, sample_folder
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import select
+from ..pipeline.selection import Subject, select
 from ..pipeline.stages import Stage
-from ..pipeline.variant import Variant
+from ..pipeline.variant import Variant, share_rotation
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
 from ..results.store import ResultStore
@@ -188,14 +187,14 @@ def _learned(
 
     Several processes gather the objective together; the first one learns.
     """
-    state = of_the_first(prepared, store.rotation())
+    state = share_rotation(prepared, store.rotation())
     if state is not None and state.finished:
         return state
     check_invariance(prepared.model, basis, batch, expected)
     objective = gather(prepared, basis.spaces, patterns)
-    if prepared.ranks.is_main:
+    if prepared.subject.is_main:
         state = _finished(prepared, store, basis, objective, state)
-    state = of_the_first(prepared, state)
+    state = share_rotation(prepared, state)
     assert state is not None
     return state
 

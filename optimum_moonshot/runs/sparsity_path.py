@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import MoonshotConfig
 from ..errors import require
-from ..pipeline.inputs import Subject
+from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant
 from ..reports.prune_report import PruneReport
 from .rotate import rotated
@@ -54,7 +54,7 @@ class SparsityPath:
             The report, also kept as the pruner's.
         """
         variant = self._variant(sparsity)
-        variant.write()
+        variant.commit(keep=True)
         seconds = {"calibration": self._calibrating, "solver": variant.solving}
         report = variant.report(self._solved.prepared, {**seconds, "total": self._calibrating + variant.solving})
         self._report(report)

@@ -26,9 +26,9 @@ from ..model.calls import evaluation_mode, frozen, model_device, run_model, to_d
 from ..model.losses import is_causal, sample_losses
 from ..objective.patterns import Experts, own_sparsity
 from ..pipeline.backoff import enough_memory
-from ..pipeline.inputs import Prepared, Subject, prepare
+from ..pipeline.inputs import Prepared, prepare
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.selection import Selection, select
+from ..pipeline.selection import Selection, Subject, select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.measurement import versions
@@ -154,7 +154,7 @@ def open_variants(
     path = work_dir is None or isinstance(work_dir, str | os.PathLike)
     require(path, "give the path of a folder", field="work_dir", value=work_dir)
     kept = None
-    if work_dir is not None and subject.ranks.is_main:
+    if work_dir is not None and subject.is_main:
         with writing("work_dir", work_dir):
             Path(work_dir).mkdir(parents=True, exist_ok=True)
         kept = RunFolder(Path(work_dir) / SAMPLES, "work_dir")
@@ -323,7 +323,7 @@ class Meter:
 
     def seen(self, losses: list[torch.Tensor | None]) -> float:
         """The calibration metric of the dense model, which passes that went backwards have seen on the way."""
-        ranks = self.prepared.ranks
+        ranks = self.prepared.subject.ranks
         if ranks.size > 1:
             found = ranks.all_gather_object([None if loss is None else loss.cpu() for loss in losses])
             losses = [loss for own in found for loss in own]
@@ -338,7 +338,7 @@ class Meter:
         Raises:
             MoonshotError: a metric that returns no number.
         """
-        model, ranks = self.prepared.model, self.prepared.ranks
+        model, ranks = self.prepared.model, self.prepared.subject.ranks
         found: Any = None
         with evaluation_mode(model), torch.no_grad():
             if ranks.is_main or not self.of_user:
@@ -382,7 +382,7 @@ def mean_loss(prepared: Prepared) -> float:
     """
     backoff = prepared.backoff
     own = backoff.repeated("the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
-    sums = prepared.ranks.all_gather_object(own)
+    sums = prepared.subject.ranks.all_gather_object(own)
     backoff.share()
     return sum(total for total, _ in sums) / sum(count for _, count in sums)
 

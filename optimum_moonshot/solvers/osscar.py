@@ -126,7 +126,7 @@ class Support:
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
         self.scale, self.ridge, self.group = objective.scales.b, ridge, group
-        self.device = objective.weight.device
+        self.device, self.limit = objective.weight.device, objective.limit
         shared = objective.scales.a * objective.gram.double()
         shared.diagonal().add_(ridge)
         lower, info = torch.linalg.cholesky_ex(shared)
@@ -178,7 +178,7 @@ class Support:
 
     def _slices(self, numbers: int) -> list[slice]:
         """Rows in slices whose intermediates, `numbers` per input, fit the limit of `row_slices`."""
-        return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device)
+        return row_slices(slice(0, len(self.weight)), 8 * self.weight.shape[1] * numbers, self.device, self.limit)
 
     def _columns(self, group: int) -> slice:
         return slice(group * self.group, (group + 1) * self.group)

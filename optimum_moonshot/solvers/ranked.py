@@ -169,7 +169,7 @@ class Ranked(Solver):
         def eliminate(part: slice) -> None:
             order[part], losses[part] = _eliminate(inverses, weight, part, pattern)
 
-        parallel_map(eliminate, _rows_together(rows, size, weight.device), weight.device)
+        parallel_map(eliminate, _rows_together(objective), weight.device)
         check_factored(torch.isfinite(losses))
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
@@ -194,7 +194,8 @@ class Ranked(Solver):
             for mask, out in zip(masks, minimisers, strict=True):
                 _minimise(hessians, weight[part].double(), mask[part], out[part])
 
-        parallel_map(minimise, row_slices(slice(0, len(weight)), 24 * size * size, device), device)
+        parts = row_slices(slice(0, len(weight)), 24 * size * size, device, objective.limit)
+        parallel_map(minimise, parts, device)
         return [out.view_as(objective.weight) for out in minimisers]
 
 
@@ -253,7 +254,7 @@ class Inverses:
         size, device = self.objective.size, self.objective.weight.device
         inverse = torch.empty(rows.stop - rows.start, size, size, device=device)
         fits = torch.empty(len(inverse), dtype=torch.bool, device=device)
-        for part in row_slices(rows, 24 * size * size, device):
+        for part in row_slices(rows, 24 * size * size, device, self.objective.limit):
             here = slice(part.start - rows.start, part.stop - rows.start)
             lower, diagonal = self._factor(part)
             # The factor is accurate to float64, so inverting it in float32 loses accuracy by its own condition number
@@ -296,7 +297,8 @@ def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> No
     out.scatter_(1, chosen, (weight.gather(1, chosen) + change).masked_fill_(surplus, 0).to(out.dtype))
 
 
-def _rows_together(rows: int, size: int, device: torch.device) -> list[slice]:
+def _rows_together(objective: Quadratic) -> list[slice]:
+    (rows, size), device = objective.row_weights.shape, objective.weight.device
     matrix = 4 * size * size
-    limit = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_FRACTION * free_bytes(device))
-    return slices_within(slice(0, rows), matrix, limit)
+    most = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_FRACTION * free_bytes(device))
+    return slices_within(slice(0, rows), matrix, most, objective.limit)

@@ -171,4 +171,4 @@ def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]
-    return slices_within(slice(0, count), row, STATE_BYTES)
+    return slices_within(slice(0, count), row, STATE_BYTES, objective.limit)

@@ -130,7 +130,7 @@ class RowFactors:
     def __init__(self, objective: Quadratic, ridge: float, rows: slice):
         device, d_in = objective.weight.device, objective.weight.shape[1]
         self.factor = torch.empty(rows.stop - rows.start, d_in, d_in, device=device)
-        for part in _slices(rows, 4 * 8 * d_in * d_in, device):  # up to four float64 matrices per row
+        for part in _slices(objective, rows, 4 * 8 * d_in * d_in):  # up to four float64 matrices per row
             hessians = objective.row_hessians(part)
             hessians.diagonal(dim1=-2, dim2=-1).add_(ridge)
             factor, ok = inverse_factor(hessians)
@@ -179,7 +179,7 @@ class LowRankFactors:
         device, samples, d_in = factor.device, objective.fisher_term.rank, len(factor)
         self.factor, self.single = factor, factor.float()
         self.count, self.widths = rows.stop - rows.start, widths
-        self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
+        self.parts = _slices(objective, slice(0, self.count), 8 * samples * (samples + widths.compared))
         self.whitened = torch.empty(self.count, d_in, samples, device=device)  # Z
         self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
         # Checked once at the end: a check per block would synchronise with the GPU each time.
@@ -203,7 +203,7 @@ class LowRankFactors:
                 product = upper @ tail[:, columns.start :].mT
                 self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
 
-        parallel_map(whiten, _slices(slice(0, self.count), 4 * samples * d_in, device), device)
+        parallel_map(whiten, _slices(objective, slice(0, self.count), 4 * samples * d_in), device)
 
     def _invert(self, part: slice) -> Tensor:
         """P of a slice of rows, in the precision that its condition number requires."""
@@ -325,10 +325,10 @@ def dense_is_cheaper(samples: int, d_in: int) -> bool:
     return d_in < DENSE_BELOW * samples
 
 
-def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
+def _slices(objective: Quadratic, rows: slice, bytes_per_row: int) -> list[slice]:
     """Rows in slices whose intermediates fit `SLICE_BYTES` or `GPU_SLICE_BYTES`."""
-    limit = SLICE_BYTES if device.type == "cpu" else GPU_SLICE_BYTES
-    return slices_within(rows, bytes_per_row, limit)
+    most = SLICE_BYTES if objective.weight.device.type == "cpu" else GPU_SLICE_BYTES
+    return slices_within(rows, bytes_per_row, most, objective.limit)
 
 
 def within(columns: slice, block: slice) -> slice:

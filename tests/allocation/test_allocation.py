@@ -29,8 +29,8 @@ from optimum_moonshot.functional import build_objective
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure
 from optimum_moonshot.objective.patterns import Unstructured
-from optimum_moonshot.pipeline.inputs import Subject, prepare
-from optimum_moonshot.pipeline.selection import select
+from optimum_moonshot.pipeline.inputs import prepare
+from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.solvers import solver_class, solver_names
 
 GOLDEN = ROOT / "../shared/golden/allocation.safetensors"

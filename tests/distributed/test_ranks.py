@@ -19,6 +19,7 @@ from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.data.batches import batch_size, samples_between
 from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.model.layers import find_structure
+from optimum_moonshot.pipeline.partition import assign
 
 pytestmark = pytest.mark.slow
 
@@ -164,10 +165,9 @@ def test_a_statistic_that_cannot_be_merged_is_refused():
 
 def test_layers_are_divided_by_their_cost():
     costs = [1.0, 1.0, 4.0, 3.0, 1.0]
-    owners = Ranks(0, 2).owners(costs)
-    assert owners == Ranks(1, 2).owners(costs)
+    owners = assign(costs, 2)
     assert [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in (0, 1)] == [5, 5]
-    assert Ranks(0, 4).owners([1.0]) == [0]
+    assert assign([1.0], 4) == [0]
 
 
 def test_a_command_writes_and_prints_once(done):

@@ -12,13 +12,19 @@ from row_shards import CASES, FEW, SIZES
 from torch import nn
 
 from optimum_moonshot.calibration.storage import Storage
-from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.model.layer_kinds import Conv2dLayer, LinearLayer
 from optimum_moonshot.objective.patterns import NM, Structured, Unstructured
 from optimum_moonshot.objective.quadratic import RelativeLoss, Totals
 from optimum_moonshot.objective.row_slices import row_slices
 from optimum_moonshot.pipeline.backoff import Backoff
-from optimum_moonshot.pipeline.partition import _owners, _rows, _shards_rows, partition
+from optimum_moonshot.pipeline.partition import (
+    assign,
+    divide,
+    layer_owners,
+    partition,
+    rows_of_processes,
+    shards_rows,
+)
 from optimum_moonshot.pipeline.solve import total_losses
 from optimum_moonshot.pipeline.spec import StatisticsSpec, solving_cost
 from optimum_moonshot.solvers import make_solver
@@ -134,16 +140,15 @@ def linear(d_out, d_in):
 
 
 def test_pieces_are_divided_where_some_would_wait():
-    two, four = Ranks(0, 2), Ranks(3, 4)
-    assert two.divide([1.0, 1.0], [0.5, 0.5]) == [0, 1]  # nobody waits
-    assert two.divide([3.0, 1.0, 1.0], [1.5, 0.5, 0.5]) == [None, 0, 1]
-    assert two.divide([3.0, 1.0, 1.0], [None, None, None]) == two.owners([3.0, 1.0, 1.0]) == [0, 1, 1]
-    assert four.divide([1.0], [0.25]) == [None]
-    assert Ranks(0, 3).divide([5.0, 5.0], [5 / 3, 5 / 3]) == [None, None]  # one alone makes it worse
-    assert four.divide([1.0, 1.0], [0.9, 0.9]) == [0, 1]  # what all do besides is most of it
-    assert two.divide([1.05, 1.0], [0.525, 0.5]) == [0, 1]  # costs are estimates
-    assert four.divide([inf, 1.0, 1.0], [5.0, 0.25, None])[0] is None  # too large for one
-    assert two.divide([], []) == []
+    assert divide([1.0, 1.0], [0.5, 0.5], 2) == [0, 1]  # nobody waits
+    assert divide([3.0, 1.0, 1.0], [1.5, 0.5, 0.5], 2) == [None, 0, 1]
+    assert divide([3.0, 1.0, 1.0], [None, None, None], 2) == assign([3.0, 1.0, 1.0], 2) == [0, 1, 1]
+    assert divide([1.0], [0.25], 4) == [None]
+    assert divide([5.0, 5.0], [5 / 3, 5 / 3], 3) == [None, None]  # one alone makes it worse
+    assert divide([1.0, 1.0], [0.9, 0.9], 4) == [0, 1]  # what all do besides is most of it
+    assert divide([1.05, 1.0], [0.525, 0.5], 2) == [0, 1]  # costs are estimates
+    assert divide([inf, 1.0, 1.0], [5.0, 0.25, None], 4)[0] is None  # too large for one
+    assert divide([], [], 2) == []
 
 
 @pytest.mark.parametrize("samples", [3, 40])
@@ -167,27 +172,27 @@ def test_rows_apart_are_the_rows_together(samples, lam):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_row_has_a_process(size):
     layer = linear(10, 4)
-    rows = [row for part in _rows(layer, Ranks(0, size)) for row in range(10)[part]]
+    rows = [row for part in rows_of_processes(layer, size) for row in range(10)[part]]
     assert rows == list(range(10))
 
 
 def test_what_is_divided():
-    ranks, layer, half = Ranks(1, 4), linear(256, 256), [Unstructured(0.5)]
+    layer, half = linear(256, 256), [Unstructured(0.5)]
 
-    def is_divisible(layer, solver, patterns, ranks):
-        return _shards_rows(layer, StatisticsSpec(solver, {layer.name: patterns}, {layer.name: 1.0}, 0), ranks)
+    def is_divisible(layer, solver, patterns, processes=4):
+        return shards_rows(layer, StatisticsSpec(solver, {layer.name: patterns}, {layer.name: 1.0}, 0), processes)
 
-    able = {name: is_divisible(layer, make_solver(name, {}), half, ranks) for name in ("obc", "cap", "sparsegpt")}
+    able = {name: is_divisible(layer, make_solver(name, {}), half) for name in ("obc", "cap", "sparsegpt")}
     assert able == dict.fromkeys(able, True)
     sparsegpt = make_solver("sparsegpt", {})
-    assert is_divisible(layer, sparsegpt, [NM(2, 4), Unstructured(0.5)], ranks)
-    assert not is_divisible(layer, make_solver("alps", {}), half, ranks)  # scales of all rows
-    assert not is_divisible(layer, make_solver("osscar", {}), [Structured(0.5)], ranks)
-    assert not is_divisible(layer, sparsegpt, half, Ranks())
-    assert not is_divisible(linear(255, 256), sparsegpt, half, ranks)  # tiny
-    assert not is_divisible(linear(3, 2**16), sparsegpt, half, ranks)
+    assert is_divisible(layer, sparsegpt, [NM(2, 4), Unstructured(0.5)])
+    assert not is_divisible(layer, make_solver("alps", {}), half)  # scales of all rows
+    assert not is_divisible(layer, make_solver("osscar", {}), [Structured(0.5)])
+    assert not is_divisible(layer, sparsegpt, half, 1)
+    assert not is_divisible(linear(255, 256), sparsegpt, half)  # tiny
+    assert not is_divisible(linear(3, 2**16), sparsegpt, half)
     grouped = Conv2dLayer("layer", (nn.Conv2d(512, 256, 2, groups=2),), False)
-    assert not is_divisible(grouped, sparsegpt, half, ranks)
+    assert not is_divisible(grouped, sparsegpt, half)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +204,11 @@ def test_what_is_too_large_for_one_process_is_divided(size, room, rounds, divide
     memory, layer = 2 * room * 4 * 256**2, linear(256, 256)
     layers = [dataclasses.replace(layer, name=name) for name in "abcd"]
     patterns, lams = dict.fromkeys("abcd", [Unstructured(0.5)]), dict.fromkeys("abcd", 0.5)
-    ranks = Ranks(0, size)
     spec = StatisticsSpec(make_solver("sparsegpt", {}), patterns, lams, 16)
-    parts = partition(layers, spec, memory, ranks)
+    parts = partition(layers, spec, memory, size)
     assert len(parts) == rounds and [layer for part in parts for layer in part.layers] == layers
-    owners = _owners(layers, spec, memory // 2, ranks)
-    assert (owners == (_rows(layer, ranks),) * 4) == divided
+    owners = layer_owners(layers, spec, memory // 2, size)
+    assert (owners == (rows_of_processes(layer, size),) * 4) == divided
     assert divided or sorted(owners) == ([0, 1, 2, 3] if size == 4 else [0, 0, 1, 1])
 
 
@@ -233,7 +237,7 @@ def test_a_piece_is_done_again_with_smaller_slices():
     backoff, seen = Backoff(Storage(torch.device("cpu"))), []
 
     def work():
-        seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"))))
+        seen.append(len(row_slices(slice(0, 8), 1024, torch.device("cpu"), backoff.limit)))
         if seen[-1] < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "found"

@@ -454,6 +454,7 @@ def test_caches_leave_the_device(tmp_path):
 
     assert torch.equal(trying.repeated("here", work, list), kept[:60]) and attempts == [None, 200]
     change = "caches on the device halved, from 400 bytes to 200 bytes"
+    trying.share()
     assert trying.notes == [f"out of memory on cpu once at here: {change}"]
     assert (storage.cached, storage.spilled) == (400, 240)
     statistics = storage.zeros((100,), torch.float32, "statistics")  # these still may be there
@@ -473,14 +474,14 @@ def test_a_run_whose_caches_leave_the_device(monkeypatch, tmp_path):
 
 
 def test_slices_are_no_larger_than_they_may_be():
-    with row_slices.cutting(None) as cuts:
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 4)
-        assert row_slices.slices_within(slice(2, 4), 8, 1) == row_slices.split_range(2, 4, 1)
-    assert cuts.largest == 32
-    with row_slices.cutting(20) as cuts:
-        assert row_slices.slices_within(slice(2, 10), 8, 32) == row_slices.split_range(2, 10, 2)
-        assert row_slices.slices_within(slice(0, 1), 8, 32) == [slice(0, 1)]
-    assert cuts.largest == 16
+    limit = row_slices.SliceLimit()
+    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 4)
+    assert row_slices.slices_within(slice(2, 4), 8, 1, limit) == row_slices.split_range(2, 4, 1)
+    assert limit.largest == 32
+    limit = row_slices.SliceLimit(20)
+    assert row_slices.slices_within(slice(2, 10), 8, 32, limit) == row_slices.split_range(2, 10, 2)
+    assert row_slices.slices_within(slice(0, 1), 8, 32, limit) == [slice(0, 1)]
+    assert limit.largest == 16
 
 
 @pytest.mark.parametrize("samples", [None, 1, 2, 3, 5])

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, PruneReport, SelfCalibration
 from optimum_moonshot.__main__ import main
 from optimum_moonshot.data.sources import file_rows
+from optimum_moonshot.pipeline import calibration_data
 from optimum_moonshot.pipeline import generated_samples as self_samples
-from optimum_moonshot.pipeline import inputs as preparation
 from optimum_moonshot.pipeline.generated_samples import write_samples
 
 CHAT = (
@@ -40,7 +40,7 @@ def written(monkeypatch):
         seen.append(original(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(preparation, "load_self", spy)
+    monkeypatch.setattr(calibration_data, "load_self", spy)
     return seen
 
 

@@ -43,7 +43,7 @@ def test_every_variant_equals_a_run_of_its_own(solver):
         variant = pruner._sweep.solved.variants[report.entries.index(entry)]
         for layer in variant.selection.layers:
             expected = alone.model.get_submodule(layer.name).weight
-            torch.testing.assert_close(variant.weight(layer), expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(variant.store.weight(layer), expected, rtol=1e-4, atol=1e-6)
         losses = [layer.loss for layer in alone.report.layers]
         assert entry.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3)
 

@@ -15,9 +15,8 @@ import transformers as hf
 from models import image_batches, make, token_batches
 from ranks import fails, full, path, prune, rank, resumable, start, stored, sweep, told
 
-from optimum_moonshot.distributed.ranks import Ranks
 from optimum_moonshot.errors import FactorizationError
-from optimum_moonshot.pipeline import spec
+from optimum_moonshot.pipeline import partition, spec
 from optimum_moonshot.pipeline.slices import ShardedRows
 from optimum_moonshot.solvers.ranked import Ranked
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
@@ -103,11 +102,11 @@ def dividing():
         SOLVED.add(share.layer.name)
         return solve(share, *rest)
 
-    def division(ranks, costs, parts):
-        owners = Ranks.owners(ranks, costs)
+    def division(costs, parts, processes):
+        owners = partition.assign(costs, processes)
         return [owner if part is None else None for owner, part in zip(owners, parts, strict=True)]
 
-    spec.LEAST_SHARDED, ShardedRows.solve, Ranks.divide = 0, noted, division
+    spec.LEAST_SHARDED, ShardedRows.solve, partition.divide = 0, noted, division
 
 
 def case(name):

@@ -1,0 +1,109 @@
+"""The calibration data of a run, from a source of any kind, in batches that suit the model."""
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ..data.batches import Batch, batch_size, shorten, split_batches, without_padding
+from ..data.image_text import load_image_text, open_image_text, reads_both
+from ..data.images import load_images, open_images
+from ..data.self_calibration import SelfCalibration
+from ..data.text import CalibrationData, load_calibration
+from ..errors import Option, Text, require
+from ..model.losses import add_masked_labels, needs_masked_labels, token_mask
+from ..model.model_info import check_tokens, max_positions, reads_images_and_text, takes_images, vocabulary_size
+from ..objective.allocation_rules import NEEDING_DATA
+from ..results.run_folder import RunFolder
+from .generated_samples import load_self
+from .selection import Selection, Subject
+
+# A batch's logits, with their gradient, stay below this: with a large vocabulary fewer samples pass at a time.
+LOGITS_BYTES = 2 * 2**30
+
+
+def read_data(subject: Subject, selection: Selection, calibration: Any, kept: RunFolder | None) -> CalibrationData:
+    """Exactly `num_samples` samples, with labels where the loss needs them, in batches whose logits have room."""
+    model, config = subject.model, selection.config
+    written = SelfCalibration.of(calibration)
+    if written is not None:
+        data = load_self(model, subject.tokenizer, selection, written, kept, subject.progress)
+        return with_room(data, selection, model)
+    gradients = selection.needs_losses
+    options = {name: getattr(config, name) for name in ("num_samples", "batch_size", "seed")}
+    if reads_images_and_text(model) and (pairs := open_image_text(calibration)) is not None:
+        require(
+            reads_both(subject.processor),
+            f"{pairs.name} has images and text, which need the model's processor",
+            field="processor",
+            hint="give AutoProcessor.from_pretrained(...), or batches of model inputs",
+        )
+        lengths = {name: getattr(config, name) for name in ("num_samples", "sequence_length", "seed")}
+        data = load_image_text(pairs, subject.processor, max_positions=max_positions(model), **lengths)
+        _check_ids(model, data, "processor")
+        return data  # whose loss is that of the text
+    if takes_images(model) and (source := open_images(calibration)) is not None:
+        labels = gradients and (subject.loss is None or source.label is not None)
+        return load_images(source, model, subject.processor, labels=labels, **options)
+    options["sequence_length"] = config.sequence_length
+    data = load_calibration(calibration, subject.tokenizer, max_positions=max_positions(model), **options)
+    _check_ids(model, data, "input_ids" if data.model_inputs else "tokenizer")
+    if gradients and subject.loss is None and needs_masked_labels(model, data.batches[0]):
+        labelled = add_masked_labels(data.batches, subject.tokenizer, config.seed)
+        data = dataclasses.replace(data, batches=labelled, notes=(*data.notes, "15% of tokens masked"))
+    return with_room(data, selection, model)
+
+
+def _check_ids(model: nn.Module, data: CalibrationData, given_by: str) -> None:
+    for ids in (batch["input_ids"] for batch in data.batches if "input_ids" in batch):
+        check_tokens(model, ids, given_by)
+
+
+def with_room(data: CalibrationData, selection: Selection, model: nn.Module) -> CalibrationData:
+    """The data in batches whose logits, with their gradient, stay below `LOGITS_BYTES`, where any are needed."""
+    if (selection.needs_losses or selection.config.allocation == "owl") and data.sequence_length:
+        itemsize = selection.layers[0].parameter.dtype.itemsize
+        per_sample = 2 * data.sequence_length * vocabulary_size(model) * itemsize
+        data = dataclasses.replace(data, batches=split_batches(data.batches, max(1, LOGITS_BYTES // per_sample)))
+    return data
+
+
+def two_samples(selection: Selection, data: CalibrationData) -> Batch | None:
+    """Two samples, padded if any are, to test whether the layers show them; None where it does not matter."""
+    several = [batch for batch in data.batches if batch_size(batch) > 1]
+    masks = ((batch, token_mask(batch)) for batch in several)
+    padded = next((batch for batch, mask in masks if mask is not None and not bool(mask.all())), None)
+    if not several or (padded is None and not selection.needs_losses):
+        return None
+    return shorten(several[0] if padded is None else padded, samples=2)
+
+
+def one_by_one(data: CalibrationData, unshown: list[str]) -> CalibrationData:
+    """The data in batches of one sample, where some layers do not show them, with a note."""
+    if not unshown:
+        return data
+    more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
+    note = f"one sample at a time: the inputs of {unshown[0]}{more} do not show which sample they belong to"
+    batches = [without_padding(each) for each in split_batches(data.batches, 1)]
+    return dataclasses.replace(data, batches=batches, notes=(*data.notes, note))
+
+
+def check_without_data(selection: Selection) -> None:
+    """Check that a run needs no data.
+
+    Raises:
+        MoonshotError: it needs some.
+    """
+    config = selection.config
+    message = "without calibration data there is nothing to recompute; give some, or leave it out"
+    require(not config.recompute, message, field="recompute", value=True)
+    require(
+        config.allocation not in NEEDING_DATA,
+        Text("{} needs data to see what a layer does", Option("allocation", config.allocation)),
+        field="calibration",
+        value=None,
+        hint=Text("give some, or use {}", Option("allocation", "alpha")),
+    )
+    such = 'such as "c4", a text file, or a folder of images for an image model'
+    needed = Text(f"{{}} needs data, {such}", Option("solver", config.solver))
+    require(not selection.solver.calibrated, needed, field="calibration", value=None)
