@@ -40,8 +40,8 @@ class Fisher(ABC):
         """Inputs of a row: d_in, or the size of a column block."""
 
     @property
-    def rank(self) -> int:
-        """Number of factors of a row: at most the samples, and at most the inputs."""
+    def max_rank(self) -> int:
+        """Number of factors of a row, a bound of its rank: at most the samples, and at most the inputs."""
         return self.size
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Fisher(ABC):
             dtype: of the result.
 
         Returns:
-            [r, rank, size]; read-only, since it may share the memory of the stored values.
+            [r, max_rank, size]; read-only, since it may share the memory of the stored values.
         """
         values, vectors = torch.linalg.eigh(self.matrices(rows, device))
         return (vectors.mT * values.clamp_(min=0).sqrt_()[:, :, None]).to(dtype)
@@ -135,7 +135,7 @@ class SampleGradients(Fisher):
         return self.gradients.shape[2]
 
     @property
-    def rank(self) -> int:
+    def max_rank(self) -> int:
         return min(self.samples, self.size)
 
     def part(self, rows: slice) -> SampleGradients:

@@ -241,8 +241,8 @@ def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
     words = window * bits // 64
     shifts = torch.full((256, groups.shape[1], words, per), 64, device="cpu")
     for code, group, place in groups.nonzero().tolist():
-        rank = int(groups[code, group, :place].sum())
-        if rank < per:
+        index = int(groups[code, group, :place].sum())
+        if index < per:
             word, shift = divmod(place * bits, 64)
-            shifts[code, group, word, rank] = shift
+            shifts[code, group, word, index] = shift
     return shifts.to(device)

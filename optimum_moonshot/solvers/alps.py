@@ -85,18 +85,20 @@ class ALPS(Solver):
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
         """As `Solver.work`: over a dozen float64 copies of the weights, and the factors or matrices of the rows."""
-        rows, d_in, rank = size.rows, size.inputs, size.rank
+        rows, d_in, samples = size.rows, size.inputs, size.max_rank
         inversions, products = d_in**3 * self.iterations / EVERY, self.iterations + self.refit_steps
         shared = 24 * size.groups * d_in**2 + 166 * size.weights
-        if not rank:
+        if not samples:
             return Work(shared, size.groups * inversions + 2 * products * size.weights * d_in)
         shared += 24 * size.weights
         products = 2 * (self.inner_steps * self.iterations + self.refit_steps)
-        if size.groups == 1 and rank < d_in:
-            return Work(shared + 4 * rank * size.weights, inversions + products * size.weights * (d_in + 2 * rank))
+        if size.groups == 1 and samples < d_in:
+            return Work(
+                shared + 4 * samples * size.weights, inversions + products * size.weights * (d_in + 2 * samples)
+            )
         matrices = 4 * rows * d_in**2
         made = size.slices(8 * d_in**2) // size.threads
-        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + rank))
+        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + samples))
 
     def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [d_out, d_in]."""
@@ -255,7 +257,7 @@ class LowRankRows:
 
     Args:
         gram: a·G + μI, [1, d_in, d_in] in float64.
-        factors: √b·A_kᵀ, [d_out, rank, d_in] in float32, contiguous.
+        factors: √b·A_kᵀ, [d_out, samples, d_in] in float32, contiguous.
     """
 
     shared = False
@@ -298,9 +300,9 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     if not objective.scales.b:
         return SharedRows(gram)
     fisher, device, (d_out, d_in) = objective.fisher_term, objective.weight.device, objective.weight.shape
-    if len(gram) == 1 and fisher.rank < d_in:
-        factors = torch.empty(d_out, fisher.rank, d_in, device=device)
-        for rows in row_slices(slice(0, d_out), 4 * fisher.rank * d_in, device):
+    if len(gram) == 1 and fisher.max_rank < d_in:
+        factors = torch.empty(d_out, fisher.max_rank, d_in, device=device)
+        for rows in row_slices(slice(0, d_out), 4 * fisher.max_rank * d_in, device):
             torch.mul(fisher.factors(rows, device, torch.float32), objective.scales.b**0.5, out=factors[rows])
         return LowRankRows(gram, factors)
     matrices = torch.empty(d_out, d_in, d_in, device=device)

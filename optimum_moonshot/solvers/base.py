@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, get_args
+from typing import Any, ClassVar, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Solver(ABC):
     calibrated: ClassVar[bool] = True
     # Whether it ranks removals: one elimination then yields every sparsity, and a layer whose statistics exceed memory
     # can be solved in chunks of rows. Requires the methods of `ranked.Ranked` and a field ``damping``.
-    ranks: ClassVar[bool] = False
+    ranks_removals: ClassVar[bool] = False
     # Whether rows interact only through `Pattern.keep`: rows can then be solved in shards. Requires `attempt`, as in
     # `sparsegpt.SparseGPT`, and a field ``damping``.
     by_rows: ClassVar[bool] = False
@@ -120,8 +120,8 @@ class Solver(ABC):
         """
         if self.objective.diagonal_only:
             return Work(24 * size.weights, size.weights)
-        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.rank)
-        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.rank))
+        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.max_rank)
+        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.max_rank))
 
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
         """Prune by several patterns of one class, to compare their losses; override it where they can share work.
@@ -148,13 +148,8 @@ class RowSolver(Protocol):
     def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]: ...
 
 
-def solves_by_rows(solver: Solver) -> TypeGuard[RowSolver]:
-    """Whether a solver declares `Solver.by_rows`, and so has the members of `RowSolver`."""
-    return solver.by_rows
-
-
-# Methods that `ranks` and `by_rows` require.
-RANKING = ("rank", "minimise", "solve_path")
+# Methods that `ranks_removals` and `by_rows` require.
+RANKING = ("rank_removals", "minimise", "solve_path")
 BY_ROWS = ("attempt",)
 
 _SOLVERS: dict[str, type[Solver]] = {}
@@ -174,7 +169,16 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", "grouped", "calibrated", "ranks", "by_rows", "column_block", "work", "trials"):
+        for capability in (
+            "objective",
+            "grouped",
+            "calibrated",
+            "ranks_removals",
+            "by_rows",
+            "column_block",
+            "work",
+            "trials",
+        ):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)
@@ -187,11 +191,11 @@ def register_solver(name: str) -> Callable[[C], C]:
 def _check_declared(cls: type[Any]) -> None:
     """Raise `MoonshotError` unless a class has all members that its capabilities require, each of a valid type."""
     owner, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
-    needed = ("patterns", "solve", *(RANKING if cls.ranks else ()), *(BY_ROWS if cls.by_rows else ()))
+    needed = ("patterns", "solve", *(RANKING if cls.ranks_removals else ()), *(BY_ROWS if cls.by_rows else ()))
     lacks = [name for name in needed if not hasattr(cls, name) or name in abstract]
-    lacks += ["the hyperparameter damping"] if (cls.ranks or cls.by_rows) and "damping" not in options else []
+    lacks += ["the hyperparameter damping"] if (cls.ranks_removals or cls.by_rows) and "damping" not in options else []
     why = ", which by_rows=True requires (solvers/sparsegpt.py)" if cls.by_rows else ""
-    why = ", which ranks=True requires (solvers/ranked.py)" if cls.ranks else why
+    why = ", which ranks_removals=True requires (solvers/ranked.py)" if cls.ranks_removals else why
     require(not lacks, f"{owner} lacks {', '.join(lacks)}{why}", hint="see `Solver` in solvers/base.py")
     kinds = {kind.__name__: kind for kind in get_args(Pattern)}
     valid = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
@@ -200,10 +204,10 @@ def _check_declared(cls: type[Any]) -> None:
     objectives = {kind.__name__: kind for kind in get_args(Objective)}
     usage = f"give {' or '.join(objectives)}"
     require(cls.objective in objectives.values(), usage, field=f"{owner}.objective", value=cls.objective)
-    for name in ("grouped", "calibrated", "ranks", "by_rows"):
+    for name in ("grouped", "calibrated", "ranks_removals", "by_rows"):
         value = getattr(cls, name)
         require(isinstance(value, bool), "give True or False", field=f"{owner}.{name}", value=value)
-    for name in ("ranks", "by_rows"):
+    for name in ("ranks_removals", "by_rows"):
         require(
             not (getattr(cls, name) and cls.objective.diagonal_only),
             f"{name}=True requires a Quadratic",

@@ -78,14 +78,14 @@ class OSSCAR(Solver):
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
         """As `Solver.work`: the shared inverse, and for every row P_k (at times in both precisions) and M_k."""
-        rows, d_in, rank = size.rows, size.inputs, size.rank
+        rows, d_in, samples = size.rows, size.inputs, size.max_rank
         shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
-        if not rank:
+        if not samples:
             return Work(shared, d_in**3 + gone * size.weights)
-        single = size.lam >= SINGLE_LAM and 2 * rank <= d_in
-        spread, inner = (4 if single else 8) * rank * size.weights, 8 * rows * rank**2
-        state = spread + inner + size.slices(24 * rank * d_in) * 2 // 3 + (0 if single else spread // 2)
-        operations = size.weights * rank * (d_in + 4 * gone) + gone * rows * rank**2
+        single = size.lam >= SINGLE_LAM and 2 * samples <= d_in
+        spread, inner = (4 if single else 8) * samples * size.weights, 8 * rows * samples**2
+        state = spread + inner + size.slices(24 * samples * d_in) * 2 // 3 + (0 if single else spread // 2)
+        operations = size.weights * samples * (d_in + 4 * gone) + gone * rows * samples**2
         return Work(shared + max(state, spread + 3 * inner), d_in**3 + operations)
 
 
@@ -157,7 +157,7 @@ class Support:
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
         fisher, (count, d_in) = objective.fisher_term, self.weight.shape
-        samples = fisher.rank
+        samples = fisher.max_rank
         self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
         for rows in self._slices(3 * samples):
@@ -282,7 +282,7 @@ class Support:
         weight = torch.zeros_like(dense)
         if groups.all() or not groups.any():
             return dense.mul_(keep).float(), groups
-        for rows in self._slices(3 * objective.fisher_term.rank if self.scale else 3):
+        for rows in self._slices(3 * objective.fisher_term.max_rank if self.scale else 3):
             factors = objective.fisher_term.factors(rows, self.device) if self.scale else None
             multiply = partial(self._multiply, factors=factors)
             right = multiply(dense[rows] * ~keep)[:, keep]

@@ -1,6 +1,6 @@
 """Solvers that eliminate all weights greedily and choose the mask by the ranking of the removals: OBC and CAP.
 
-Three steps: `rank` computes the order of the removals of each row and their losses, once for all sparsities;
+Three steps: `rank_removals` computes the order of the removals of each row and their losses, once for all sparsities;
 `Ranking.keep` compares the losses across the layer; `minimise` computes the remaining weights,
 
     w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P        S the remaining inputs, P the removed ones
@@ -11,7 +11,7 @@ damping is ``μ_k = p · mean(diag F_k)``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeGuard
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -61,36 +61,31 @@ class Ranking:
 
 
 class RankingSolver(Protocol):
-    """The members that `Solver.ranks` requires; `Ranked` documents them."""
+    """The members that `Solver.ranks_removals` requires; `Ranked` documents them."""
 
     @property
     def damping(self) -> float: ...
 
-    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
+    def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]: ...
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]: ...
 
 
-def ranks_removals(solver: Solver) -> TypeGuard[RankingSolver]:
-    """Whether a solver declares `Solver.ranks`, and so has the members of `RankingSolver`."""
-    return solver.ranks
-
-
 @dataclass(frozen=True)
 class Ranked(Solver):
     """A solver that ranks removals; subclasses define by which losses.
 
-    Other solvers with ``ranks = True`` implement the same methods. `rank` and `minimise` accept an objective with some
-    rows of a layer as well as one with all.
+    Other solvers with ``ranks_removals = True`` implement the same methods. `rank_removals` and `minimise` accept some
+    rows of a layer as well as all of them.
     """
 
     damping: float = damping_option()
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
-    ranks: ClassVar[bool] = True
+    ranks_removals: ClassVar[bool] = True
     cumulative: ClassVar[bool]  # rank by the sum of a row's losses so far, not by the loss of the removal alone
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
@@ -118,7 +113,7 @@ class Ranked(Solver):
         Raises:
             FactorizationError: no damping up to 1 suffices.
         """
-        ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
+        ranking, damping = escalate(self.damping, lambda damping: self.rank_removals(objective, patterns[0], damping))
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
         weights = self.minimise(objective, keeps, damping)
         return [finish(objective, *pair, damping, self.damping) for pair in zip(weights, keeps, strict=True)]
@@ -142,15 +137,15 @@ class Ranked(Solver):
         cpu = size.device.type == "cpu"
         limit = slice_bytes(size.device)
         together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
-        factored = min(together if size.rank else size.groups, max(1, limit // (24 * d * d)))
+        factored = min(together if size.max_rank else size.groups, max(1, limit // (24 * d * d)))
         inverses = 4 * together * d * d
         # Dropping dead inputs copies (3/4)² of the inverses; before that, factors are held next to the inverses.
         eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
         threads = max(1, min(size.threads if cpu else 1, count // together))
-        peak = threads * max(eliminating, (inverses if size.rank else 0) + 32 * factored * d * d)
-        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.rank))
+        peak = threads * max(eliminating, (inverses if size.max_rank else 0) + 32 * factored * d * d)
+        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.max_rank))
 
-    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
+    def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove the weights of each row one by one, all of them or (n:m) as many as the pattern allows.
 
         Args:

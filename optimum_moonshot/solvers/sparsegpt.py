@@ -87,22 +87,26 @@ class SparseGPT(Solver):
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
         """As `Solver.work`: the shared factor, and for every row either Z, P, R and Q or a matrix."""
-        rows, d_in, rank, widths = size.rows, size.inputs, size.rank, Widths.of(pattern, self.block_size)
+        rows, d_in, samples, widths = size.rows, size.inputs, size.max_rank, Widths.of(pattern, self.block_size)
         compared = min(widths.compared, d_in)
         shared = 0 if size.groups > 1 else 24 * d_in**2
         columns = 20 * rows * compared + 5 * size.weights
-        if size.groups > 1 or (rank and dense_is_cheaper(rank, d_in)):
+        if size.groups > 1 or (samples and dense_is_cheaper(samples, d_in)):
             together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
             matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
-            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + rank))
-        if not rank:
+            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + samples))
+        if not samples:
             return Work(max(shared + 4 * size.weights, 12 * d_in**2 + columns), 1.5 * d_in**3 + rows * d_in**2)
         item = 4 if size.lam >= SINGLE_LAM else 8
-        row = 4 * d_in * rank + item * (rank**2 + compared * (rank + widths.block)) + 8 * (rank + 2 * compared)
+        row = (
+            4 * d_in * samples
+            + item * (samples**2 + compared * (samples + widths.block))
+            + 8 * (samples + 2 * compared)
+        )
         together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // row))
-        slices = size.slices(8 * rank * (rank + widths.compared), SLICE_BYTES)
+        slices = size.slices(8 * samples * (samples + widths.compared), SLICE_BYTES)
         state = together * row + 16 * d_in**2 + slices + columns
-        return Work(max(shared, state), 1.5 * d_in**3 + rows * rank * d_in * (d_in + 4 * rank))
+        return Work(max(shared, state), 1.5 * d_in**3 + rows * samples * d_in * (d_in + 4 * samples))
 
     def _sweep(self, objective: Quadratic, pattern: Pattern, ridge: float) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [rows, d_in], with `ridge` added to every diagonal."""
@@ -167,7 +171,7 @@ def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list
     if needs_matrices(objective):
         row = 4 * d_in * d_in
     elif objective.scales.b:
-        samples = objective.fisher_term.rank
+        samples = objective.fisher_term.max_rank
         row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
     else:
         return [slice(0, count)]

@@ -177,7 +177,7 @@ class LowRankFactors:
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        device, samples, d_in = factor.device, objective.fisher_term.rank, len(factor)
+        device, samples, d_in = factor.device, objective.fisher_term.max_rank, len(factor)
         self.factor, self.single = factor, factor.float()
         self.count, self.widths = rows.stop - rows.start, widths
         self.parts = _slices(slice(0, self.count), 8 * samples * (samples + widths.compared), device)
@@ -194,7 +194,7 @@ class LowRankFactors:
     def _whiten(self, objective: Quadratic, rows: slice) -> None:
         """Compute Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left."""
         fisher, device = objective.fisher_term.part(rows), self.factor.device
-        samples, d_in = fisher.rank, fisher.size
+        samples, d_in = fisher.max_rank, fisher.size
         cuts = split_range(0, d_in, self.widths.compared)
         uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
 
@@ -313,7 +313,7 @@ def needs_matrices(objective: Quadratic) -> bool:
     """Whether `make_factors` makes `RowFactors`."""
     if objective.gram.ndim == 3:  # groups of rows with separate Gram matrices
         return True
-    return bool(objective.scales.b) and dense_is_cheaper(objective.fisher_term.rank, objective.weight.shape[1])
+    return bool(objective.scales.b) and dense_is_cheaper(objective.fisher_term.max_rank, objective.weight.shape[1])
 
 
 def dense_is_cheaper(samples: int, d_in: int) -> bool:
