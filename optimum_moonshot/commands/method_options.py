@@ -204,7 +204,8 @@ def read_options(solver: str, texts: list[str]) -> dict[str, Any]:
     Raises:
         MoonshotError: no such solver or hyperparameter, one that is given twice, or an invalid value.
     """
-    from ..solvers.base import parse_option, solver_options
+    from ..solvers.base import solver_options
+    from ..solvers.hyperparameters import parse_option
 
     options, values = solver_options(solver), {}
     for text in texts:

@@ -11,7 +11,7 @@ subtracts u uᵀ from J, u q_k from P_k and b q_kᵀ q_k from M_k. The updates o
 applied in one matrix product every `WAITING` columns, as rank-1 updates are bound by memory bandwidth. A removal then
 only reads P_k once. P_k is stored transposed, since x P_kᵀ is several times faster than P_k xᵀ for few rows x.
 
-For mixtures of experts, `subsets` searches for the experts to remove.
+For mixtures of experts, `experts` has the search for those to remove.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
 from .base import PrunedWeight, Solver, damped, register_solver
+from .experts import best_subset, expert_mask
 from .hyperparameters import damping_option, hyperparameter
 from .sparsegpt import SINGLE_LAM
-from .subsets import best_subset, expert_mask
 
 # Columns whose updates are deferred.
 WAITING = 64
@@ -56,28 +56,22 @@ class OSSCAR(Solver):
     patterns: ClassVar[tuple[type, ...]] = (Structured, Experts)
 
     def solve(self, objective: Quadratic | Removal, pattern: Structured | Experts) -> PrunedWeight:
-        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
-
-        Args:
-            objective: of the whole layer; a `Removal` for experts.
-            pattern: the columns of a group and the fraction of groups to remove, or the fraction of experts.
-
-        Raises:
-            FactorizationError: no damping up to 1 suffices.
-        """
         if isinstance(pattern, Experts):
             assert isinstance(objective, Removal)
             return expert_mask(objective, best_subset(objective, pattern, self.exact))
         assert isinstance(objective, Quadratic)
 
         def attempt(ridge: float) -> tuple[Tensor, Tensor]:
-            weight, groups = remove_columns(objective, pattern, ridge)
+            support = Support(objective, pattern.group, ridge)
+            for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
+                support.remove(support.cheapest())
+            weight, groups = support.minimise(objective)
             return weight, pattern.columns(groups).expand_as(weight).clone()
 
         return damped(objective, self.damping, attempt)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the shared inverse, and for every row P_k (at times in both precisions) and M_k."""
+        # The shared inverse, and for every row P_k (at times in both precisions) and M_k.
         rows, d_in, samples = size.rows, size.inputs, size.max_rank
         shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
         if not samples:
@@ -89,39 +83,14 @@ class OSSCAR(Solver):
         return Work(shared + max(state, spread + 3 * inner), d_in**3 + operations)
 
 
-def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
-    """Remove column groups greedily by cost.
-
-    Args:
-        objective: of the whole layer.
-        pattern: the columns of a group, and the fraction of groups to remove.
-        ridge: added to the diagonal of every F_k.
-
-    Returns:
-        The pruned weight [d_out, d_in], and bool [d_in / group], True for the column groups that remain.
-
-    Raises:
-        FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
-    """
-    support = Support(objective, pattern.group, ridge)
-    for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
-        support.remove(support.cheapest())
-    return support.minimise(objective)
-
-
 class Support:
     """F_k⁻¹ and the weights on the remaining columns.
 
     Removed columns keep their position until they are a quarter of all; `groups` has the indices of those that are
     stored. The state of the rows is in float32 unless the condition number of an M_k requires float64.
 
-    Args:
-        objective: of the whole layer.
-        group: columns of a group, a divisor of d_in.
-        ridge: added to the diagonal of every F_k.
-
-    Raises:
-        FactorizationError: a matrix is not positive definite.
+    `group` is the number of columns of a group, a divisor of d_in; `ridge` is added to the diagonal of every F_k. All
+    methods raise `FactorizationError` where a matrix is not positive definite.
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
@@ -136,23 +105,20 @@ class Support:
         self.alive = torch.ones_like(self.groups, dtype=torch.bool)
         self.removed = self.inverse.new_empty(len(shared), 0)  # U
         self.weight = objective.weight.double()
-        if self.scale:
-            self._start_rows(objective)
         blocks = torch.stack([self.inverse[each, each] for each in map(self._columns, range(len(self.groups)))])
         self.blocks = blocks[None]  # [F_k⁻¹]_gg, [rows or 1, groups, group, group]
         if self.scale:
+            self._start_rows(objective)
             self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
             for rows in self._slices(2 * self.spread.shape[1]):
-                self.blocks[rows] -= self.scale * self._low_rank_blocks(rows)
-
-    def _low_rank_blocks(self, rows: slice) -> Tensor:
-        """The diagonal blocks of P_k M_k⁻¹ P_kᵀ, [r, groups, group, group]."""
-        spread = self.spread[rows]
-        solved = self.inner[rows] @ spread
-        if self.group == 1:
-            return (solved * spread).sum(1)[:, :, None, None]
-        solved, spread = (x.mT.unflatten(1, (-1, self.group)) for x in (solved, spread))
-        return solved @ spread.mT
+                spread = self.spread[rows]
+                solved = self.inner[rows] @ spread
+                if group == 1:
+                    low_rank = (solved * spread).sum(1)[:, :, None, None]
+                else:
+                    solved, spread = (each.mT.unflatten(1, (-1, group)) for each in (solved, spread))
+                    low_rank = solved @ spread.mT
+                self.blocks[rows] -= self.scale * low_rank  # the diagonal blocks of b P_k M_k⁻¹ P_kᵀ
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
@@ -268,10 +234,8 @@ class Support:
         """The minimiser on the remaining columns, [d_out, d_in] in float32, and bool [groups], True where they remain.
 
         The state is the inverse of F_SS up to rounding errors. Three rounds of iterative refinement, with residuals in
-        float64 from the statistics instead of the state, remove their effect.
-
-        Raises:
-            FactorizationError: the refinement does not converge, because the state has lost its accuracy.
+        float64 from the statistics instead of the state, remove their effect; `FactorizationError` if they do not
+        converge, because the state has lost its accuracy.
         """
         self._flush()
         self._drop()

@@ -19,8 +19,7 @@ from optimum_moonshot.objective.row_slices import split_range
 from optimum_moonshot.pipeline import spec
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
-from optimum_moonshot.solvers.cap import CAP
-from optimum_moonshot.solvers.obc import OBC
+from optimum_moonshot.solvers.ranked import CAP, OBC
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 from optimum_moonshot.solvers.wanda import Wanda
 
