@@ -9,7 +9,7 @@ until the support converges. All weights of the layer compete, and a removed wei
 sweep of SparseGPT. The remaining weights are then fitted by conjugate gradients, each step of which lowers the loss.
 
 At λ = 1 the rows share H, and x is one product with its inverse. Otherwise, the inverse of the mean H preconditions a
-few steps of conjugate gradients, started from the previous iteration, so that no row needs an inverse of its own.
+few steps of conjugate gradients, started from the previous iteration, so that no row needs a separate inverse.
 """
 
 from collections.abc import Callable, Sequence

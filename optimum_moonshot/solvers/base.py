@@ -198,8 +198,8 @@ def _check_declared(cls: type[Any]) -> None:
 
 def solver_names(*kinds: type[Pattern]) -> list[str]:
     """The names of the solvers registered so far that support one of these patterns; by default all except experts."""
-    wanted = kinds or (Unstructured, NM, Structured)
-    return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, wanted) for kind in cls.patterns))
+    supported = kinds or (Unstructured, NM, Structured)
+    return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, supported) for kind in cls.patterns))
 
 
 def solver_class(name: str) -> type[Solver]:

@@ -58,7 +58,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        option = copy.copy(field)  # the class needs its own unchanged; its type may be a string
+        option = copy.copy(field)  # a copy: the class needs the field unchanged, and its type may be a string
         option.type, option.metadata = hints[field.name], types.MappingProxyType({"help": "", **field.metadata})
         name = f"{cls.__name__}.{field.name}"
         require(_kind(option)[0] in KINDS, f"{name} has the type {option.type}", hint=usage)

@@ -2,7 +2,7 @@
 
 OBC (Frantar & Alistarh, arXiv 2208.11580, "ExactOBS") eliminates whole rows, and ranks the removals of the layer by
 their individual losses. CAP (Kuznedelev et al., arXiv 2210.09223) splits each row into blocks of consecutive inputs,
-each with a quadratic of its own, and ranks the removals of all blocks by cumulative loss. Here both work with
+each with a separate quadratic, and ranks the removals of all blocks by cumulative loss. Here both work with
 row-specific Hessians.
 
 Three steps: `rank_removals` computes the order of the removals of each row and their losses, once for all sparsities;

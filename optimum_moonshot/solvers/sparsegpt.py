@@ -20,10 +20,13 @@ from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
 from .base import PrunedWeight, Solver, finish, register_solver
 from .hyperparameters import damping_option, hyperparameter
-from .sparsegpt_factors import SLICE_BYTES, Factors, LowRankFactors, RowFactors, SharedFactor, Widths, dense_is_cheaper
+from .sparsegpt_factors import SLICE_BYTES, Factors, LowRankFactors, RowFactors, SharedFactor, Widths
 
 # State of the rows that are pruned together. Rows can be split for n:m only: unstructured rows compete with each other.
 STATE_BYTES = 4 * 2**30
+# Below this many inputs per sample, F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state,
+# O(N·d_in² + N²·d_in) (measured, N = 32 to 512: 1.6 to 2.2).
+DENSE_BELOW = 1.7
 # From this λ on, memory estimates assume that the states of rows are well conditioned, and so in float32.
 SINGLE_LAM = 0.8
 
@@ -66,7 +69,7 @@ class SparseGPT(Solver):
         weight, (count, d_in) = objective.weight.clone(), objective.weight.shape
         keep = torch.empty_like(weight, dtype=torch.bool)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0
-        dense = factor is None or (bool(samples) and dense_is_cheaper(samples, d_in))
+        dense = factor is None or d_in < DENSE_BELOW * samples
         batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
         if isinstance(pattern, NM) and (dense or samples):
             state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
@@ -96,7 +99,7 @@ class SparseGPT(Solver):
         compared = min(widths.compared, d_in)
         shared = 0 if size.groups > 1 else 24 * d_in**2
         columns = 20 * rows * compared + 5 * size.weights
-        if size.groups > 1 or (samples and dense_is_cheaper(samples, d_in)):
+        if size.groups > 1 or d_in < DENSE_BELOW * samples:
             together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
             matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
             return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + samples))

@@ -32,8 +32,6 @@ SLICE_BYTES = 4 * 2**20
 GPU_SLICE_BYTES = 256 * 2**20
 # Largest bound on the condition number of a row's state for which float32 suffices: errors stay below about 1e-5.
 SINGLE_CONDITION = 256.0
-# Matrices per row are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
-DENSE_BELOW = 1.7
 
 
 class Widths(NamedTuple):
@@ -236,11 +234,6 @@ class LowRankFactors:
         )
         if columns.stop == weight.shape[1]:
             check_factored(self.failed == 0)
-
-
-def dense_is_cheaper(samples: int, d_in: int) -> bool:
-    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in)."""
-    return d_in < DENSE_BELOW * samples
 
 
 def _slices(rows: slice, bytes_per_row: int, device: torch.device) -> list[slice]:
