@@ -111,14 +111,16 @@ class Support:
             self._start_rows(objective)
             self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
             for rows in self._slices(2 * self.spread.shape[1]):
-                spread = self.spread[rows]
-                solved = self.inner[rows] @ spread
-                if group == 1:
-                    low_rank = (solved * spread).sum(1)[:, :, None, None]
-                else:
-                    solved, spread = (each.mT.unflatten(1, (-1, group)) for each in (solved, spread))
-                    low_rank = solved @ spread.mT
-                self.blocks[rows] -= self.scale * low_rank  # the diagonal blocks of b P_k M_k⁻¹ P_kᵀ
+                self.blocks[rows] -= self.scale * self._low_rank_blocks(rows)
+
+    def _low_rank_blocks(self, rows: slice) -> Tensor:
+        """The diagonal blocks of P_k M_k⁻¹ P_kᵀ, [r, groups, group, group]."""
+        spread = self.spread[rows]
+        solved = self.inner[rows] @ spread
+        if self.group == 1:
+            return (solved * spread).sum(1)[:, :, None, None]
+        solved, spread = (each.mT.unflatten(1, (-1, self.group)) for each in (solved, spread))
+        return solved @ spread.mT
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""

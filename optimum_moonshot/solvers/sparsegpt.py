@@ -64,8 +64,9 @@ class SparseGPT(Solver):
         ridge, widths = damping * objective.damping_unit, Widths.of(pattern, self.block_size)
         factor = None  # U, where all rows share G
         if objective.gram.ndim == 2:
-            gram = objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a)
-            factor = damped_inverse_factor(gram, 1.0, ridge)
+            factor = damped_inverse_factor(
+                objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
+            )
         weight, (count, d_in) = objective.weight.clone(), objective.weight.shape
         keep = torch.empty_like(weight, dtype=torch.bool)
         samples = objective.fisher_term.max_rank if objective.scales.b else 0

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..objective.fisher import Fisher
 from ..objective.linalg import check_factored, inverse_factor
 from ..objective.parallel import parallel_map
 from ..objective.patterns import NM, Pattern
@@ -137,30 +138,34 @@ class LowRankFactors:
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        fisher, device, d_in = objective.fisher_term.part(rows), factor.device, len(factor)
-        samples, everything = fisher.max_rank, slice(0, fisher.count)
+        fisher, device = objective.fisher_term.part(rows), factor.device
+        samples = fisher.max_rank
         # Most products with U have float32 results, and need no more than its float32 copy.
         self.factor, self.single, self.widths = factor, factor.float(), widths
-        self.whitened = torch.empty(fisher.count, d_in, samples, device=device)  # Z = √b·U·A_k
+        self.whitened = torch.empty(fisher.count, fisher.size, samples, device=device)  # Z
         self.spread = torch.zeros(fisher.count, 1, samples, dtype=torch.float64, device=device)  # s
         # Checked once, at the end: a check per block would synchronise with the GPU each time.
         self.failed = torch.zeros(fisher.count, dtype=torch.int32, device=device)
-        # U is triangular: by column ranges, each product skips the inputs on its left, half the work in all.
-        cuts = split_range(0, d_in, widths.compared)
-        uppers = [(objective.scales.b**0.5 * factor[columns, columns.start :]).float() for columns in cuts]
-
-        def whiten(part: slice) -> None:
-            tail = fisher.factors(part, device, torch.float32).flatten(0, 1)
-            for columns, upper in zip(cuts, uppers, strict=True):
-                product = upper @ tail[:, columns.start :].mT
-                self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
-
-        parallel_map(whiten, _slices(everything, 4 * samples * d_in, device), device)
-        self.parts = _slices(everything, 8 * samples * (samples + widths.compared), device)
+        self._whiten(fisher, objective.scales.b**0.5)
+        self.parts = _slices(slice(0, fisher.count), 8 * samples * (samples + widths.compared), device)
         self.states = parallel_map(self._invert, self.parts, device)  # P
         # R and Q of one comparison group, reused by all.
         self.uppers = [state.new_empty(len(state), widths.compared, widths.block) for state in self.states]
         self.carries = [state.new_empty(len(state), widths.compared, samples) for state in self.states]
+
+    def _whiten(self, fisher: Fisher, scale: float) -> None:
+        """Compute Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left."""
+        count, d_in, samples = self.whitened.shape
+        cuts = split_range(0, d_in, self.widths.compared)
+        uppers = [(scale * self.factor[columns, columns.start :]).float() for columns in cuts]
+
+        def whiten(part: slice) -> None:
+            tail = fisher.factors(part, self.factor.device, torch.float32).flatten(0, 1)
+            for columns, upper in zip(cuts, uppers, strict=True):
+                product = upper @ tail[:, columns.start :].mT
+                self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
+
+        parallel_map(whiten, _slices(slice(0, count), 4 * samples * d_in, self.factor.device), self.factor.device)
 
     def _invert(self, part: slice) -> Tensor:
         """P = (I + ZᵀZ)⁻¹ of a slice of rows, in the precision that its condition number requires."""
