@@ -94,7 +94,7 @@ class Support:
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
-        self.scale, self.ridge, self.group = objective.scales.b, ridge, group
+        self.scale, self.group = objective.scales.b, group
         self.device = objective.weight.device
         shared = objective.scales.a * objective.gram.double()
         shared.diagonal().add_(ridge)
