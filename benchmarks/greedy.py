@@ -34,9 +34,8 @@ import reference
 from optimum_moonshot.objective.fisher import FisherMatrices, SampleGradients
 from optimum_moonshot.objective.patterns import Structured, Unstructured
 from optimum_moonshot.objective.quadratic import Quadratic
-from optimum_moonshot.solvers.cap import CAP
-from optimum_moonshot.solvers.obc import OBC
 from optimum_moonshot.solvers.osscar import OSSCAR
+from optimum_moonshot.solvers.ranked import CAP, OBC
 
 LAM, SPARSITY, BLOCK, SAMPLES = 0.5, 0.9, 192, 128
 OBC_SIZES = (256, 576, 1152, 2304)

@@ -87,7 +87,7 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     Raises:
         MoonshotError: another solver or pattern, or sparsities that are no list of distinct numbers.
     """
-    ranking = [name for name in solver_names() if solver_class(name).ranks]
+    ranking = [name for name in solver_names() if solver_class(name).ranks_removals]
     require(
         config.solver in ranking,
         "it does not support several sparsities",

@@ -19,7 +19,7 @@ from ..model.offload import visiting
 from ..packing import PackedLayer
 from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
-from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
+from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
 from .packed_files import check_format, pruned_layers, save_streamed
 
@@ -227,7 +227,7 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
     trim_host_memory()
     packed = _packed_layers(model).values()
     dense_bytes = sum(module.shape[0] * module.shape[1] * module.dtype.itemsize for module in packed)
-    tell(runtime, chosen, sum(held_bytes(module.parts) for module in packed), dense_bytes)
+    log_choices(runtime, chosen, sum(total_bytes(module.parts) for module in packed), dense_bytes)
     return note(model, chosen)
 
 
@@ -253,10 +253,10 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     module = model.get_submodule(path)
     if isinstance(module, PackedLinear):
         device = next(iter(module.parts.values())).device
-        verdict = wanted(runtime, layer, held_bytes(module.parts), module.dtype, device)
+        verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device)
         if not verdict.faster:
             model.set_submodule(path, _unpacked(path, module))
-        return said(verdict)
+        return runtime_entry(verdict)
     why = obstacle(module, shared)
     if why is not None:
         return DENSE + why
@@ -265,12 +265,12 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
     packed_bytes = layer.codec.packed_bytes(layer.as_matrix(weight.detach()), layer.nm)
     if packed_bytes >= weight.nbytes:
         return f"{DENSE}packing makes it no smaller"
-    verdict = wanted(runtime, layer, packed_bytes, weight.dtype, weight.device)
+    verdict = packing_verdict(runtime, layer, packed_bytes, weight.dtype, weight.device)
     if verdict.faster:
         matrix = layer.as_matrix(weight.detach()).cpu()
         parts = {suffix: part.to(weight.device) for suffix, part in layer.codec.pack(matrix, layer.nm).items()}
         model.set_submodule(path, packed_linear(module, layer, parts))
-    return said(verdict)
+    return runtime_entry(verdict)
 
 
 def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:

@@ -28,7 +28,7 @@ from ..errors import Option, Text, naming, require
 from ..model.layer_kinds import find_layer
 from ..packing import PackedLayer
 from ..reports.record import PruningRecord
-from ..runtime.runtime_selection import DENSE, check_runtime, held_bytes, said, tell, wanted
+from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -328,12 +328,12 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
         parts = _empty(stored, module.weight)
-        verdict = wanted(runtime, layer, held_bytes(parts), module.weight.dtype, device)
-        chosen[path] = said(verdict)
+        verdict = packing_verdict(runtime, layer, total_bytes(parts), module.weight.dtype, device)
+        chosen[path] = runtime_entry(verdict)
         if verdict.faster:
-            sizes = [sizes[0] + held_bytes(parts), sizes[1] + module.weight.nbytes]
+            sizes = [sizes[0] + total_bytes(parts), sizes[1] + module.weight.nbytes]
             model.set_submodule(path, packed_linear(module, layer, parts))
-    tell(runtime, chosen, *sizes)
+    log_choices(runtime, chosen, *sizes)
     return chosen
 
 

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from ..errors import naming, require
 from ..malloc_trim import trim_host_memory
 from ..packing import Codec
-from ..runtime.packed_linear import held_parts
+from ..runtime.packed_linear import packed_parts
 from ..runtime.smallest import pack_if_smaller
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
@@ -113,7 +113,7 @@ class PackedLinearMethod(LinearMethodBase):
         for suffix, name in packed.codec.names(_WEIGHT).items():
             part = packed.parts[suffix].to(weight.device)
             layer.register_parameter(name, nn.Parameter(part, requires_grad=False))
-        parts = held_parts(layer, packed.codec)
+        parts = packed_parts(layer, packed.codec)
         self.plan = packed.codec.plan(parts, self.shape)
         self.tally.add(weight.nbytes, sum(part.nbytes for part in parts.values()))
 
@@ -127,4 +127,4 @@ class PackedLinearMethod(LinearMethodBase):
         """
         if self.codec is None:
             return self.dense.apply(layer, x, bias)
-        return self.codec.linear(x, held_parts(layer, self.codec), self.shape, bias, self.plan)
+        return self.codec.linear(x, packed_parts(layer, self.codec), self.shape, bias, self.plan)

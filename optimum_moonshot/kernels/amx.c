@@ -332,7 +332,7 @@ INLINE void multiply(const packed_matrix *w, const product *job, int64_t first, 
 FUNCTIONS(bf16, BF16)
 FUNCTIONS(f16, F16)
 
-/* Splitting float16 into planes costs too much for few rows: `least`. */
+/* For few rows of inputs, splitting float16 into planes costs more than the tiles save: hence `least`. */
 const kernels moonshot_amx = {
     {NULL, bf16_tiles_multiply, bf16_tiles_prepared_bytes, bf16_tiles_prepare, 2, 0},
     {NULL, f16_tiles_multiply, f16_tiles_prepared_bytes, f16_tiles_prepare, FEW + 1, 0},

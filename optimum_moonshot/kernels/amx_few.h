@@ -93,7 +93,7 @@ static unit unit_at(const few *s, int64_t row, int64_t start, int place) {
     return at;
 }
 
-/* The next unit: rows of a panel in a strip, then its strips, then the panels; without rows after the last. */
+/* The next unit, in the order rows of a panel in a strip, strips of the panel, panels; one without rows at the end. */
 static unit unit_after(const few *s, const unit *now) {
     const int64_t panel = now->row - now->place * SIDE, row = now->row + SIDE, start = now->start + STRIP_OF_TILES;
     if (row < panel + s->panel && row < s->last) return unit_at(s, row, now->start, now->place + 1);

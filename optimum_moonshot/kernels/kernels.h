@@ -43,8 +43,8 @@ typedef struct {
     int64_t (*prepared_bytes)(int64_t rows, int64_t d_in);
     void (*prepare)(const void *x, int64_t rows, int64_t d_in, void *prepared);
     int64_t least; /* rows of inputs: for fewer, the kernel of the base instruction set is faster */
-    /* Whether zeros of W are skipped for more than FEW rows. Their product with infinity or NaN is NaN, so for such
-     * inputs FEW rows are taken at a time. */
+    /* Whether zeros of W are skipped for more than FEW rows. Skipping loses the NaN that a zero times infinity or NaN
+     * gives, so inputs with such values are multiplied FEW rows at a time. */
     int skips;
 } kernel;
 
@@ -60,7 +60,7 @@ extern const kernels moonshot_portable, moonshot_avx2, moonshot_avx512, moonshot
 #ifndef FEW
 #define FEW 24 /* most rows of inputs for which W is unpacked; for more, only stored values are multiplied */
 #endif
-#define ROWS_OF_W 4 /* unpacked together, so that each vector of inputs is loaded once for 4 rows */
+#define ROWS_OF_W 4 /* rows unpacked together, so that each vector of inputs is loaded once for all of them */
 #define AT_ONCE 512 /* most rows of inputs of a product: more inputs and outputs would evict W from the caches */
 
 #define SHARED 256 /* rows of W that use the same cached inputs, for many rows of inputs */

@@ -102,7 +102,7 @@ static void fill_shuffles(void) {
 /* Version of the interface; Python rejects libraries of another release. */
 PUBLIC int moonshot_version(void) { return 1; }
 
-/* Name of the which-th instruction set that this CPU supports, from the slowest on; null beyond the last. */
+/* Name of one of the instruction sets that this CPU supports, counted from the slowest; null beyond the last. */
 PUBLIC const char *moonshot_set_name(int which) {
     for (int set = 0; set < SETS; set++)
         if (usable(set) && which-- == 0) return sets[set].name;
@@ -133,15 +133,15 @@ typedef void (*parallel_region)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     const packed_matrix *w;
     const kernel *with;
-    const product *job; /* or null: */
+    const product *job; /* the product to compute; null to unpack into `dense` */
     void *dense;
     int64_t first, last, parts, next;
     int bytes;
 } task;
 
-#define TOGETHER 32 /* rows that the widest kernel unpacks together: parts begin at multiples of it */
+#define TOGETHER 32 /* rows that the widest kernel unpacks together; parts begin at multiples of it, to leave no rest */
 
-/* First row of a part. Parts have about equal bytes of values and bits, as rows can differ in length. */
+/* First row of a part. Parts have about equal bytes of values and bits, for equal load, as rows can differ in length. */
 static int64_t part_start(const task *t, int64_t part) {
     const packed_matrix *w = t->w;
     const int64_t meta = (w->d_in + 7) / 8, rows = t->last - t->first;
@@ -176,7 +176,7 @@ static void work(void *argument) {
 }
 
 #define PART_BYTES (64 << 10) /* small enough to balance the load between threads */
-#define ALONE_BYTES (256 << 10) /* less is finished before other threads have started */
+#define ALONE_BYTES (256 << 10) /* one thread processes less before others have started */
 
 static void run(task *t, int threads) {
     static parallel_region parallel;

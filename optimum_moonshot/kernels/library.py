@@ -30,13 +30,7 @@ class Library:
     W [d_out, d_in] is passed as values, bits (uint8 [d_out, ⌈d_in/8⌉]) and offsets (int64 [d_out + 1], the index of the
     first value of each row, or None if all rows have the same number), contiguous, as in the format "bitmask". Damaged
     bits never cause reads outside of these tensors. `instruction_set` is the one in use; up to `most_rows` rows of
-    inputs, it is faster than torch's dense product.
-
-    Args:
-        path: of the library.
-
-    Raises:
-        OSError: the library is for another machine or another release.
+    inputs, it is faster than torch's dense product. A library for another machine or release raises `OSError`.
     """
 
     def __init__(self, path: Path):
@@ -88,79 +82,36 @@ class Library:
     def product(
         self, inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """x Wᵀ + bias, accumulated in float32.
-
-        Args:
-            inputs: x [rows, d_in], of the dtype of the values, contiguous.
-            values: [d_out, d_in·n/m], or flat.
-            meta: uint8 [d_out, ⌈d_in/8⌉].
-            offsets: int64 [d_out + 1], or None.
-            bias: [d_out], or None.
-
-        Returns:
-            [rows, d_out].
+        """x Wᵀ + bias, accumulated in float32, [rows, d_out]; x [rows, d_in] is contiguous, of the dtype of the values.
 
         Raises:
             MemoryError: the copy of the inputs cannot be allocated.
         """
         (rows, d_in), d_out = inputs.shape, meta.shape[0]
         outputs = inputs.new_empty(rows, d_out)
-        failed = self._product(
-            _DTYPES[values.dtype],
-            d_out,
-            d_in,
-            values.data_ptr(),
-            values.numel(),
-            meta.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-            inputs.data_ptr(),
-            rows,
-            None if bias is None else bias.data_ptr(),
-            outputs.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if failed:
+        matrix = _matrix(values, meta, offsets, d_in)
+        addresses = inputs.data_ptr(), rows, None if bias is None else bias.data_ptr(), outputs.data_ptr()
+        if self._product(*matrix, *addresses, torch.get_num_threads()):
             raise MemoryError(f"no memory for a copy of {rows}×{d_in} inputs")
         return outputs
 
     def unpack(self, dense: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, first: int = 0) -> Tensor:
-        """Unpack rows of W, from `first` on.
-
-        Args:
-            dense: the output, [rows, d_in], contiguous.
-            values: [d_out, d_in·n/m], or flat.
-            meta: uint8 [d_out, ⌈d_in/8⌉].
-            offsets: int64 [d_out + 1], or None.
-            first: index in W of the first row of `dense`.
-
-        Returns:
-            `dense`.
-        """
-        self._unpack(
-            _DTYPES[values.dtype],
-            meta.shape[0],
-            dense.shape[1],
-            values.data_ptr(),
-            values.numel(),
-            meta.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-            first,
-            first + dense.shape[0],
-            dense.data_ptr(),
-            torch.get_num_threads(),
-        )
+        """Unpack rows of W, from `first` on, to `dense` [rows, d_in], which is contiguous; returns it."""
+        matrix = _matrix(values, meta, offsets, dense.shape[1])
+        self._unpack(*matrix, first, first + dense.shape[0], dense.data_ptr(), torch.get_num_threads())
         return dense
 
     def offsets(self, meta: Tensor, d_in: int) -> Tensor:
-        """Index of the first value of each row, and the number of all values: int64 [d_out + 1].
-
-        Args:
-            meta: uint8 [d_out, ⌈d_in/8⌉].
-            d_in: inputs of a row.
-        """
+        """Index of the first value of each row, and the number of all values: int64 [d_out + 1]."""
         offsets = torch.empty(meta.shape[0] + 1, dtype=torch.int64, device="cpu")
         self._offsets(meta.shape[0], d_in, meta.data_ptr(), offsets.data_ptr())
         return offsets
+
+
+def _matrix(values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int) -> tuple[int | None, ...]:
+    """The arguments that describe W, for the functions of the library."""
+    address = None if offsets is None else offsets.data_ptr()
+    return _DTYPES[values.dtype], len(meta), d_in, values.data_ptr(), values.numel(), meta.data_ptr(), address
 
 
 @lru_cache

@@ -39,7 +39,7 @@
 #define STRIP (WIDEST / (int64_t)sizeof(X)) /* a multiple of 64 */
 #define STEP_BITS ((COLUMNS == 64) ? ~0ull : (1ull << (COLUMNS % 64)) - 1)
 
-/* EXPAND always reads COLUMNS values. Near `end`, read from a copy padded with zeros instead. */
+/* EXPAND always reads COLUMNS values. Near `end`, read a copy padded with zeros instead, to stay inside the tensor. */
 static __attribute__((noinline)) void NAME(copy)(T *copy, const T *p, const T *end) {
     int64_t left = end - p;
     for (int64_t i = 0; i < COLUMNS; i++) copy[i] = i < left ? p[i] : 0;

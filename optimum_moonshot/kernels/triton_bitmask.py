@@ -32,17 +32,10 @@ _UNPACK = {"ROWS": 4, "BYTES": 64, "num_warps": 4}
 
 
 def linear(inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, window: int) -> Tensor:
-    """The product with a packed matrix.
+    """The product of inputs [rows, d_in], at most `MOST_ROWS`, with a packed matrix of their dtype: [rows, d_out].
 
-    Args:
-        inputs: [rows, d_in], at most `MOST_ROWS`, in the dtype and on the device of the values.
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        offsets: index of the first value of each row, int64 [d_out], for flat values; None if they are a matrix.
-        window: result of `find_window`; 0 if the bytes of `meta` mark different numbers of values.
-
-    Returns:
-        [rows, d_out], in the dtype of the inputs.
+    `offsets` is the index of the first value of each row, int64 [d_out], for flat values, None if they are a matrix;
+    `window` is the result of `find_window`, 0 if the bytes of `meta` mark different numbers of values.
     """
     rows, d_in = inputs.shape
     d_out, stride = meta.shape[0], values.shape[1] if values.ndim == 2 else 0
@@ -67,14 +60,7 @@ def linear(inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None,
 
 
 def unpack(values: Tensor, meta: Tensor, d_in: int, offsets: Tensor | None) -> Tensor:
-    """The dense matrix [d_out, d_in].
-
-    Args:
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row.
-        offsets: as for `linear`.
-    """
+    """The dense matrix [d_out, d_in]; `offsets` is that of `linear`."""
     d_out, stride = meta.shape[0], values.shape[1] if values.ndim == 2 else 0
     dense = values.new_empty(d_out, d_in)
     if dense.numel():

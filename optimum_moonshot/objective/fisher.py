@@ -40,8 +40,8 @@ class Fisher(ABC):
         """Inputs of a row: d_in, or the size of a column block."""
 
     @property
-    def rank(self) -> int:
-        """Number of factors of a row: at most the samples, and at most the inputs."""
+    def max_rank(self) -> int:
+        """Number of factors of a row, a bound of its rank: at most the samples, and at most the inputs."""
         return self.size
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Fisher(ABC):
         """Whether no value is NaN or infinite."""
 
     def factors(self, rows: slice, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Factors B [r, rank, size] of r rows, ``Bᵀ B = A_k A_kᵀ``, for algorithms that work on few vectors per row.
+        """Factors B [r, max_rank, size] of r rows, ``Bᵀ B = A_k A_kᵀ``, for algorithms on few vectors per row.
 
         They are read-only, since they may share the memory of the stored values.
         """
@@ -115,7 +115,7 @@ class SampleGradients(Fisher):
         return self.gradients.shape[2]
 
     @property
-    def rank(self) -> int:
+    def max_rank(self) -> int:
         return min(self.samples, self.size)
 
     def part(self, rows: slice) -> SampleGradients:

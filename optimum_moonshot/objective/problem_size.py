@@ -32,8 +32,8 @@ class ProblemSize:
         return self.column_block or self.inputs
 
     @property
-    def rank(self) -> int:
-        """Rank of the Fisher term of a row; 0 without one."""
+    def max_rank(self) -> int:
+        """Bound of the rank of the Fisher term of a row; 0 without one."""
         return min(self.samples, self.size)
 
     def slices(self, bytes_per_row: int, limit: int | None = None) -> int:

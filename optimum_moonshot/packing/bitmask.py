@@ -8,7 +8,7 @@ A matrix W [d_out, d_in] is stored as
 
 If m consecutive inputs have fewer than n nonzeros, zeros are stored in addition, so that all rows have the same length.
 −0.0 counts as zero and is restored as 0.0; all other values are restored bit for bit. 2:4 in 16 bits needs 1/2 + 1/16
-= 9/16 of the memory.
+= 9/16 of the memory. In this package, `shape` is (d_out, d_in), and `values`, `meta` are these tensors.
 """
 
 from functools import lru_cache, reduce
@@ -23,29 +23,16 @@ from ..objective.patterns import NM
 
 # The integer dtype of the same width as a floating-point dtype: bit patterns of NaN and −0.0 are copied unchanged.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STEP = 1 << 17  # bytes of `meta` unpacked at a time: the shifts need 12 times the memory of the unpacked weights
+_STEP = 1 << 17  # bytes of `meta` unpacked at a time, since the shifts need 12 times the memory of their weights
 
 
 def packed_bytes(shape: tuple[int, int], values: int, itemsize: int) -> int:
-    """Bytes of a packed matrix.
-
-    Args:
-        shape: [d_out, d_in].
-        values: number of stored values.
-        itemsize: bytes of a value.
-    """
+    """Bytes of a packed matrix with this number of values."""
     return values * itemsize + shape[0] * -(-shape[1] // 8)
 
 
 def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
-    """Pack a matrix into `values` and `meta`.
-
-    Args:
-        matrix: [d_out, d_in], floating point, in host memory.
-        pattern: n:m of all rows; None stores exactly the nonzeros.
-
-    Returns:
-        `values`, [d_out, d_in·n/m] or flat, in the dtype of the matrix; `meta`, uint8 [d_out, ⌈d_in/8⌉].
+    """Pack a matrix in host memory into `values`, in its dtype, and `meta`; without a pattern, exactly the nonzeros.
 
     Raises:
         MoonshotError: m consecutive inputs have more than n nonzeros.
@@ -62,13 +49,7 @@ def pack(matrix: Tensor, pattern: NM | None) -> tuple[Tensor, Tensor]:
 
 
 def is_nm(meta: Tensor, d_in: int, pattern: NM) -> bool:
-    """Whether exactly n of every m inputs have a value.
-
-    Args:
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row, a multiple of m.
-        pattern: n:m.
-    """
+    """Whether exactly n of every m inputs have a value; m divides `d_in`."""
     if 8 % pattern.m == 0 and d_in % 8 == 0:
         return bool(_regular(pattern.m, pattern.n, meta.device)[meta.int()].all())
     return bool((unpack_bits(meta, d_in).view(-1, pattern.m).sum(1) == pattern.n).all())
@@ -89,24 +70,13 @@ def _fill(groups: Tensor, pattern: NM, d_in: int) -> None:
 
 
 def unpack_bits(meta: Tensor, d_in: int) -> Tensor:
-    """Unpack `meta` to bool [d_out, d_in], True where a value is stored.
-
-    Args:
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row.
-    """
-    places = torch.arange(8, dtype=torch.uint8, device=meta.device)
-    return ((meta[..., None] >> places) & 1).view(len(meta), -1)[:, :d_in].bool()
+    """Unpack `meta` to bool [d_out, d_in], True where a value is stored."""
+    positions = torch.arange(8, dtype=torch.uint8, device=meta.device)
+    return ((meta[..., None] >> positions) & 1).view(len(meta), -1)[:, :d_in].bool()
 
 
 def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
-    """Raise `MoonshotError` unless two tensors are one packed matrix.
-
-    Args:
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        shape: d_out, d_in.
-    """
+    """Raise `MoonshotError` unless two tensors are one packed matrix."""
     d_out, d_in = shape
     require(
         meta.dtype == torch.uint8 and tuple(meta.shape) == (d_out, -(-d_in // 8)),
@@ -129,12 +99,7 @@ def check_packed(values: Tensor, meta: Tensor, shape: tuple[int, int]) -> None:
 def unpack(values: Tensor, meta: Tensor, d_in: int, window: int | None = None, offsets: Tensor | None = None) -> Tensor:
     """The dense matrix, on the device and in the dtype of `values`, which must have passed `check_packed`.
 
-    Args:
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row.
-        window: result of `find_window`; None computes it.
-        offsets: result of `find_offsets`; None computes it.
+    `window` and `offsets` are the results of `find_window` and `find_offsets`, computed if they are None.
     """
     library = find_library()
     if type(values) is Tensor and library is not None and library.takes(values) and meta.is_contiguous():
@@ -148,22 +113,12 @@ def unpack_by_torch(values: Tensor, meta: Tensor, d_in: int, window: int | None 
     window = find_window(values, meta, d_in) if window is None else window
     if window:
         return _unpack_windows(values, meta, d_in, window)
-    return _unpack_any(values, meta, d_in)
-
-
-def _unpack_any(values: Tensor, meta: Tensor, d_in: int) -> Tensor:
     dense = values.new_zeros(len(meta), d_in)
     return dense.masked_scatter_(unpack_bits(meta, d_in), values.flatten())
 
 
 def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
-    """The result of `row_offsets`, or None where all rows have the same number of values.
-
-    Args:
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row.
-    """
+    """The result of `row_offsets`, or None where all rows have the same number of values."""
     if values.ndim == 2:
         return None
     library = find_library()
@@ -173,31 +128,20 @@ def find_offsets(values: Tensor, meta: Tensor, d_in: int) -> Tensor | None:
 
 
 def row_offsets(meta: Tensor) -> Tensor:
-    """Index of the first value of each row, and the number of all values: int64 [d_out + 1].
-
-    Args:
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-    """
+    """Index of the first value of each row, and the number of all values: int64 [d_out + 1]."""
     counts = _popcounts(meta.device)[meta.int()].sum(1, dtype=torch.int64)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def find_window(values: Tensor, meta: Tensor, d_in: int) -> int:
-    """The window, 4 or 8 weights, if all windows have the same number of values (1:4, 2:4, 4:8, …); else 0.
-
-    Args:
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        d_in: inputs of a row.
-    """
+    """The window, 4 or 8 weights, if all windows have the same number of values (1:4, 2:4, 4:8, …); else 0."""
     if values.ndim != 2 or d_in % 8 or not values.numel():
         return 0
     for window in (4, 8):
         per, rest = divmod(values.shape[1] * window, d_in)
-        if rest == 0 and window * values.dtype.itemsize % 8 == 0:
-            regular = _regular(window, per, meta.device)
-            if bool(regular[meta.int()].all()):
-                return window
+        whole_words = rest == 0 and window * values.dtype.itemsize % 8 == 0
+        if whole_words and bool(_regular(window, per, meta.device)[meta.int()].all()):
+            return window
     return 0
 
 
@@ -240,9 +184,9 @@ def _shifts(window: int, per: int, bits: int, device: torch.device) -> Tensor:
     groups = _bits().view(256, -1, window)
     words = window * bits // 64
     shifts = torch.full((256, groups.shape[1], words, per), 64, device="cpu")
-    for code, group, place in groups.nonzero().tolist():
-        rank = int(groups[code, group, :place].sum())
-        if rank < per:
-            word, shift = divmod(place * bits, 64)
-            shifts[code, group, word, rank] = shift
+    for code, group, position in groups.nonzero().tolist():
+        index = int(groups[code, group, :position].sum())
+        if index < per:
+            word, shift = divmod(position * bits, 64)
+            shifts[code, group, word, index] = shift
     return shifts.to(device)

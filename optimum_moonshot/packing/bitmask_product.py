@@ -27,18 +27,10 @@ _library.define(f"packed_transposed(Tensor outputs, {_MATRIX}, int d_in, int win
 def packed_linear(
     inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
 ) -> Tensor:
-    """x Wᵀ + bias.
+    """x Wᵀ + bias, [..., d_out], for x [..., d_in] in the dtype and on the device of the values.
 
-    Args:
-        inputs: x [..., d_in], in the dtype and on the device of the values.
-        values: [d_out, d_in·n/m], or flat.
-        meta: uint8 [d_out, ⌈d_in/8⌉].
-        offsets: result of `find_offsets`; None if all rows have the same number of values, or if not computed.
-        bias: [d_out], or None.
-        window: result of `find_window`; −1 if not computed.
-
-    Returns:
-        [..., d_out].
+    `offsets` is the result of `find_offsets`, None also if it was not computed; `window` that of `find_window`, −1 if
+    it was not computed.
     """
     differentiable = torch.is_grad_enabled() and (inputs.requires_grad or (bias is not None and bias.requires_grad))
     if differentiable or torch.compiler.is_compiling():
@@ -62,7 +54,6 @@ def _product(
 
 
 def _is_for_gpu(inputs: Tensor, values: Tensor) -> bool:
-    """Whether the GPU kernels support these tensors."""
     supported = inputs.dtype == values.dtype and values.dtype.itemsize <= 4
     return inputs.is_cuda and supported and find_gpu_kernels() is not None
 
@@ -132,18 +123,6 @@ def _transposed(
     return sums.to(outputs.dtype).view(*outputs.shape[:-1], d_in)
 
 
-def _fake_linear(
-    inputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, bias: Tensor | None, window: int
-) -> Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], meta.shape[0])
-
-
-def _fake_transposed(
-    outputs: Tensor, values: Tensor, meta: Tensor, offsets: Tensor | None, d_in: int, window: int
-) -> Tensor:
-    return outputs.new_empty(*outputs.shape[:-1], d_in)
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, values, meta, offsets, _, ctx.window = inputs
     ctx.d_in = x.shape[-1]
@@ -160,11 +139,13 @@ def _gradients(ctx: Any, outputs: Tensor) -> tuple[Tensor | None, ...]:
     return x, None, None, None, bias, None
 
 
-for _name, _compute, _fake in (
-    ("packed_linear", _product, _fake_linear),
-    ("packed_product", _product, _fake_linear),
-    ("packed_transposed", _transposed, _fake_transposed),
-):
+for _name, _compute in (("packed_linear", _product), ("packed_product", _product), ("packed_transposed", _transposed)):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moonshot::{_name}", _fake, lib=_library)
+for _name in ("packed_linear", "packed_product"):
+    torch.library.register_fake(
+        f"moonshot::{_name}", lambda x, _, meta, *rest: x.new_empty(*x.shape[:-1], meta.shape[0]), lib=_library
+    )
+torch.library.register_fake(
+    "moonshot::packed_transposed", lambda y, _, meta, offsets, d_in, w: y.new_empty(*y.shape[:-1], d_in), lib=_library
+)
 torch.library.register_autograd("moonshot::packed_linear", _gradients, setup_context=_remember, lib=_library)

@@ -34,15 +34,7 @@ _ROUNDS = 30
 def decoding(
     shape: tuple[int, int], pattern: NM | None, fraction: float, dtype: torch.dtype, device: torch.device
 ) -> Verdict:
-    """As `Codec.decoding`.
-
-    Args:
-        shape: d_out, d_in.
-        pattern: n:m of all rows; None where rows differ.
-        fraction: bytes of the packed tensors, relative to the dense matrix.
-        dtype: of the values and the inputs.
-        device: of the values and the inputs.
-    """
+    """`Codec.decoding` of the format."""
     lacks = _lacks(dtype, device)
     if lacks is not None:
         return Verdict(False, lacks)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from reprlib import repr as short
 from typing import Any
 
@@ -22,7 +23,8 @@ _LARGEST = 2**62  # weights in a tensor
 class PackedLayer:
     """A packed weight.
 
-    All methods take the weight in its stored layout, `shape`; codecs use its matrix [d_out, d_in].
+    All methods take the weight in its stored layout, `shape`, and its name; codecs use its matrix [d_out, d_in]. The
+    packed tensors are passed by name, and may include those of other weights.
     """
 
     shape: tuple[int, ...]  # as stored in a dense checkpoint
@@ -45,26 +47,24 @@ class PackedLayer:
         require(not unknown, f"its entry in the metadata has unknown fields: {short(unknown)}")
         codec = find_codec(entry.get("codec", _DEFAULT))
         layer = cls(_read_shape(entry["shape"]), entry["transposed"], entry["pattern"], entry["dtype"], codec.name)
-        layer._check()
+        shape, transposed, pattern, dtype = layer.shape, layer.transposed, layer.pattern, layer.dtype
+        require(isinstance(transposed, bool), f"transposed={short(transposed)}: it must be true or false")
+        matrix = not transposed or len(shape) == 2
+        require(matrix, f"shape={list(shape)}: only a matrix can be transposed")
+        text = pattern if isinstance(pattern, str) else ""
+        valid = text == Unstructured.kind or _PATTERN.fullmatch(text) is not None
+        require(valid, f'pattern={short(pattern)}: it must be "n:m" or "{Unstructured.kind}"')
+        fits = layer.nm is None or layer.nm.fits(layer.matrix)
+        require(fits, f"pattern={pattern!r}: m must divide the {layer.matrix[1]} weights of a row")
+        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        valid = isinstance(kind, torch.dtype) and kind.is_floating_point
+        require(valid, f"dtype={short(dtype)}: it must be a floating-point type of torch")
         return layer
 
     def describe(self) -> dict[str, Any]:
         """The entry of the metadata; `read` is the inverse."""
         entry = {"shape": list(self.shape), "transposed": self.transposed, "pattern": self.pattern, "dtype": self.dtype}
         return entry if self.format == _DEFAULT else {**entry, "codec": self.format}
-
-    def _check(self) -> None:
-        require(isinstance(self.transposed, bool), f"transposed={short(self.transposed)}: it must be true or false")
-        matrix = not self.transposed or len(self.shape) == 2
-        require(matrix, f"shape={list(self.shape)}: only a matrix can be transposed")
-        text = self.pattern if isinstance(self.pattern, str) else ""
-        valid = text == Unstructured.kind or _PATTERN.fullmatch(text) is not None
-        require(valid, f'pattern={short(self.pattern)}: it must be "n:m" or "{Unstructured.kind}"')
-        fits = self.nm is None or self.nm.fits(self.matrix)
-        require(fits, f"pattern={self.pattern!r}: m must divide the {self.matrix[1]} weights of a row")
-        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
-        valid = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        require(valid, f"dtype={short(self.dtype)}: it must be a floating-point type of torch")
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -89,11 +89,7 @@ class PackedLayer:
         return list(self.codec.names(weight).values())
 
     def pack(self, weight: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Pack a weight into named tensors.
-
-        Args:
-            weight: its name.
-            tensor: the dense weight, of this `shape`, in host memory.
+        """Pack a weight in host memory into named tensors.
 
         Raises:
             MoonshotError: it is not n:m.
@@ -102,23 +98,11 @@ class PackedLayer:
         return {names[suffix]: part for suffix, part in self.codec.pack(self.as_matrix(tensor), self.nm).items()}
 
     def check(self, weight: str, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `MoonshotError` unless the packed tensors are all there and of this `shape`, dtype and pattern.
-
-        Args:
-            weight: the weight's name.
-            tensors: name → tensor; may include tensors of other weights.
-
-        Raises:
-            MoonshotError: a tensor is missing or invalid.
-        """
+        """Raise `MoonshotError` unless the packed tensors are complete and of this `shape`, dtype and pattern."""
         self.codec.check(self.parts(weight, tensors), self.matrix, getattr(torch, self.dtype), self.nm)
 
     def unpack(self, weight: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The dense weight, of this `shape`, on the device and in the dtype of the packed tensors.
-
-        Args:
-            weight: its name.
-            tensors: name → tensor, in any floating-point dtype; may include tensors of other weights.
+        """The dense weight, on the device and in the dtype of the packed tensors, which may be any.
 
         Raises:
             MoonshotError: a tensor is missing, or they do not have this shape.
@@ -130,10 +114,6 @@ class PackedLayer:
 
     def parts(self, weight: str, tensors: Mapping[str, Tensor]) -> Parts:
         """The packed tensors of a weight, by suffix, for its codec.
-
-        Args:
-            weight: its name.
-            tensors: as for `unpack`.
 
         Raises:
             MoonshotError: a tensor is missing.
@@ -154,8 +134,5 @@ class PackedLayer:
 
 def _read_shape(shape: Any) -> tuple[int, ...]:
     sizes = isinstance(shape, list) and len(shape) > 1 and all(type(size) is int and size > 0 for size in shape)
-    total = 1
-    for size in shape if sizes else ():
-        total *= size
-    require(sizes and total <= _LARGEST, f"shape={short(shape)}: it must be a list of two or more sizes")
+    require(sizes and prod(shape) <= _LARGEST, f"shape={short(shape)}: it must be a list of two or more sizes")
     return tuple(shape)

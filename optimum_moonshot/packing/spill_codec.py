@@ -15,11 +15,9 @@ Read = Callable[[str], Tensor]  # returns a stored tensor by its name
 
 
 def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """The tensors that represent a matrix: packed if that is smaller, else the matrix itself.
+    """The tensors that represent a matrix in host memory: packed if that is smaller, else the matrix itself.
 
-    Args:
-        name: of the matrix; packed tensors have suffixes in addition.
-        matrix: [d_out, d_in] in host memory, floating point.
+    The names of packed tensors have suffixes in addition to `name`.
     """
     layer = _layer(matrix.shape, str(matrix.dtype).removeprefix("torch."))
     if layer.stored_bytes(matrix) >= matrix.nbytes:
@@ -28,13 +26,7 @@ def encode_spilled(name: str, matrix: Tensor) -> dict[str, Tensor]:
 
 
 def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `encode_spilled`, except for the sign of zeros.
-
-    Args:
-        name: of the matrix.
-        names: of the stored tensors.
-        read: returns a stored tensor by its name.
-        shape: d_out, d_in.
+    """The inverse of `encode_spilled`, except for the sign of zeros; `names` are those of the stored tensors.
 
     Raises:
         MoonshotError: a tensor is missing, or they do not have this shape.
@@ -46,12 +38,7 @@ def decode_spilled(name: str, names: set[str], read: Read, shape: tuple[int, int
 
 
 def spill_matrix(file: SpillFile, name: str, matrix: Tensor) -> Callable[[], Tensor]:
-    """Write a matrix to disk; returns a function that reads it again.
-
-    Args:
-        file: the destination.
-        name: of the matrix, for messages.
-        matrix: [d_out, d_in] in host memory, floating point.
+    """Write a matrix in host memory to disk; returns a function that reads it again.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from ..objective.fisher import Fisher
 from ..objective.linalg import escalate
 from ..objective.patterns import Pattern, Unstructured
 from ..objective.quadratic import Quadratic, RelativeLoss, Totals
-from ..solvers.base import RowSolver, Solver, notes_of, solves_by_rows
-from ..solvers.ranked import Ranking, RankingSolver, ranks_removals
+from ..solvers.base import RowSolver, Solver, notes_of
+from ..solvers.ranked import Ranking, RankingSolver
 from .backoff import Backoff
 from .solve import SolvedLayer, Statistics, solve_matrix, total_losses, weight_losses
 
@@ -65,19 +65,21 @@ class SlicedRows(ABC):
         """As `solve_matrix`, by a solver that ranks removals, or that attempts one damping after the other."""
         scales = self.begin(lam, column_block)
         competing = [self.all_rows(pattern) for pattern in patterns]
-        if not ranks_removals(solver):
-            assert solves_by_rows(solver)  # the others solve whole matrices
-            return [self._attempt(solver, scales, pattern) for pattern in competing]
+        if not solver.ranks_removals:  # it solves by rows: the others solve whole matrices
+            return [self._attempt(cast(RowSolver, solver), scales, pattern) for pattern in competing]
+        ranked = cast(RankingSolver, solver)
 
-        def rank(damping: float) -> Ranking:
+        def rank_removals(damping: float) -> Ranking:
             return self.agreed(
-                lambda: Ranking.join([solver.rank(each, patterns[0], damping) for _, each in self.objectives()])
+                lambda: Ranking.join(
+                    [ranked.rank_removals(each, patterns[0], damping) for _, each in self.objectives()]
+                )
             )
 
-        ranking, damping = escalate(solver.damping, rank)
+        ranking, damping = escalate(ranked.damping, rank_removals)
         keeps = [ranking.keep(pattern).view(-1, self.layer.shape[1]) for pattern in competing]
-        results = self.agreed(partial(self._minimise, solver, keeps, damping))
-        return [self._solved(solver, scales, *each, damping) for each in results]
+        results = self.agreed(partial(self._minimise, ranked, keeps, damping))
+        return [self._solved(ranked, scales, *each, damping) for each in results]
 
     def _attempt(self, solver: RowSolver, scales: Quadratic, pattern: Pattern) -> SolvedLayer:
         ((_, objective),) = self.objectives()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..model.layers import PrunableLayer
 from ..objective.patterns import Pattern, PerExpert, Unstructured
 from ..objective.quadratic import Objective, Quadratic, RelativeLoss
 from ..solvers import Solver
-from ..solvers.ranked import ranks_removals
+from ..solvers.ranked import RankingSolver
 
 Value = TypeVar("Value")
 
@@ -149,7 +149,7 @@ def _solve_families(
 ) -> list[SolvedLayer]:
     """A matrix [d_out, d_in], which will be of `dtype`, by families of patterns that one elimination serves."""
     unstructured = [index for index, pattern in enumerate(patterns) if isinstance(pattern, Unstructured)]
-    families = [unstructured] if unstructured and solver.ranks else [[index] for index in unstructured]
+    families = [unstructured] if unstructured and solver.ranks_removals else [[index] for index in unstructured]
     families += [[index] for index in range(len(patterns)) if index not in unstructured]
     results: dict[int, SolvedLayer] = {}
     for family in families:
@@ -174,9 +174,9 @@ def solve_matrix(
         FactorizationError: the quadratic stays singular at the largest damping.
     """
     objective = statistics.objective(weight, lam, solver.column_block(weight.shape[1], patterns[0]))
-    if ranks_removals(solver):
+    if solver.ranks_removals:
         assert isinstance(objective, Quadratic)  # as registration checks
-        results = solver.solve_path(objective, patterns)
+        results = cast(RankingSolver, solver).solve_path(objective, patterns)
     else:
         results = [solver.solve(objective, pattern) for pattern in patterns]
     solved, lam, at_zero = list[SolvedLayer](), objective.scales.lam, objective.losses_at_zero

@@ -88,7 +88,7 @@ class StatisticsSpec:
         """How a layer, with statistics of `size` bytes in this process, can be collected in slices."""
         if layer.separate:
             return Slicing(layer.groups, 0, -(-size // layer.groups))
-        if not self.needs_gradients(layer) or not self.solver.ranks:
+        if not self.needs_gradients(layer) or not self.solver.ranks_removals:
             return Slicing(1, self.bytes_of(layer), 0)
         return Slicing(layer.shape[0], self.gram_bytes(layer), self.gradient_bytes(layer) // layer.shape[0])
 
@@ -108,7 +108,7 @@ class StatisticsSpec:
     def shards_rows(self, layer: PrunableLayer) -> bool:
         """Whether processes can solve a matrix together, some of the rows each."""
         d_out, d_in = layer.shape
-        able = self.solver.ranks or self.solver.by_rows
+        able = self.solver.ranks_removals or self.solver.by_rows
         able = able and all(isinstance(pattern, Unstructured | NM) for pattern in self.patterns[layer.name])
         return able and layer.groups == 1 and d_out * d_in >= LEAST_SHARDED
 
@@ -138,7 +138,9 @@ def solving_cost(
     d_out, d_in = layer.shape
     matrices, groups = (layer.groups, 1) if layer.separate else (1, layer.groups)
     rows = -(-d_out // (matrices * processes))
-    kinds = {Unstructured if solver.ranks and isinstance(each, Unstructured) else each: each for each in patterns}
+    kinds = {
+        Unstructured if solver.ranks_removals and isinstance(each, Unstructured) else each: each for each in patterns
+    }
     sizes = {
         each: ProblemSize(rows, d_in, samples, groups, solver.column_block(d_in, each), sparsity=each.sparsity)
         for each in kinds.values()

@@ -11,27 +11,16 @@ from ..packing import Codec
 _WEIGHT = "weight"  # its name in a Linear
 
 
-def held_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
-    """Return the tensors of a packed weight by their suffixes; a module has them under their names in files.
-
-    Args:
-        module: with the tensors as buffers or parameters.
-        codec: the packed format.
-    """
+def packed_parts(module: nn.Module, codec: Codec) -> dict[str, Tensor]:
+    """The tensors of a packed weight by suffix; the module has each under its name in files."""
     return {suffix: getattr(module, name) for suffix, name in codec.names(_WEIGHT).items()}
 
 
 class PackedLinear(nn.Module):
     """A Linear (or GPT-2's Conv1D) whose weight stays packed in memory; the codec multiplies by it.
 
-    Its buffers are the codec's tensors, with their names in a checkpoint: ``weight`` and a suffix.
-
-    Args:
-        codec: the packed format.
-        shape: d_out, d_in.
-        parts: the packed tensors by their suffixes, or empty ones of their shapes and dtypes to load into.
-        bias: the layer's own, [d_out], or None.
-        origin: the layer that it replaces, with the weight on the meta device, if any.
+    Its buffers are the codec's tensors, with their names in a checkpoint: ``weight`` and a suffix. `parts` may be empty
+    tensors to load into. `origin` is the layer that it replaces, with the weight on the meta device, if any.
     """
 
     bias: nn.Parameter | None
@@ -66,7 +55,7 @@ class PackedLinear(nn.Module):
     @property
     def parts(self) -> dict[str, Tensor]:
         """The packed tensors, by their suffixes."""
-        return held_parts(self, self.codec)
+        return packed_parts(self, self.codec)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Runtimes, which hold the weights of pruned layers in memory for inference, and their selection."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,24 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 def check_runtime(runtime: str, names: Sequence[str] = RUNTIMES) -> None:
-    """Raise `MoonshotError` unless this is a runtime.
-
-    Args:
-        runtime: the caller's choice.
-        names: the runtimes to choose from.
-    """
+    """Raise `MoonshotError` unless a runtime is one of `names`."""
     check_choice("runtime", runtime, names)
 
 
-def wanted(runtime: str, layer: PackedLayer, packed_bytes: int, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Decide whether a layer that can be packed is packed.
+def packing_verdict(
+    runtime: str, layer: PackedLayer, packed_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Verdict:
+    """Whether a layer that can be packed is packed: always, or for "auto" if one row of inputs takes less time so.
 
-    Args:
-        runtime: "packed": always; "auto": if the product with one row of inputs is faster.
-        layer: the description of its weight.
-        packed_bytes: size of the packed weight in memory.
-        dtype: of the weight in memory.
-        device: of the weight.
+    `packed_bytes`, `dtype` and `device` are those of the weight in memory.
     """
     if runtime == "packed":
         return Verdict(True, "asked for")
@@ -42,32 +35,27 @@ def wanted(runtime: str, layer: PackedLayer, packed_bytes: int, dtype: torch.dty
     return layer.codec.decoding(layer.matrix, layer.nm, ratio, dtype, device)
 
 
-def said(verdict: Verdict) -> str:
-    """Return a layer's entry in `model.moonshot_runtime`."""
+def runtime_entry(verdict: Verdict) -> str:
+    """A layer's entry in `model.moonshot_runtime`."""
     return (PACKED if verdict.faster else DENSE) + verdict.why
 
 
-def held_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the total size of some tensors in bytes."""
+def total_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Total size of some tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def tell(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
-    """Log in one line the choices of "auto", and the reasons.
+def log_choices(runtime: str, chosen: Mapping[str, str], packed_bytes: int, dense_bytes: int) -> None:
+    """Log the choices of "auto", and their reasons, in one line; other runtimes choose nothing.
 
-    Args:
-        runtime: the caller's choice; only "auto" is logged.
-        chosen: pruned layer → its entry in `model.moonshot_runtime`.
-        packed_bytes: size of the packed weights.
-        dense_bytes: size of the same weights, dense.
+    `chosen` has each pruned layer's entry in `model.moonshot_runtime`. The bytes are those of the packed weights and of
+    the same weights, dense.
     """
     if runtime != "auto":
         return
-    groups: dict[str, int] = {}
-    for entry in chosen.values():
-        groups[entry] = groups.get(entry, 0) + 1
-    packed = {entry.removeprefix(PACKED): count for entry, count in groups.items() if entry.startswith(PACKED)}
-    dense = {entry.removeprefix(DENSE): count for entry, count in groups.items() if entry.startswith(DENSE)}
+    entries = chosen.values()
+    packed = Counter(entry.removeprefix(PACKED) for entry in entries if entry.startswith(PACKED))
+    dense = Counter(entry.removeprefix(DENSE) for entry in entries if entry.startswith(DENSE))
     count, of = sum(packed.values()), f"of {len(chosen)} layers"
     parts = [_reasons(f"dense: {sum(dense.values())} {of}" if not packed else f"dense: {sum(dense.values())}", dense)]
     if packed:

@@ -23,13 +23,9 @@ class Packed(NamedTuple):
 
 
 def pack_if_smaller(matrix: Tensor) -> Packed | None:
-    """Pack a matrix if that takes fewer bytes.
+    """Pack a matrix [d_out, d_in], of 16 bits or more and on any device; None if the result is not smaller.
 
-    Args:
-        matrix: [d_out, d_in], floating point of 16 bits or more, on any device.
-
-    Returns:
-        Its tensors, with n:m if it has such a pattern, otherwise exactly its nonzeros; None if they are not smaller.
+    The result has its n:m pattern if there is one, and otherwise exactly its nonzeros.
     """
     matrix, codec = matrix.detach().cpu().contiguous(), find_codec(_FORMAT)
     pattern = find_pattern(matrix)
@@ -39,11 +35,7 @@ def pack_if_smaller(matrix: Tensor) -> Packed | None:
 
 
 def find_pattern(matrix: Tensor) -> NM | None:
-    """Return the n:m of a matrix with the smallest m; None if storing it that way would store many zeros.
-
-    Args:
-        matrix: [d_out, d_in], in host memory.
-    """
+    """The n:m of a matrix with the smallest m; None if storing it that way would store many zeros."""
     keep = matrix != 0
     stored = int(keep.sum())
     for m in _WINDOWS:

@@ -1,39 +1,6 @@
-"""One file per solver; importing this package registers them all."""
+"""The solvers; importing this package registers them all."""
 
-from . import alps, cap, frequency, magnitude, obc, osscar, reap, sparsegpt, wanda
-from .base import (
-    PrunedWeight,
-    Solver,
-    damped,
-    finish,
-    hyperparameter,
-    make_solver,
-    parse_option,
-    register_solver,
-    solver_class,
-    solver_names,
-    solver_options,
-)
+from . import alps, experts, magnitude, osscar, ranked, sparsegpt, wanda  # noqa: F401
+from .base import PrunedWeight, Solver, make_solver, register_solver, solver_class, solver_names
 
-__all__ = [
-    "PrunedWeight",
-    "Solver",
-    "alps",
-    "cap",
-    "damped",
-    "finish",
-    "frequency",
-    "hyperparameter",
-    "magnitude",
-    "make_solver",
-    "obc",
-    "osscar",
-    "parse_option",
-    "reap",
-    "register_solver",
-    "solver_class",
-    "solver_names",
-    "solver_options",
-    "sparsegpt",
-    "wanda",
-]
+__all__ = ["PrunedWeight", "Solver", "make_solver", "register_solver", "solver_class", "solver_names"]

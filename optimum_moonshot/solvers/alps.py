@@ -9,7 +9,7 @@ until the support converges. All weights of the layer compete, and a removed wei
 sweep of SparseGPT. The remaining weights are then fitted by conjugate gradients, each step of which lowers the loss.
 
 At λ = 1 the rows share H, and x is one product with its inverse. Otherwise, the inverse of the mean H preconditions a
-few steps of conjugate gradients, started from the previous iteration, so that no row needs an inverse of its own.
+few steps of conjugate gradients, started from the previous iteration, so that no row needs a separate inverse.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ EVERY = 3
 SETTLED = 1e-4
 # Squared residual, relative to the first, at which conjugate gradients stop.
 CONVERGED = 1e-12
-# Factors of rows in one slice on a CPU: about its second-level cache, since they are read twice.
+# Factors of rows in one slice on a CPU: about its second-level cache.
 CACHE_BYTES = 2**20
 Operator = Callable[[Tensor], Tensor]
 
@@ -56,46 +56,31 @@ class ALPS(Solver):
     grouped: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
-        """As `Solver.solve`.
-
-        Args:
-            objective: of the whole layer.
-            pattern: unstructured or n:m.
-
-        Raises:
-            FactorizationError: no damping up to 1 suffices.
-        """
         if not (objective.scales.a or objective.scales.b):  # no statistics: magnitude decides
             keep = pattern.keep(objective.weight.square())
             return finish(objective, objective.weight, keep, self.damping, self.damping)
         return damped(objective, self.damping, lambda ridge: self._split(System(objective, ridge), pattern))
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
-        """SparseGPT's weights, in a fraction of the time: their losses have about the same ratios between patterns.
-
-        Args:
-            objective: of the whole layer.
-            patterns: of one class.
-
-        Raises:
-            FactorizationError: as `solve`.
-        """
+        # SparseGPT takes a fraction of the time, and its losses have about the same ratios between patterns.
         return SparseGPT(damping=self.damping).trials(objective, patterns)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: over a dozen float64 copies of the weights, and the factors or matrices of the rows."""
-        rows, d_in, rank = size.rows, size.inputs, size.rank
+        # Over a dozen float64 copies of the weights, and the factors or matrices of the rows.
+        rows, d_in, samples = size.rows, size.inputs, size.max_rank
         inversions, products = d_in**3 * self.iterations / EVERY, self.iterations + self.refit_steps
         shared = 24 * size.groups * d_in**2 + 166 * size.weights
-        if not rank:
+        if not samples:
             return Work(shared, size.groups * inversions + 2 * products * size.weights * d_in)
         shared += 24 * size.weights
         products = 2 * (self.inner_steps * self.iterations + self.refit_steps)
-        if size.groups == 1 and rank < d_in:
-            return Work(shared + 4 * rank * size.weights, inversions + products * size.weights * (d_in + 2 * rank))
+        if size.groups == 1 and samples < d_in:
+            return Work(
+                shared + 4 * samples * size.weights, inversions + products * size.weights * (d_in + 2 * samples)
+            )
         matrices = 4 * rows * d_in**2
         made = size.slices(8 * d_in**2) // size.threads
-        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + rank))
+        return Work(matrices + max(made, shared), inversions + rows * d_in**2 * (products + samples))
 
     def _split(self, system: "System", pattern: Pattern) -> tuple[Tensor, Tensor]:
         """Pruned weight and `keep`, both [d_out, d_in]."""
@@ -125,11 +110,8 @@ class System:
 
     S_k is diagonal, the product of a scale per input, which the rows of a group share, and one per row, such that the
     diagonals of H_k are 1 on average over both: one penalty ρ then suits all weights. In float64, since ADMM
-    accumulates its dual over many iterations.
-
-    Args:
-        objective: of the whole layer.
-        ridge: μ.
+    accumulates its dual over many iterations. All methods raise `FactorizationError` where a matrix is not positive
+    definite.
     """
 
     def __init__(self, objective: Quadratic, ridge: float):
@@ -153,11 +135,7 @@ class System:
         return self.rows.times(vectors / self.scale) / self.scale
 
     def inverse(self, rho: float) -> Tensor:
-        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]; exact for every row at λ = 1.
-
-        Raises:
-            FactorizationError: H + ρI is not positive definite.
-        """
+        """``(H + ρI)⁻¹`` of the mean H, [groups, d_in, d_in]; exact for every row at λ = 1."""
         shifted = self.mean.clone()
         shifted.diagonal(dim1=1, dim2=2).add_(rho)
         factor, info = torch.linalg.cholesky_ex(shifted)
@@ -167,18 +145,10 @@ class System:
     def solve(
         self, right: Tensor, rho: float, inverse: Tensor, start: Tensor, image: Tensor, steps: int
     ) -> tuple[Tensor, Tensor]:
-        """``(H_k + ρI)⁻¹ r_k``, exactly at λ = 1, else approximately by conjugate gradients.
+        """``(H_k + ρI)⁻¹ r_k``, exactly at λ = 1, else approximately by `steps` of conjugate gradients.
 
-        Args:
-            right: r, [d_out, d_in].
-            rho: ρ.
-            inverse: of `inverse` for ρ.
-            start: [d_out, d_in].
-            image: H_k times the start, [d_out, d_in].
-            steps: of conjugate gradients, if the rows do not share H.
-
-        Returns:
-            The solutions and, if the rows do not share H, their products with H_k, both [d_out, d_in].
+        `right` is r, `inverse` from `inverse` for ρ, and `image` H_k times `start`. Returns the solutions and, if the
+        rows do not share H, their products with H_k, both [d_out, d_in].
         """
         if self.rows.shared:
             return _product(right, inverse), image
@@ -192,18 +162,10 @@ class System:
         return solution, right - residual - rho * solution  # H_k x without another product
 
     def refit(self, sparse: Tensor, keep: Tensor, steps: int) -> Tensor:
-        """Least squares on a support; each row starts from the better of a sparse weight and the masked dense weight.
+        """Least squares on `keep`; each row starts from the better of `sparse`, scaled, and the masked dense weight.
 
-        Args:
-            sparse: [d_out, d_in] in the scaled coordinates of H_k, 0 where `keep` is False.
-            keep: bool [d_out, d_in].
-            steps: most steps of conjugate gradients, each of which lowers the loss of every row.
-
-        Returns:
-            The weight [d_out, d_in] in the original coordinates.
-
-        Raises:
-            FactorizationError: a matrix is not positive definite.
+        Every one of the at most `steps` conjugate gradients lowers the loss of every row. Returns the weight [d_out,
+        d_in] in the original coordinates.
         """
         errors = torch.stack([self.dense - sparse, torch.where(keep, 0, self.dense)])
         gradients = torch.stack([self.times(each) for each in errors])  # half the negative gradients
@@ -225,19 +187,11 @@ class Rows(Protocol):
     diagonal: Tensor  # of the matrices, [d_out, d_in] or [groups, 1, d_in], in float64
 
     def times(self, vectors: Tensor) -> Tensor:
-        """The product of every row's matrix with its vector, [d_out, d_in].
-
-        Args:
-            vectors: [d_out, d_in] in float64.
-        """
+        """The product of every row's matrix with its vector, [d_out, d_in] in float64."""
 
 
 class SharedRows:
-    """λ = 1: one matrix for all rows of a group.
-
-    Args:
-        gram: a·G + μI, [groups, d_in, d_in] in float64.
-    """
+    """λ = 1: one matrix for all rows of a group; `gram` is a·G + μI, [groups, d_in, d_in] in float64."""
 
     shared = True
 
@@ -250,17 +204,17 @@ class SharedRows:
 
 
 class LowRankRows:
-    """A shared matrix plus a low-rank term per row.
+    """A shared matrix, `gram` as for `SharedRows`, plus a low-rank term per row.
 
-    Args:
-        gram: a·G + μI, [1, d_in, d_in] in float64.
-        factors: √b·A_kᵀ, [d_out, rank, d_in] in float32, contiguous.
+    `factors` are √b·A_kᵀ, [d_out, samples, d_in] in float32, contiguous.
     """
 
     shared = False
 
     def __init__(self, gram: Tensor, factors: Tensor):
-        self.gram, self.factors, self.parts = gram, factors, _cached(factors)
+        # Slices whose factors fit a CPU's cache, as each is read twice.
+        size = len(factors) if is_gpu(factors.device) else max(1, CACHE_BYTES * len(factors) // factors.nbytes)
+        self.gram, self.factors, self.parts = gram, factors, split_range(0, len(factors), size)
         squares = torch.cat([factors[rows].square().sum(1) for rows in self.parts])
         self.diagonal = gram[0].diagonal() + squares.double()
 
@@ -268,7 +222,7 @@ class LowRankRows:
         products, single = _product(vectors, self.gram), vectors.float()[:, None]
 
         def add(rows: slice) -> None:
-            factors = self.factors[rows]  # read twice, the second time from the cache
+            factors = self.factors[rows]
             products[rows] += ((single[rows] @ factors.mT) @ factors)[:, 0]
 
         parallel_map(add, self.parts, vectors.device)
@@ -276,11 +230,7 @@ class LowRankRows:
 
 
 class DenseRows:
-    """A matrix per row, in float32: their products are bound by memory bandwidth.
-
-    Args:
-        matrices: [d_out, d_in, d_in] in float32.
-    """
+    """A matrix per row, [d_out, d_in, d_in] in float32: their products are bound by memory bandwidth."""
 
     shared = False
 
@@ -293,13 +243,13 @@ class DenseRows:
 
 
 def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
-    """The matrices in their cheapest form; `gram` as for `SharedRows`."""
+    """The matrices in their cheapest form; `gram` is that of `SharedRows`."""
     if not objective.scales.b:
         return SharedRows(gram)
     fisher, device, (d_out, d_in) = objective.fisher_term, objective.weight.device, objective.weight.shape
-    if len(gram) == 1 and fisher.rank < d_in:
-        factors = torch.empty(d_out, fisher.rank, d_in, device=device)
-        for rows in row_slices(slice(0, d_out), 4 * fisher.rank * d_in, device, objective.limit):
+    if len(gram) == 1 and fisher.max_rank < d_in:
+        factors = torch.empty(d_out, fisher.max_rank, d_in, device=device)
+        for rows in row_slices(slice(0, d_out), 4 * fisher.max_rank * d_in, device, objective.limit):
             torch.mul(fisher.factors(rows, device, torch.float32), objective.scales.b**0.5, out=factors[rows])
         return LowRankRows(gram, factors)
     matrices = torch.empty(d_out, d_in, d_in, device=device)
@@ -309,26 +259,14 @@ def _rows(objective: Quadratic, gram: Tensor, ridge: float) -> Rows:
     return DenseRows(matrices)
 
 
-def _cached(values: Tensor) -> list[slice]:
-    """Slices of the rows of `values` [rows, …] that fit a CPU's cache; on a GPU a single one."""
-    size = len(values) if is_gpu(values.device) else max(1, CACHE_BYTES * len(values) // values.nbytes)
-    return split_range(0, len(values), size)
-
-
 def conjugate_gradients(
     times: Operator, residual: Tensor, start: Tensor, steps: int, condition: Operator = lambda residual: residual
 ) -> tuple[Tensor, Tensor]:
     """Preconditioned conjugate gradients (Hestenes & Stiefel 1952) on one positive definite system per row.
 
-    Args:
-        times: product of the systems with vectors [d_out, d_in].
-        residual: right-hand side - times(start), [d_out, d_in].
-        start: initial solution, [d_out, d_in].
-        steps: most steps; it stops earlier once all rows have converged.
-        condition: product of an approximate inverse with vectors [d_out, d_in].
-
-    Returns:
-        The solution and its residual, both [d_out, d_in].
+    `times` is the product of the systems with vectors, `condition` that of an approximate inverse; `residual` is the
+    right-hand side minus times(start). At most `steps`, fewer once all rows have converged. Returns the solution and
+    its residual. All tensors are [d_out, d_in].
     """
     solution, direction = start, torch.zeros_like(start)
     first = before = torch.ones_like(start[:, :1])

@@ -15,6 +15,12 @@ To add a solver, add a file with one class that overrides only the defaults of `
 
 ``MoonshotConfig(solver="mine")`` then accepts it, and its hyperparameters through `solver_options`. The rest of the
 package never tests for a particular class: it reads the declared capabilities only.
+
+An installed package can declare the module that registers a solver in its ``pyproject.toml``, under the solver's name.
+The module is imported when a configuration names the solver:
+
+    [project.entry-points."optimum_moonshot.solvers"]
+    mine = "my_package.my_solver"
 """
 
 from __future__ import annotations
@@ -22,7 +28,8 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, get_args
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -32,22 +39,12 @@ from ..objective.linalg import escalate
 from ..objective.patterns import NM, Pattern, Structured, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Objective, Quadratic
-from .entry_points import entry_point_names, load_entry_point
-from .hyperparameters import check_options, hyperparameter, options_of, parse_option
+from .hyperparameters import check_option, check_options, options_of
+from .hyperparameters import hyperparameter as hyperparameter  # of the interface that solvers implement
 
-__all__ = [
-    "PrunedWeight",
-    "Solver",
-    "damped",
-    "finish",
-    "hyperparameter",
-    "make_solver",
-    "parse_option",
-    "register_solver",
-    "solver_class",
-    "solver_names",
-    "solver_options",
-]
+ENTRY_POINTS = "optimum_moonshot.solvers"
+# Capabilities that are True or False.
+FLAGS = ("grouped", "calibrated", "ranks_removals", "by_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +71,14 @@ class Solver(ABC):
     calibrated: ClassVar[bool] = True
     # Whether it ranks removals: one elimination then yields every sparsity, and a layer whose statistics exceed memory
     # can be solved in chunks of rows. Requires the methods of `ranked.Ranked` and a field ``damping``.
-    ranks: ClassVar[bool] = False
+    ranks_removals: ClassVar[bool] = False
     # Whether rows interact only through `Pattern.keep`: rows can then be solved in shards. Requires `attempt`, as in
     # `sparsegpt.SparseGPT`, and a field ``damping``.
     by_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in options_of(type(self))}
-        check_options(type(self), values, type(self).__name__)
+        for name, option in options_of(type(self)).items():
+            check_option(option, getattr(self, name))
 
     def column_block(self, d_in: int, pattern: Pattern) -> int | None:
         """Number of inputs in each diagonal block of the quadratic; None keeps the whole matrices.
@@ -120,8 +117,8 @@ class Solver(ABC):
         """
         if self.objective.diagonal_only:
             return Work(24 * size.weights, size.weights)
-        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.rank)
-        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.rank))
+        matrices, rows = 48 * size.inputs**2, size.weights * (24 + 4 * size.max_rank)
+        return Work(matrices + rows, size.inputs**3 + size.weights * size.inputs * max(1, size.max_rank))
 
     def trials(self, objective: Any, patterns: Sequence[Any]) -> list[Tensor]:
         """Prune by several patterns of one class, to compare their losses; override it where they can share work.
@@ -132,9 +129,6 @@ class Solver(ABC):
 
         Returns:
             The weight [d_out, d_in] for each pattern, as from `solve` up to rounding.
-
-        Raises:
-            FactorizationError: as `solve`.
         """
         return [self.solve(objective, pattern).weight for pattern in patterns]
 
@@ -147,15 +141,6 @@ class RowSolver(Protocol):
 
     def attempt(self, objective: Quadratic, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]: ...
 
-
-def solves_by_rows(solver: Solver) -> TypeGuard[RowSolver]:
-    """Whether a solver declares `Solver.by_rows`, and so has the members of `RowSolver`."""
-    return solver.by_rows
-
-
-# Methods that `ranks` and `by_rows` require.
-RANKING = ("rank", "minimise", "solve_path")
-BY_ROWS = ("attempt",)
 
 _SOLVERS: dict[str, type[Solver]] = {}
 C = TypeVar("C", bound=type[Any])
@@ -174,7 +159,7 @@ def register_solver(name: str) -> Callable[[C], C]:
     def register(cls: C) -> C:
         if name in _SOLVERS:
             raise ValueError(f"solver {name!r} is already registered by {_SOLVERS[name].__name__}")
-        for capability in ("objective", "grouped", "calibrated", "ranks", "by_rows", "column_block", "work", "trials"):
+        for capability in ("objective", *FLAGS, "column_block", "work", "trials"):
             if not hasattr(cls, capability):
                 setattr(cls, capability, getattr(Solver, capability))
         _check_declared(cls)
@@ -187,39 +172,34 @@ def register_solver(name: str) -> Callable[[C], C]:
 def _check_declared(cls: type[Any]) -> None:
     """Raise `MoonshotError` unless a class has all members that its capabilities require, each of a valid type."""
     owner, options, abstract = cls.__name__, options_of(cls), getattr(cls, "__abstractmethods__", ())
-    needed = ("patterns", "solve", *(RANKING if cls.ranks else ()), *(BY_ROWS if cls.by_rows else ()))
+    needed, why = ["patterns", "solve"], ""
+    if cls.ranks_removals:
+        needed += ["rank_removals", "minimise", "solve_path"]
+        why = ", which ranks_removals=True requires (solvers/ranked.py)"
+    if cls.by_rows:
+        needed, why = [*needed, "attempt"], why or ", which by_rows=True requires (solvers/sparsegpt.py)"
     lacks = [name for name in needed if not hasattr(cls, name) or name in abstract]
-    lacks += ["the hyperparameter damping"] if (cls.ranks or cls.by_rows) and "damping" not in options else []
-    why = ", which by_rows=True requires (solvers/sparsegpt.py)" if cls.by_rows else ""
-    why = ", which ranks=True requires (solvers/ranked.py)" if cls.ranks else why
+    lacks += ["the hyperparameter damping"] if why and "damping" not in options else []
     require(not lacks, f"{owner} lacks {', '.join(lacks)}{why}", hint="see `Solver` in solvers/base.py")
     kinds = {kind.__name__: kind for kind in get_args(Pattern)}
     valid = isinstance(cls.patterns, tuple) and all(kind in kinds.values() for kind in cls.patterns)
     usage = f"give a tuple of {', '.join(kinds)}"
     require(valid and bool(cls.patterns), usage, field=f"{owner}.patterns", value=cls.patterns)
     objectives = {kind.__name__: kind for kind in get_args(Objective)}
-    usage = f"give {' or '.join(objectives)}"
-    require(cls.objective in objectives.values(), usage, field=f"{owner}.objective", value=cls.objective)
-    for name in ("grouped", "calibrated", "ranks", "by_rows"):
-        value = getattr(cls, name)
-        require(isinstance(value, bool), "give True or False", field=f"{owner}.{name}", value=value)
-    for name in ("ranks", "by_rows"):
-        require(
-            not (getattr(cls, name) and cls.objective.diagonal_only),
-            f"{name}=True requires a Quadratic",
-            field=f"{owner}.objective",
-            value=cls.objective,
-        )
+    usage, field = f"give {' or '.join(objectives)}", f"{owner}.objective"
+    require(cls.objective in objectives.values(), usage, field=field, value=cls.objective)
+    for flag in FLAGS:
+        value = getattr(cls, flag)
+        require(isinstance(value, bool), "give True or False", field=f"{owner}.{flag}", value=value)
+        factors = value and flag in ("ranks_removals", "by_rows")
+        valid = not (factors and cls.objective.diagonal_only)
+        require(valid, f"{flag}=True requires a Quadratic", field=field, value=cls.objective)
 
 
 def solver_names(*kinds: type[Pattern]) -> list[str]:
-    """The names of the solvers registered so far; entry points of other packages load on first use.
-
-    Args:
-        kinds: classes of patterns, of which the solvers support at least one; by default all that prune matrices.
-    """
-    wanted = kinds or (Unstructured, NM, Structured)
-    return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, wanted) for kind in cls.patterns))
+    """The names of the solvers registered so far that support one of these patterns; by default all except experts."""
+    supported = kinds or (Unstructured, NM, Structured)
+    return sorted(name for name, cls in _SOLVERS.items() if any(issubclass(kind, supported) for kind in cls.patterns))
 
 
 def solver_class(name: str) -> type[Solver]:
@@ -228,30 +208,30 @@ def solver_class(name: str) -> type[Solver]:
     Raises:
         MoonshotError: no such solver, or one whose package cannot be imported.
     """
-    if isinstance(name, str) and name not in _SOLVERS and load_entry_point(name):
-        message = "the entry point of this name in an installed package registers no solver of this name"
-        require(name in _SOLVERS, message, field="solver", value=name)
-    if not isinstance(name, str) or name not in _SOLVERS:
-        names = sorted({*_SOLVERS, *entry_point_names()})
+    if isinstance(name, str) and name in _SOLVERS:
+        return _SOLVERS[name]
+    points = entry_points(group=ENTRY_POINTS, name=name) if isinstance(name, str) else ()
+    for point in points:
+        try:
+            point.load()
+        except Exception as error:  # code of another package can raise anything
+            message = f"the entry point {point.value!r} of an installed package cannot be imported ({reason(error)})"
+            raise MoonshotError(message, field="solver", value=name) from error
+    if not points:
+        names = sorted({*_SOLVERS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
         raise MoonshotError(f"use one of {', '.join(names)}", field="solver", value=name)
+    message = "the entry point of this name in an installed package registers no solver of this name"
+    require(name in _SOLVERS, message, field="solver", value=name)
     return _SOLVERS[name]
 
 
 def solver_options(name: str) -> dict[str, dataclasses.Field[Any]]:
-    """The hyperparameters of a registered solver by name, each with ``type``, ``default`` and ``metadata["help"]``.
-
-    Raises:
-        MoonshotError: no such solver.
-    """
+    """`options_of` a registered solver: each has ``type``, ``default`` and ``metadata["help"]``."""
     return options_of(solver_class(name))
 
 
 def make_solver(name: str, options: Mapping[str, Any]) -> Solver:
     """Make a registered solver; hyperparameters that are not in `options` have their defaults.
-
-    Args:
-        name: of the solver.
-        options: hyperparameter → value.
 
     Raises:
         MoonshotError: no such solver or hyperparameter, or an invalid value, also where the solver's own constructor
@@ -282,14 +262,8 @@ def finish(
     return PrunedWeight(torch.where(keep, weight, 0.0), keep, damping, notes_of(objective, damping, initial))
 
 
-def notes_of(objective: Objective, damping: float = 0.0, initial: float = 0.0) -> tuple[str, ...]:
-    """The objective's notes, and one on damping above the initial value.
-
-    Args:
-        objective: of the layer.
-        damping: that the factorisations needed.
-        initial: the hyperparameter ``damping``.
-    """
+def notes_of(objective: Objective, damping: float, initial: float) -> tuple[str, ...]:
+    """The objective's notes, and one on a damping above the hyperparameter, `initial`."""
     raised = () if damping == initial else (f"damping raised from {initial:g} to {damping:g}",)
     return objective.scales.notes + raised
 

@@ -25,10 +25,8 @@ INFINITY = float("inf")
 class Elimination:
     """The elimination of a batch of rows, one input of each row per step.
 
-    Args:
-        inverse: F_k⁻¹, [r, d, d]; overwritten if it is contiguous.
-        weight: ŵ_k, [r, d], of the same dtype.
-        pattern: n:m bars the rest of a group that has lost m - n weights; otherwise all inputs are removed in the end.
+    `inverse`, F_k⁻¹ [r, d, d], is overwritten if it is contiguous; `weight`, ŵ_k [r, d], has the same dtype. n:m bars
+    the rest of a group that has lost m - n weights; other patterns remove all inputs in the end.
     """
 
     def __init__(self, inverse: Tensor, weight: Tensor, pattern: Pattern):
@@ -52,8 +50,7 @@ class Elimination:
         order = torch.empty(len(self.weight), self.steps, dtype=torch.int32, device=self.weight.device)
         losses = torch.empty(order.shape, dtype=torch.float64, device=self.weight.device)
         for step in range(self.steps):
-            loss, removed = self._remove()
-            order[:, step : step + 1], losses[:, step : step + 1] = removed, loss
+            losses[:, step : step + 1], order[:, step : step + 1] = self._remove()
         return order, losses.mul_(0.5)
 
     def _remove(self) -> tuple[Tensor, Tensor]:
@@ -71,8 +68,11 @@ class Elimination:
         self.diagonal.scatter_(1, chosen, 1.0)  # avoids 0/0 in later scores
         self.barred.scatter_(1, chosen, INFINITY)
         removed = self.inputs.gather(1, chosen)
-        if self.m:
-            self._bar(removed // self.m)
+        if self.m:  # bar the rest of the groups that have reached their limit
+            group = removed // self.m
+            removable = self.removable.gather(1, group) - 1
+            self.removable.scatter_(1, group, removable)
+            self.barred.masked_fill_((self.inputs // self.m == group) & (removable == 0), INFINITY)
         return loss, removed
 
     def _column(self, chosen: Tensor) -> Tensor:
@@ -85,51 +85,29 @@ class Elimination:
         factors = waiting.gather(2, chosen[:, :, None].expand(-1, self.count, 1))  # v_p
         return column[:, None].baddbmm_(factors.mT, waiting, alpha=-1)[:, 0]
 
-    def _bar(self, group: Tensor) -> None:
-        """Count a removal from each row's `group` [r, 1], and bar the rest of the groups at their limit."""
-        removable = self.removable.gather(1, group) - 1
-        self.removable.scatter_(1, group, removable)
-        self.barred.masked_fill_((self.inputs // self.m == group) & (removable == 0), INFINITY)
-
     def _flush(self) -> None:
         """Apply the deferred updates to the inverse, and drop dead inputs once that is worth a copy."""
         size = self.weight.shape[1]
         alive = int((self.barred == 0).sum(1).max())
         if size - alive >= DEAD * size:
-            self._keep(alive)
+            # Rows with fewer than `alive` live inputs are filled up with dead ones, to keep the batch rectangular.
+            chosen = torch.sort(self.barred, dim=1, stable=True).indices[:, :alive]
+            self.weight, self.diagonal, self.barred, self.inputs = (
+                tensor.gather(1, chosen) for tensor in (self.weight, self.diagonal, self.barred, self.inputs)
+            )
+            self.waiting = self.waiting.gather(2, chosen[:, None].expand(-1, self.waiting.shape[1], -1))
+            self.inverse = take_square(self.inverse, chosen)
         self.inverse.baddbmm_(self.waiting.mT, self.waiting, alpha=-1)
         self.count = 0
 
-    def _keep(self, alive: int) -> None:
-        """Drop all but `alive` columns, [r, d] → [r, alive]; rows with fewer live ones are filled up with dead ones."""
-        chosen = torch.sort(self.barred, dim=1, stable=True).indices[:, :alive]
-        self.weight, self.diagonal, self.barred, self.inputs = (
-            tensor.gather(1, chosen) for tensor in (self.weight, self.diagonal, self.barred, self.inputs)
-        )
-        self.waiting = self.waiting.gather(2, chosen[:, None].expand(-1, self.waiting.shape[1], -1))
-        self.inverse = take_square(self.inverse, chosen)
-
 
 def removals(size: int, pattern: Pattern) -> int:
-    """Number of weights that can be removed from a row.
-
-    Args:
-        size: inputs of the row, a multiple of m for n:m.
-        pattern: n:m retains n of every m; other patterns can remove all.
-    """
+    """Number of weights that can be removed from a row with `size` inputs: n:m retains n of every m."""
     return size // pattern.m * (pattern.m - pattern.n) if isinstance(pattern, NM) else size
 
 
 def take_square(matrices: Tensor, chosen: Tensor) -> Tensor:
-    """``matrices[k][chosen[k]][:, chosen[k]]`` of a batch.
-
-    Args:
-        matrices: [r, d, d].
-        chosen: indices of rows and columns of each, [r, s].
-
-    Returns:
-        [r, s, s].
-    """
+    """``matrices[k][chosen[k]][:, chosen[k]]`` of a batch: [r, d, d] and [r, s] → [r, s, s]."""
     if matrices.device.type == "cpu":  # copies whole rows: three times as fast as `gather`
         squares = matrices.new_empty(*chosen.shape, chosen.shape[1])
         for matrix, index, out in zip(matrices, chosen, squares, strict=True):

@@ -20,25 +20,14 @@ from ..objective.linalg import MAX_DAMPING
 
 # Types that both JSON and a command line can express; a hyperparameter may also be optional (`| None`).
 KINDS = (bool, int, float, str)
-NONE = "none"  # None on a command line
 
 
 def hyperparameter(
-    default: Any,
-    *,
-    help: str,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
+    default: Any, *, help: str, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> Any:
     """A field of a solver's dataclass, such as ``damping: float = hyperparameter(0.01, help="…", above=0, most=1)``.
 
-    Args:
-        default: the default value.
-        help: a description for the command line, without the default.
-        least: the smallest allowed value.
-        most: the largest allowed value.
-        above: an exclusive lower bound.
+    `help` is its description on the command line, without the default; `above` is an exclusive lower bound.
     """
     bounds = {"least": least, "most": most, "above": above}
     declared = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -58,38 +47,28 @@ def options_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
         MoonshotError: the class is not a dataclass, or a field has no default, an unsupported type, or a default out of
             bounds.
     """
-    require(
-        dataclasses.is_dataclass(cls),
-        f"{cls.__name__} is not a dataclass",
-        hint="put @dataclass(frozen=True) under @register_solver",
-    )
+    usage = "put @dataclass(frozen=True) under @register_solver"
+    require(dataclasses.is_dataclass(cls), f"{cls.__name__} is not a dataclass", hint=usage)
     try:
         hints = typing.get_type_hints(cls)
     except NameError as error:
         raise MoonshotError(f"{cls.__name__}: an annotation cannot be read ({error})") from None
+    usage = f"use one of {', '.join(kind.__name__ for kind in KINDS)}, or one of these | None"
     options = {}
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        option = copy.copy(field)  # the class needs its own unchanged; its type may be a string
-        option.type = hints[field.name]
-        option.metadata = types.MappingProxyType({"help": "", **field.metadata})
-        _check_declaration(cls, option)
+        option = copy.copy(field)  # a copy: the class needs the field unchanged, and its type may be a string
+        option.type, option.metadata = hints[field.name], types.MappingProxyType({"help": "", **field.metadata})
+        name = f"{cls.__name__}.{field.name}"
+        require(_kind(option)[0] in KINDS, f"{name} has the type {option.type}", hint=usage)
+        require(option.default is not dataclasses.MISSING, f"{name} has no default", hint="add one")
+        try:
+            check_option(option, option.default)
+        except MoonshotError as error:
+            raise error.within(f"{cls.__name__}: default") from None
         options[field.name] = option
     return options
-
-
-def _check_declaration(cls: type, option: dataclasses.Field[Any]) -> None:
-    name = f"{cls.__name__}.{option.name}"
-    kind, _ = _kind(option)
-    allowed = ", ".join(kind.__name__ for kind in KINDS)
-    usage = f"use one of {allowed}, or one of these | None"
-    require(kind in KINDS, f"{name} has the type {option.type}", hint=usage)
-    require(option.default is not dataclasses.MISSING, f"{name} has no default", hint="add one")
-    try:
-        check_option(option, option.default)
-    except MoonshotError as error:
-        raise error.within(f"{cls.__name__}: default") from None
 
 
 def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
@@ -100,47 +79,32 @@ def _kind(option: dataclasses.Field[Any]) -> tuple[Any, bool]:
     return others[0] if len(others) == 1 else option.type, len(others) < len(kinds)
 
 
-def _wanted(option: dataclasses.Field[Any]) -> str:
-    """The valid values in words, for a message."""
-    kind, optional = _kind(option)
-    nouns = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
-    words = {"above": "above", "least": "at least", "most": "at most"}
-    bounds = [f"{word} {option.metadata[bound]:g}" for bound, word in words.items() if bound in option.metadata]
-    link = " " if "above" in option.metadata else " of "
-    return nouns[kind] + (link + " and ".join(bounds) if bounds else "") + (", or None" if optional else "")
-
-
 def check_option(option: dataclasses.Field[Any], value: Any) -> None:
-    """Raise `MoonshotError` unless a value is valid for a hyperparameter.
-
-    Args:
-        option: one of `options_of`.
-        value: of any type; an int is valid for a float.
-    """
-    kind, optional = _kind(option)
+    """Raise `MoonshotError` unless a value is valid for one of `options_of`; an int is valid for a float."""
+    (kind, optional), bounds = _kind(option), option.metadata
     if value is None and optional:
         return
-    ok = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    bounds = option.metadata
-    if ok and kind in (int, float):
-        ok = (
+    valid = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if valid and kind in (int, float):
+        valid = (
             math.isfinite(value)
             and bounds.get("least", -math.inf) <= value <= bounds.get("most", math.inf)
             and value > bounds.get("above", -math.inf)
         )
-    require(ok, f"give {_wanted(option)}", field=option.name, value=value)
+    if valid:
+        return
+    nouns = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+    words = {"above": "above", "least": "at least", "most": "at most"}
+    limits = " and ".join(f"{word} {bounds[bound]:g}" for bound, word in words.items() if bound in bounds)
+    link = "" if not limits else " " if "above" in bounds else " of "
+    usage = f"give {nouns[kind]}{link}{limits}{', or None' if optional else ''}"
+    raise MoonshotError(usage, field=option.name, value=value)
 
 
-def check_options(cls: type, values: Mapping[str, Any], owner: str | Option) -> None:
-    """Raise `MoonshotError` unless a solver has hyperparameters of these names and the values are valid.
+def check_options(cls: type, values: Mapping[str, Any], owner: Option) -> None:
+    """Raise `MoonshotError` unless a solver has hyperparameters of these names, and the values are valid.
 
-    Args:
-        cls: the solver's dataclass.
-        values: name → value, of any of the hyperparameters.
-        owner: the solver in messages: a class, or the option.
-
-    Raises:
-        MoonshotError: an unknown name, or an invalid value.
+    `owner` is the option that names the solver, for the message.
     """
     options = options_of(cls)
     for name, value in values.items():
@@ -151,18 +115,14 @@ def check_options(cls: type, values: Mapping[str, Any], owner: str | Option) -> 
 
 
 def parse_option(option: dataclasses.Field[Any], text: str) -> Any:
-    """Parse and check the value of a hyperparameter from a command line.
-
-    Args:
-        option: one of `options_of`.
-        text: a number, "true" or "false", or any string; "none" for None, if the type allows it.
+    """Parse and check the value of a hyperparameter from a command line, "none" for None if the type allows it.
 
     Raises:
         MoonshotError: the value has another type or is out of bounds.
     """
     kind, optional = _kind(option)
     value: Any = text
-    if optional and text.lower() == NONE:
+    if optional and text.lower() == "none":
         value = None
     elif kind is bool:
         value = {"true": True, "false": False}.get(text.lower(), text)

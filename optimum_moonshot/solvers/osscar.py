@@ -11,7 +11,7 @@ subtracts u uᵀ from J, u q_k from P_k and b q_kᵀ q_k from M_k. The updates o
 applied in one matrix product every `WAITING` columns, as rank-1 updates are bound by memory bandwidth. A removal then
 only reads P_k once. P_k is stored transposed, since x P_kᵀ is several times faster than P_k xᵀ for few rows x.
 
-For mixtures of experts, `subsets` searches for the experts to remove.
+For mixtures of experts, `experts` has the search for those to remove.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from ..objective.quadratic import Quadratic
 from ..objective.removal import Removal
 from ..objective.row_slices import row_slices
 from .base import PrunedWeight, Solver, damped, register_solver
+from .experts import best_subset, expert_mask
 from .hyperparameters import damping_option, hyperparameter
 from .sparsegpt import SINGLE_LAM
-from .subsets import best_subset, expert_mask
 
 # Columns whose updates are deferred.
 WAITING = 64
@@ -56,57 +56,31 @@ class OSSCAR(Solver):
     patterns: ClassVar[tuple[type, ...]] = (Structured, Experts)
 
     def solve(self, objective: Quadratic | Removal, pattern: Structured | Experts) -> PrunedWeight:
-        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
-
-        Args:
-            objective: of the whole layer; a `Removal` for experts.
-            pattern: the columns of a group and the fraction of groups to remove, or the fraction of experts.
-
-        Raises:
-            FactorizationError: no damping up to 1 suffices.
-        """
         if isinstance(pattern, Experts):
             assert isinstance(objective, Removal)
             return expert_mask(objective, best_subset(objective, pattern, self.exact))
         assert isinstance(objective, Quadratic)
 
         def attempt(ridge: float) -> tuple[Tensor, Tensor]:
-            weight, groups = remove_columns(objective, pattern, ridge)
+            support = Support(objective, pattern.group, ridge)
+            for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
+                support.remove(support.cheapest())
+            weight, groups = support.minimise(objective)
             return weight, pattern.columns(groups).expand_as(weight).clone()
 
         return damped(objective, self.damping, attempt)
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the shared inverse, and for every row P_k (at times in both precisions) and M_k."""
-        rows, d_in, rank = size.rows, size.inputs, size.rank
+        # The shared inverse, and for every row P_k (at times in both precisions) and M_k.
+        rows, d_in, samples = size.rows, size.inputs, size.max_rank
         shared, gone = 18 * d_in**2 + 50 * size.weights, max(1.0, pattern.sparsity * d_in)
-        if not rank:
+        if not samples:
             return Work(shared, d_in**3 + gone * size.weights)
-        single = size.lam >= SINGLE_LAM and 2 * rank <= d_in
-        spread, inner = (4 if single else 8) * rank * size.weights, 8 * rows * rank**2
-        state = spread + inner + size.slices(24 * rank * d_in) * 2 // 3 + (0 if single else spread // 2)
-        operations = size.weights * rank * (d_in + 4 * gone) + gone * rows * rank**2
+        single = size.lam >= SINGLE_LAM and 2 * samples <= d_in
+        spread, inner = (4 if single else 8) * samples * size.weights, 8 * rows * samples**2
+        state = spread + inner + size.slices(24 * samples * d_in) * 2 // 3 + (0 if single else spread // 2)
+        operations = size.weights * samples * (d_in + 4 * gone) + gone * rows * samples**2
         return Work(shared + max(state, spread + 3 * inner), d_in**3 + operations)
-
-
-def remove_columns(objective: Quadratic, pattern: Structured, ridge: float) -> tuple[Tensor, Tensor]:
-    """Remove column groups greedily by cost.
-
-    Args:
-        objective: of the whole layer.
-        pattern: the columns of a group, and the fraction of groups to remove.
-        ridge: added to the diagonal of every F_k.
-
-    Returns:
-        The pruned weight [d_out, d_in], and bool [d_in / group], True for the column groups that remain.
-
-    Raises:
-        FactorizationError: a matrix is not positive definite with `ridge` on its diagonal.
-    """
-    support = Support(objective, pattern.group, ridge)
-    for _ in range(round(pattern.sparsity * objective.weight.shape[1] / pattern.group)):
-        support.remove(support.cheapest())
-    return support.minimise(objective)
 
 
 class Support:
@@ -115,17 +89,12 @@ class Support:
     Removed columns keep their position until they are a quarter of all; `groups` has the indices of those that are
     stored. The state of the rows is in float32 unless the condition number of an M_k requires float64.
 
-    Args:
-        objective: of the whole layer.
-        group: columns of a group, a divisor of d_in.
-        ridge: added to the diagonal of every F_k.
-
-    Raises:
-        FactorizationError: a matrix is not positive definite.
+    `group` is the number of columns of a group, a divisor of d_in; `ridge` is added to the diagonal of every F_k. All
+    methods raise `FactorizationError` where a matrix is not positive definite.
     """
 
     def __init__(self, objective: Quadratic, group: int, ridge: float):
-        self.scale, self.ridge, self.group = objective.scales.b, ridge, group
+        self.scale, self.group = objective.scales.b, group
         self.device, self.limit = objective.weight.device, objective.limit
         shared = objective.scales.a * objective.gram.double()
         shared.diagonal().add_(ridge)
@@ -136,11 +105,10 @@ class Support:
         self.alive = torch.ones_like(self.groups, dtype=torch.bool)
         self.removed = self.inverse.new_empty(len(shared), 0)  # U
         self.weight = objective.weight.double()
-        if self.scale:
-            self._start_rows(objective)
         blocks = torch.stack([self.inverse[each, each] for each in map(self._columns, range(len(self.groups)))])
         self.blocks = blocks[None]  # [F_k⁻¹]_gg, [rows or 1, groups, group, group]
         if self.scale:
+            self._start_rows(objective)
             self.blocks = blocks.to(self.spread.dtype).repeat(len(self.weight), 1, 1, 1)
             for rows in self._slices(2 * self.spread.shape[1]):
                 self.blocks[rows] -= self.scale * self._low_rank_blocks(rows)
@@ -151,13 +119,13 @@ class Support:
         solved = self.inner[rows] @ spread
         if self.group == 1:
             return (solved * spread).sum(1)[:, :, None, None]
-        solved, spread = (x.mT.unflatten(1, (-1, self.group)) for x in (solved, spread))
+        solved, spread = (each.mT.unflatten(1, (-1, self.group)) for each in (solved, spread))
         return solved @ spread.mT
 
     def _start_rows(self, objective: Quadratic) -> None:
         """P_kᵀ [rows, N, d_in] and M_k⁻¹ [rows, N, N]."""
         fisher, (count, d_in) = objective.fisher_term, self.weight.shape
-        samples = fisher.rank
+        samples = fisher.max_rank
         self.spread = torch.empty(count, samples, d_in, device=self.device)
         inner = torch.empty(len(self.weight), samples, samples, dtype=torch.float64, device=self.device)
         for rows in self._slices(3 * samples):
@@ -268,10 +236,8 @@ class Support:
         """The minimiser on the remaining columns, [d_out, d_in] in float32, and bool [groups], True where they remain.
 
         The state is the inverse of F_SS up to rounding errors. Three rounds of iterative refinement, with residuals in
-        float64 from the statistics instead of the state, remove their effect.
-
-        Raises:
-            FactorizationError: the refinement does not converge, because the state has lost its accuracy.
+        float64 from the statistics instead of the state, remove their effect; `FactorizationError` if they do not
+        converge, because the state has lost its accuracy.
         """
         self._flush()
         self._drop()
@@ -282,7 +248,7 @@ class Support:
         weight = torch.zeros_like(dense)
         if groups.all() or not groups.any():
             return dense.mul_(keep).float(), groups
-        for rows in self._slices(3 * objective.fisher_term.rank if self.scale else 3):
+        for rows in self._slices(3 * objective.fisher_term.max_rank if self.scale else 3):
             factors = objective.fisher_term.factors(rows, self.device) if self.scale else None
             multiply = partial(self._multiply, factors=factors)
             right = multiply(dense[rows] * ~keep)[:, keep]

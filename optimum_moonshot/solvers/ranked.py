@@ -1,6 +1,11 @@
-"""Solvers that eliminate all weights greedily and choose the mask by the ranking of the removals: OBC and CAP.
+"""OBC and CAP, which eliminate all weights greedily and choose the mask by the ranking of the removals.
 
-Three steps: `rank` computes the order of the removals of each row and their losses, once for all sparsities;
+OBC (Frantar & Alistarh, arXiv 2208.11580, "ExactOBS") eliminates whole rows, and ranks the removals of the layer by
+their individual losses. CAP (Kuznedelev et al., arXiv 2210.09223) splits each row into blocks of consecutive inputs,
+each with a separate quadratic, and ranks the removals of all blocks by cumulative loss. Here both work with
+row-specific Hessians.
+
+Three steps: `rank_removals` computes the order of the removals of each row and their losses, once for all sparsities;
 `Ranking.keep` compares the losses across the layer; `minimise` computes the remaining weights,
 
     w_S = ŵ_S + F_SS⁻¹ F_SP ŵ_P        S the remaining inputs, P the removed ones
@@ -11,7 +16,7 @@ damping is ``μ_k = p · mean(diag F_k)``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeGuard
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +27,9 @@ from ..objective.patterns import NM, Pattern, Unstructured
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import row_slices, slice_bytes, slices_within
-from .base import PrunedWeight, Solver, finish
+from .base import PrunedWeight, Solver, finish, register_solver
 from .greedy import STEPS, Elimination, removals, take_square
-from .hyperparameters import damping_option
+from .hyperparameters import damping_option, hyperparameter
 
 # Rows that are eliminated together: on a CPU, as many as keep their deferred updates in its cache; on a GPU, as many as
 # fit a fraction of its free memory.
@@ -45,7 +50,7 @@ class Ranking:
 
     @classmethod
     def join(cls, parts: list["Ranking"]) -> "Ranking":
-        """Concatenate the rows of several rankings."""
+        """The rows of several rankings."""
         return cls(torch.cat([part.order for part in parts]), torch.cat([part.losses for part in parts]), parts[0].size)
 
     def keep(self, pattern: Pattern) -> Tensor:
@@ -60,102 +65,70 @@ class Ranking:
 
 
 class RankingSolver(Protocol):
-    """The members that `Solver.ranks` requires; `Ranked` documents them."""
+    """The members that `Solver.ranks_removals` requires; `Ranked` documents them."""
 
     @property
     def damping(self) -> float: ...
 
-    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
+    def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking: ...
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]: ...
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]: ...
 
 
-def ranks_removals(solver: Solver) -> TypeGuard[RankingSolver]:
-    """Whether a solver declares `Solver.ranks`, and so has the members of `RankingSolver`."""
-    return solver.ranks
-
-
 @dataclass(frozen=True)
 class Ranked(Solver):
-    """A solver that ranks removals; subclasses define by which losses.
+    """A solver that ranks removals; subclasses define by which losses. The comparison group is the layer.
 
-    Other solvers with ``ranks = True`` implement the same methods. `rank` and `minimise` accept an objective with some
-    rows of a layer as well as one with all.
+    Other solvers with ``ranks_removals = True`` implement the same methods. `rank_removals` and `minimise` accept some
+    rows of a layer as well as all of them.
     """
 
     damping: float = damping_option()
 
     patterns: ClassVar[tuple[type, ...]] = (Unstructured, NM)
     grouped: ClassVar[bool] = True
-    ranks: ClassVar[bool] = True
+    ranks_removals: ClassVar[bool] = True
     cumulative: ClassVar[bool]  # rank by the sum of a row's losses so far, not by the loss of the removal alone
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
-        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
-
-        Args:
-            objective: of the whole layer.
-            pattern: unstructured or n:m.
-
-        Raises:
-            FactorizationError: no damping up to 1 suffices.
-        """
         return self.solve_path(objective, [pattern])[0]
 
     def solve_path(self, objective: Quadratic, patterns: list[Pattern]) -> list[PrunedWeight]:
-        """As `solve`, for several patterns by one elimination.
-
-        Args:
-            objective: of the whole layer.
-            patterns: unstructured ones, or a single n:m pattern.
-
-        Returns:
-            The result of `solve` for each pattern.
+        """The result of `solve` for each of several patterns, unstructured ones or a single n:m, by one elimination.
 
         Raises:
             FactorizationError: no damping up to 1 suffices.
         """
-        ranking, damping = escalate(self.damping, lambda damping: self.rank(objective, patterns[0], damping))
+        ranking, damping = escalate(self.damping, lambda damping: self.rank_removals(objective, patterns[0], damping))
         keeps = [ranking.keep(pattern).view_as(objective.weight) for pattern in patterns]
         weights = self.minimise(objective, keeps, damping)
         return [finish(objective, *pair, damping, self.damping) for pair in zip(weights, keeps, strict=True)]
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
-        """As `Solver.trials`: one elimination for all unstructured patterns, and one for each n:m pattern.
-
-        Args:
-            objective: of the whole layer.
-            patterns: of one class.
-
-        Raises:
-            FactorizationError: as `solve`.
-        """
+        # One elimination serves all unstructured patterns, but a single n:m pattern.
         families = [list(patterns)] if isinstance(patterns[0], Unstructured) else [[pattern] for pattern in patterns]
         return [result.weight for family in families for result in self.solve_path(objective, family)]
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the inverses of the rows that are eliminated together, and the ranking of all rows."""
+        # The inverses of the rows that are eliminated together, and the ranking of all rows.
         d, count = size.size, size.weights // size.size
         cpu = size.device.type == "cpu"
         limit = slice_bytes(size.device)
         together = min(count, max(1, CPU_INPUTS // d if cpu else limit // (4 * d * d)))
-        factored = min(together if size.rank else size.groups, max(1, limit // (24 * d * d)))
+        factored = min(together if size.max_rank else size.groups, max(1, limit // (24 * d * d)))
         inverses = 4 * together * d * d
         # Dropping dead inputs copies (3/4)² of the inverses; before that, factors are held next to the inverses.
         eliminating = inverses * 25 // 16 + 7 * STEPS * together * d
         threads = max(1, min(size.threads if cpu else 1, count // together))
-        peak = threads * max(eliminating, (inverses if size.rank else 0) + 32 * factored * d * d)
-        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.rank))
+        peak = threads * max(eliminating, (inverses if size.max_rank else 0) + 32 * factored * d * d)
+        return Work(max(peak + 16 * size.weights, 60 * size.weights), count * d * d * (d + size.max_rank))
 
-    def rank(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
+    def rank_removals(self, objective: Quadratic, pattern: Pattern, damping: float) -> Ranking:
         """Remove the weights of each row one by one, all of them or (n:m) as many as the pattern allows.
 
-        Args:
-            objective: of a layer, or of some of its rows.
-            pattern: unstructured or n:m; its sparsity is ignored.
-            damping: p, in (0, 1].
+        The sparsity of the pattern is ignored.
 
         Raises:
             FactorizationError: a row's matrix is not positive definite at this damping.
@@ -167,19 +140,22 @@ class Ranked(Solver):
         inverses = Inverses(objective, damping)
 
         def eliminate(part: slice) -> None:
-            order[part], losses[part] = _eliminate(inverses, weight, part, pattern)
+            inverse, fits = inverses.of(part)
+            order[part], losses[part] = Elimination(inverse, weight[part], pattern).run()
+            del inverse
+            for index in (~fits).nonzero()[:, 0].tolist():  # ill-conditioned rows are repeated in float64
+                row = slice(part.start + index, part.start + index + 1)
+                exact = Elimination(inverses.exactly(row), weight[row].double(), pattern)
+                order[row], losses[row] = exact.run()
 
-        parallel_map(eliminate, _rows_together(objective), weight.device)
+        matrix, cpu = 4 * size * size, weight.device.type == "cpu"
+        most = CPU_INPUTS // size * matrix if cpu else int(GPU_FRACTION * free_bytes(weight.device))
+        parallel_map(eliminate, slices_within(slice(0, rows), matrix, most, objective.limit), weight.device)
         check_factored(torch.isfinite(losses))
         return Ranking(order, losses.cumsum_(1) if self.cumulative else losses, size)
 
     def minimise(self, objective: Quadratic, keeps: list[Tensor], damping: float) -> list[Tensor]:
-        """The minimisers of the damped quadratic on several masks.
-
-        Args:
-            objective: of a layer, or of some of its rows.
-            keeps: masks of the objective's rows, bool [rows, d_in] each.
-            damping: p, at which the removals were ranked.
+        """The minimisers of the quadratic, with the damping of the ranking, on several masks, bool [rows, d_in] each.
 
         Returns:
             A weight for each mask, [rows, d_in] in float32, 0 where the mask is False.
@@ -199,17 +175,36 @@ class Ranked(Solver):
         return [out.view_as(objective.weight) for out in minimisers]
 
 
-def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
-    """F_k + μ_k I of some rows; ``μ_k = p · mean(diag F_k)``, or p times the layer's mean where that is 0.
+@register_solver("obc")
+@dataclass(frozen=True)
+class OBC(Ranked):
+    """`damping` p adds ``μ_k = p·mean(diag F_k)`` to the diagonal of F_k."""
 
-    Args:
-        objective: of a layer, or of some of its rows.
-        rows: of `row_weights`.
-        damping: p.
+    cumulative: ClassVar[bool] = False
 
-    Returns:
-        [rows, size, size] in float64.
+
+@register_solver("cap")
+@dataclass(frozen=True)
+class CAP(Ranked):
+    """`damping` p adds ``p·mean(diag)`` to the diagonal of every block's matrix.
+
+    `block_size` bounds the inputs of a column block, which has the largest divisor of d_in up to that size (for n:m,
+    among the multiples of m).
     """
+
+    # 192 is the value of the original implementation, for DeiT.
+    block_size: int = hyperparameter(192, help="largest number of inputs in a column block", least=1)
+
+    cumulative: ClassVar[bool] = True
+
+    def column_block(self, d_in: int, pattern: Pattern) -> int:
+        most = max(self.block_size, pattern.width)
+        sizes = range(pattern.width, min(most, d_in) + 1, pattern.width)
+        return max(size for size in sizes if d_in % size == 0)
+
+
+def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
+    """F_k + μ_k I of some `row_weights`, [rows, size, size] in float64; where F_k is 0, μ_k is p × the layer's mean."""
     hessians = objective.row_hessians(rows)
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     means = diagonal.mean(1, keepdim=True)
@@ -220,24 +215,17 @@ def damped_rows(objective: Quadratic, rows: slice, damping: float) -> Tensor:
 
 
 class Inverses:
-    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 rows with the same G share one, which is computed once.
-
-    Args:
-        objective: of a layer, or of some of its rows.
-        damping: p, as for `damped_rows`.
-    """
+    """(F_k + μ_k I)⁻¹ of rows on demand; at λ = 1 rows with the same G share one, which is computed once."""
 
     def __init__(self, objective: Quadratic, damping: float):
         self.objective, self.damping = objective, damping
-        self.shared = None if objective.scales.b else self._of_grams()
-
-    def _of_grams(self) -> list[Tensor]:
-        """The inverses for all matrices in `gram`, each computed for the first of its rows."""
-        which = self.objective.grams_of(slice(None))
-        blocks = self.objective.weight.shape[1] // self.objective.size
-        step = len(which) // (int(which[-1]) + 1) * blocks
-        parts = [self._compute(slice(first, first + blocks)) for first in range(0, len(which), step)]
-        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        self.shared: list[Tensor] | None = None
+        if not objective.scales.b:  # the inverses for all matrices in `gram`, each computed for the first of its rows
+            which = objective.grams_of(slice(None))
+            blocks = objective.weight.shape[1] // objective.size
+            step = len(which) // (int(which[-1]) + 1) * blocks
+            parts = [self._compute(slice(first, first + blocks)) for first in range(0, len(which), step)]
+            self.shared = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The inverses, [r, size, size] in float32, and bool [r], True where float32 is precise enough."""
@@ -246,9 +234,9 @@ class Inverses:
         which = self.objective.grams_of(rows)
         return self.shared[0][which], self.shared[1][which]
 
-    def exactly(self, row: int) -> Tensor:
-        """The inverse of one row, [1, size, size] in float64."""
-        return torch.cholesky_inverse(self._factor(slice(row, row + 1))[0])
+    def exactly(self, rows: slice) -> Tensor:
+        """The inverses, [r, size, size] in float64."""
+        return torch.cholesky_inverse(self._factor(rows)[0])
 
     def _compute(self, rows: slice) -> tuple[Tensor, Tensor]:
         size, device = self.objective.size, self.objective.weight.device
@@ -271,18 +259,6 @@ class Inverses:
         return lower, hessians.diagonal(dim1=1, dim2=2)
 
 
-def _eliminate(inverses: Inverses, weight: Tensor, part: slice, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Order and losses of some rows, [r, steps]; ill-conditioned rows are repeated in float64."""
-    inverse, fits = inverses.of(part)
-    order, losses = Elimination(inverse, weight[part], pattern).run()
-    del inverse
-    for row in (~fits).nonzero()[:, 0].tolist():
-        here = part.start + row
-        exact = Elimination(inverses.exactly(here), weight[here : here + 1].double(), pattern).run()
-        order[row], losses[row] = exact[0][0], exact[1][0]
-    return order, losses
-
-
 def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> None:
     """Write the minimisers on `keep` [r, size] to `out` [r, size]; `hessians` [r, size, size], `weight` in float64."""
     # The rows retain different numbers of inputs. To solve them in one batch, shorter systems are padded with identity.
@@ -295,10 +271,3 @@ def _minimise(hessians: Tensor, weight: Tensor, keep: Tensor, out: Tensor) -> No
     matrices.diagonal(dim1=1, dim2=2).add_(surplus)
     change = torch.cholesky_solve(right[:, :, None], torch.linalg.cholesky(matrices))[:, :, 0]
     out.scatter_(1, chosen, (weight.gather(1, chosen) + change).masked_fill_(surplus, 0).to(out.dtype))
-
-
-def _rows_together(objective: Quadratic) -> list[slice]:
-    (rows, size), device = objective.row_weights.shape, objective.weight.device
-    matrix = 4 * size * size
-    most = CPU_INPUTS // size * matrix if device.type == "cpu" else int(GPU_FRACTION * free_bytes(device))
-    return slices_within(slice(0, rows), matrix, most, objective.limit)

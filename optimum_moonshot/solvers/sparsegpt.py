@@ -18,12 +18,15 @@ from ..objective.patterns import NM, Pattern, Unstructured, stacked
 from ..objective.problem_size import ProblemSize, Work
 from ..objective.quadratic import Quadratic
 from ..objective.row_slices import slices_within, split_range
-from .base import PrunedWeight, Solver, finish, hyperparameter, register_solver
-from .hyperparameters import damping_option
-from .sparsegpt_factors import SLICE_BYTES, Factors, Widths, dense_is_cheaper, make_factors, needs_matrices, within
+from .base import PrunedWeight, Solver, finish, register_solver
+from .hyperparameters import damping_option, hyperparameter
+from .sparsegpt_factors import SLICE_BYTES, Factors, LowRankFactors, RowFactors, SharedFactor, Widths
 
 # State of the rows that are pruned together. Rows can be split for n:m only: unstructured rows compete with each other.
 STATE_BYTES = 4 * 2**30
+# Below this many inputs per sample, F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state,
+# O(N·d_in² + N²·d_in) (measured, N = 32 to 512: 1.6 to 2.2).
+DENSE_BELOW = 1.7
 # From this λ on, memory estimates assume that the states of rows are well conditioned, and so in float32.
 SINGLE_LAM = 0.8
 
@@ -41,15 +44,6 @@ class SparseGPT(Solver):
     by_rows: ClassVar[bool] = True
 
     def solve(self, objective: Quadratic, pattern: Pattern) -> PrunedWeight:
-        """Prune at the smallest damping, `damping` times a power of ten up to 1, at which all factors exist.
-
-        Args:
-            objective: of the whole layer.
-            pattern: unstructured or n:m.
-
-        Raises:
-            FactorizationError: no damping up to 1 suffices.
-        """
         (weight, keep), damping = escalate(self.damping, lambda damping: self.attempt(objective, pattern, damping))
         return finish(objective, weight, keep, damping, self.damping)
 
@@ -67,18 +61,33 @@ class SparseGPT(Solver):
         Raises:
             FactorizationError: a matrix is not positive definite at this damping.
         """
-        return self._sweep(objective, pattern, damping * objective.damping_unit)
+        ridge, widths = damping * objective.damping_unit, Widths.of(pattern, self.block_size)
+        factor = None  # U, where all rows share G
+        if objective.gram.ndim == 2:
+            factor = damped_inverse_factor(
+                objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
+            )
+        weight, (count, d_in) = objective.weight.clone(), objective.weight.shape
+        keep = torch.empty_like(weight, dtype=torch.bool)
+        samples = objective.fisher_term.max_rank if objective.scales.b else 0
+        dense = factor is None or d_in < DENSE_BELOW * samples
+        batches = [slice(0, count)]  # rows that are pruned together: all of them where they compete
+        if isinstance(pattern, NM) and (dense or samples):
+            state = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
+            batches = slices_within(slice(0, count), 4 * d_in * d_in if dense else state, STATE_BYTES, objective.limit)
+        for rows in batches:
+            factors: Factors
+            if factor is None or dense:
+                factors = RowFactors(objective, ridge, rows)
+            elif samples:
+                factors = LowRankFactors(objective, factor, rows, widths)
+            else:
+                factors = SharedFactor(factor)
+            keep[rows] = prune_columns(weight[rows], factors, pattern, widths)
+        return weight, keep
 
     def trials(self, objective: Quadratic, patterns: Sequence[Pattern]) -> list[Tensor]:
-        """As `Solver.trials`; where all rows share a factor, one sweep prunes a stacked copy of them per pattern.
-
-        Args:
-            objective: of the whole layer.
-            patterns: of one class.
-
-        Raises:
-            FactorizationError: as `solve`.
-        """
+        # Where all rows share a factor, one sweep prunes a stacked copy of them per pattern.
         together = stacked(patterns)
         if together is None or objective.scales.b or objective.gram.ndim > 2:
             return super().trials(objective, patterns)
@@ -86,52 +95,31 @@ class SparseGPT(Solver):
         return list(self.solve(copies, together).weight.chunk(len(patterns)))
 
     def work(self, size: ProblemSize, pattern: Pattern) -> Work:
-        """As `Solver.work`: the shared factor, and for every row either Z, P, R and Q or a matrix."""
-        rows, d_in, rank, widths = size.rows, size.inputs, size.rank, Widths.of(pattern, self.block_size)
+        # The shared factor, and for every row either Z, P, R and Q or a matrix.
+        rows, d_in, samples, widths = size.rows, size.inputs, size.max_rank, Widths.of(pattern, self.block_size)
         compared = min(widths.compared, d_in)
         shared = 0 if size.groups > 1 else 24 * d_in**2
         columns = 20 * rows * compared + 5 * size.weights
-        if size.groups > 1 or (rank and dense_is_cheaper(rank, d_in)):
+        if size.groups > 1 or d_in < DENSE_BELOW * samples:
             together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // (4 * d_in * d_in)))
             matrices = 4 * together * d_in**2 + 8 * d_in**2 + size.slices(24 * d_in**2, SLICE_BYTES)
-            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + rank))
-        if not rank:
+            return Work(max(shared, matrices) + columns, rows * d_in**2 * (d_in + samples))
+        if not samples:
             return Work(max(shared + 4 * size.weights, 12 * d_in**2 + columns), 1.5 * d_in**3 + rows * d_in**2)
         item = 4 if size.lam >= SINGLE_LAM else 8
-        row = 4 * d_in * rank + item * (rank**2 + compared * (rank + widths.block)) + 8 * (rank + 2 * compared)
+        row = (
+            4 * d_in * samples
+            + item * (samples**2 + compared * (samples + widths.block))
+            + 8 * (samples + 2 * compared)
+        )
         together = rows if not isinstance(pattern, NM) else min(rows, max(1, STATE_BYTES // row))
-        slices = size.slices(8 * rank * (rank + widths.compared), SLICE_BYTES)
+        slices = size.slices(8 * samples * (samples + widths.compared), SLICE_BYTES)
         state = together * row + 16 * d_in**2 + slices + columns
-        return Work(max(shared, state), 1.5 * d_in**3 + rows * rank * d_in * (d_in + 4 * rank))
-
-    def _sweep(self, objective: Quadratic, pattern: Pattern, ridge: float) -> tuple[Tensor, Tensor]:
-        """Pruned weight and `keep`, both [rows, d_in], with `ridge` added to every diagonal."""
-        factor = None
-        if objective.gram.ndim == 2:  # one Gram matrix for all rows
-            factor = damped_inverse_factor(
-                objective.gram.to(torch.float64, copy=True).mul_(objective.scales.a), 1.0, ridge
-            )
-        weight = objective.weight.clone()
-        keep = torch.empty_like(weight, dtype=torch.bool)
-        widths = Widths.of(pattern, self.block_size)
-        for rows in _row_batches(objective, pattern, widths):
-            factors = make_factors(objective, factor, ridge, rows, widths)
-            keep[rows] = prune_columns(weight[rows], factors, pattern, widths)
-        return weight, keep
+        return Work(max(shared, state), 1.5 * d_in**3 + rows * samples * d_in * (d_in + 4 * samples))
 
 
 def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Widths) -> Tensor:
-    """Prune rows in place, by comparison groups of columns from left to right.
-
-    Args:
-        weight: [r, d_in] in float32, modified in place.
-        factors: of these rows.
-        pattern: unstructured or n:m.
-        widths: of comparison groups and column blocks.
-
-    Returns:
-        keep, bool [r, d_in].
-    """
+    """Prune rows [r, d_in] in place, by comparison groups of columns from left to right; returns `keep`."""
     keep = torch.empty_like(weight, dtype=torch.bool)
     for columns in split_range(0, weight.shape[1], widths.compared):
         pivots = factors.begin_group(weight, columns)
@@ -140,7 +128,8 @@ def prune_columns(weight: Tensor, factors: Factors, pattern: Pattern, widths: Wi
         errors = torch.empty(len(weight), columns.stop - columns.start, device=weight.device)
         for block in split_range(columns.start, columns.stop, widths.block):
             factor = factors.begin_block(weight, columns, block, errors)
-            _prune_block(weight[:, block], factor, pattern, keep[:, block], errors[:, within(columns, block)])
+            inner = errors[:, block.start - columns.start : block.stop - columns.start]
+            _prune_block(weight[:, block], factor, pattern, keep[:, block], inner)
         factors.end_group(weight, columns, errors)
     return keep
 
@@ -157,18 +146,3 @@ def _prune_block(weight: Tensor, factor: Tensor, pattern: Pattern, keep: Tensor,
             keep[:, group] = pattern.keep((weight[:, group] / pivots[:, group]).square())
         errors[:, column] = (weight[:, column] / pivots[:, column]).masked_fill_(keep[:, column], 0)
         weight[:, column:] -= errors[:, column, None] * factor[:, column, column:]
-
-
-def _row_batches(objective: Quadratic, pattern: Pattern, widths: Widths) -> list[slice]:
-    """Rows pruned together: all where they compete with each other, else as many as fit `STATE_BYTES`."""
-    count, d_in = objective.weight.shape
-    if not isinstance(pattern, NM):
-        return [slice(0, count)]
-    if needs_matrices(objective):
-        row = 4 * d_in * d_in
-    elif objective.scales.b:
-        samples = objective.fisher_term.rank
-        row = 4 * d_in * samples + 8 * samples * samples + 8 * widths.compared * (samples + widths.block)
-    else:
-        return [slice(0, count)]
-    return slices_within(slice(0, count), row, STATE_BYTES, objective.limit)

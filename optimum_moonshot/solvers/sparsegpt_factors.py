@@ -10,7 +10,7 @@ but all entries only in small diagonal blocks, so it need not exist as a matrix:
 * `RowFactors`: C_k itself, [d_in, d_in] per row: cheaper where N is not well below d_in, and for grouped convolutions,
   whose rows share no matrix and have few inputs.
 
-All three are exact.
+All three are exact. N is the rank of the Fisher term of a row: the number of samples, at most d_in.
 """
 
 from typing import NamedTuple, Protocol
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..objective.fisher import Fisher
 from ..objective.linalg import check_factored, inverse_factor, parallel_map
 from ..objective.patterns import NM, Pattern
 from ..objective.quadratic import Quadratic
@@ -31,8 +32,6 @@ SLICE_BYTES = 4 * 2**20
 GPU_SLICE_BYTES = 256 * 2**20
 # Largest bound on the condition number of a row's state for which float32 suffices: errors stay below about 1e-5.
 SINGLE_CONDITION = 256.0
-# Matrices per row are cheaper below this many inputs per sample (measured, N = 32 to 512: 1.6 to 2.2).
-DENSE_BELOW = 1.7
 
 
 class Widths(NamedTuple):
@@ -43,12 +42,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Pattern, block_size: int) -> "Widths":
-        """The widths for a pattern.
-
-        Args:
-            pattern: its m divides both widths.
-            block_size: columns of a comparison group, rounded down to a multiple of m, but at least m.
-        """
+        """The widths for a pattern, where a comparison group may have `block_size` columns."""
         m = pattern.m if isinstance(pattern, NM) else 1
         compared, block = (max(1, size // m) * m for size in (block_size, STEP))
         return cls(compared, min(compared, block))
@@ -57,40 +51,22 @@ class Widths(NamedTuple):
 class Factors(Protocol):
     """The factors C_k of some rows, read from left to right by comparison groups of columns and their blocks.
 
-    All methods update the weights [r, d_in], in float32, in place: blocked so that most of the work is matrix products.
+    All methods update the weights `weight`, [r, d_in] in float32, in place, such that most of the work is matrix
+    products. `errors`, [r, columns], are those of a comparison group, final in the blocks before the current one.
     """
 
     def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
-        """Apply the errors of earlier comparison groups to the weights of this one.
-
-        Args:
-            weight: of these rows, all columns [r, d_in].
-            columns: of the comparison group.
-
-        Returns:
-            C_jj of the columns, [r or 1, columns].
-        """
+        """Apply the errors of earlier groups to the weights of this one; returns its C_jj, [r or 1, columns]."""
 
     def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
-        """Apply the errors of earlier blocks of the comparison group to the weights of this block.
-
-        Args:
-            weight: of these rows, all columns [r, d_in].
-            columns: of the comparison group.
-            block: columns of the matrix, `widths.block` of them or the remainder.
-            errors: [r, columns], final in the blocks before.
+        """Apply the errors of the group's earlier blocks to the weights of this block, columns of the matrix.
 
         Returns:
             C_k[block, block], [r or 1, block, block].
         """
 
     def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
-        """Apply the errors of the comparison group to all columns on its right, or record them in the state.
-
-        Args:
-            weight: of these rows, all columns [r, d_in].
-            columns: of the comparison group.
-            errors: [r, columns].
+        """Apply the errors of the group to all columns on its right, or record them in the state.
 
         Raises:
             FactorizationError: after the last columns, if a factor does not exist.
@@ -108,7 +84,7 @@ class SharedFactor:
 
     def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
         before = slice(columns.start, block.start)
-        weight[:, block].addmm_(errors[:, within(columns, before)], self.factor[before, block], alpha=-1)
+        weight[:, block].addmm_(errors[:, : block.start - columns.start], self.factor[before, block], alpha=-1)
         return self.factor[None, block, block]
 
     def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
@@ -116,16 +92,7 @@ class SharedFactor:
 
 
 class RowFactors:
-    """C_k as matrices, [r, d_in, d_in], factored in float64 and stored in float32.
-
-    Args:
-        objective: of the whole layer.
-        ridge: added to the diagonal of every F_k.
-        rows: r rows of the layer.
-
-    Raises:
-        FactorizationError: a matrix is not positive definite.
-    """
+    """C_k as matrices, [r, d_in, d_in], factored in float64, with `ridge` on the diagonal, and stored in float32."""
 
     def __init__(self, objective: Quadratic, ridge: float, rows: slice):
         device, d_in = objective.weight.device, objective.weight.shape[1]
@@ -142,7 +109,8 @@ class RowFactors:
 
     def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
         before = slice(columns.start, block.start)
-        weight[:, block] -= (errors[:, None, within(columns, before)] @ self.factor[:, before, block]).squeeze(1)
+        done = errors[:, None, : block.start - columns.start]
+        weight[:, block] -= (done @ self.factor[:, before, block]).squeeze(1)
         return self.factor[:, block, block]
 
     def end_group(self, weight: Tensor, columns: slice, errors: Tensor) -> None:
@@ -165,103 +133,85 @@ class LowRankFactors:
     float32 (at λ = 0.9, trained layers have conditions of 2 to 60), the others, mostly at small λ, in float64. The sums
     s and y over all columns are always in float64.
 
-    Args:
-        objective: of the whole layer.
-        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64.
-        rows: r rows of the layer.
-        widths: of comparison groups and column blocks.
-
-    Raises:
-        FactorizationError: (by `end_group` after the last columns) a state was not positive definite.
+    `factor` is U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64.
     """
 
     def __init__(self, objective: Quadratic, factor: Tensor, rows: slice, widths: Widths):
-        device, samples, d_in = factor.device, objective.fisher_term.rank, len(factor)
-        self.factor, self.single = factor, factor.float()
-        self.count, self.widths = rows.stop - rows.start, widths
-        self.parts = _slices(objective, slice(0, self.count), 8 * samples * (samples + widths.compared))
-        self.whitened = torch.empty(self.count, d_in, samples, device=device)  # Z
-        self.spread = torch.zeros(self.count, 1, samples, dtype=torch.float64, device=device)  # s
-        # Checked once at the end: a check per block would synchronise with the GPU each time.
-        self.failed = torch.zeros(self.count, dtype=torch.int32, device=device)
-        self._whiten(objective, rows)
+        fisher, device = objective.fisher_term.part(rows), factor.device
+        samples = fisher.max_rank
+        # Most products with U have float32 results, and need no more than its float32 copy.
+        self.factor, self.single, self.widths = factor, factor.float(), widths
+        self.whitened = torch.empty(fisher.count, fisher.size, samples, device=device)  # Z
+        self.spread = torch.zeros(fisher.count, 1, samples, dtype=torch.float64, device=device)  # s
+        # Checked once, at the end: a check per block would synchronise with the GPU each time.
+        self.failed = torch.zeros(fisher.count, dtype=torch.int32, device=device)
+        self._whiten(objective, fisher)
+        self.parts = _slices(objective, slice(0, fisher.count), 8 * samples * (samples + widths.compared))
         self.states = parallel_map(self._invert, self.parts, device)  # P
         # R and Q of one comparison group, reused by all.
         self.uppers = [state.new_empty(len(state), widths.compared, widths.block) for state in self.states]
         self.carries = [state.new_empty(len(state), widths.compared, samples) for state in self.states]
 
-    def _whiten(self, objective: Quadratic, rows: slice) -> None:
+    def _whiten(self, objective: Quadratic, fisher: Fisher) -> None:
         """Compute Z = √b·U·A_k by column ranges: U is triangular, so each range skips the inputs on its left."""
-        fisher, device = objective.fisher_term.part(rows), self.factor.device
-        samples, d_in = fisher.rank, fisher.size
+        (count, d_in, samples), scale = self.whitened.shape, objective.scales.b**0.5
         cuts = split_range(0, d_in, self.widths.compared)
-        uppers = [(objective.scales.b**0.5 * self.factor[columns, columns.start :]).float() for columns in cuts]
+        uppers = [(scale * self.factor[columns, columns.start :]).float() for columns in cuts]
 
         def whiten(part: slice) -> None:
-            tail = fisher.factors(part, device, torch.float32).flatten(0, 1)
+            tail = fisher.factors(part, self.factor.device, torch.float32).flatten(0, 1)
             for columns, upper in zip(cuts, uppers, strict=True):
                 product = upper @ tail[:, columns.start :].mT
                 self.whitened[part, columns] = product.view(len(upper), -1, samples).transpose(0, 1)
 
-        parallel_map(whiten, _slices(objective, slice(0, self.count), 4 * samples * d_in), device)
+        parallel_map(whiten, _slices(objective, slice(0, count), 4 * samples * d_in), self.factor.device)
 
     def _invert(self, part: slice) -> Tensor:
-        """P of a slice of rows, in the precision that its condition number requires."""
-        total = self._information(part, torch.float32)
-        if not total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:
-            total = self._information(part, torch.float64)
+        """P = (I + ZᵀZ)⁻¹ of a slice of rows, in the precision that its condition number requires."""
+        count, d_in, samples = self.whitened[part].shape
+        for dtype in (torch.float32, torch.float64):
+            total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
+            for columns in split_range(0, d_in, 4 * samples):  # bounds the float64 copy to four times the result
+                z = self.whitened[part, columns].to(dtype)
+                total.baddbmm_(z.mT, z)
+            if total.norm(dim=(1, 2)).amax() < SINGLE_CONDITION:  # False for NaN
+                break
         # Symmetric: the transpose is the same matrix in LAPACK's column-major order, and so needs no transposing copy.
         upper, info = torch.linalg.cholesky_ex(total.mT, upper=True)
         self.failed[part] |= info
         return torch.cholesky_inverse(upper, upper=True)
 
-    def _information(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """I + ZᵀZ of a slice of rows."""
-        count, d_in, samples = self.whitened[part].shape
-        total = torch.eye(samples, dtype=dtype, device=self.whitened.device).repeat(count, 1, 1)
-        for columns in split_range(0, d_in, 4 * samples):  # bounds the float64 copy to four times the result
-            z = self.whitened[part, columns].to(dtype)
-            total.baddbmm_(z.mT, z)
-        return total
-
     def begin_group(self, weight: Tensor, columns: slice) -> Tensor:
-        blocks = split_range(0, columns.stop - columns.start, self.widths.block)
+        count, width = len(weight), columns.stop - columns.start
         upper = self.factor[columns, columns]
-        self.pull = weight.new_empty(self.count, 1, columns.stop - columns.start, dtype=torch.float64)  # y
-        pivots = weight.new_empty(self.count, columns.stop - columns.start)
+        self.pull = weight.new_empty(count, 1, width, dtype=torch.float64)  # y
+        pivots = weight.new_empty(count, width)
 
         def advance(index: int) -> None:
-            part, state = self.parts[index], self.states[index]
-            uppers, carries = self.uppers[index], self.carries[index]
+            part, state, carries = self.parts[index], self.states[index], self.carries[index]
             z = self.whitened[part, columns].to(state.dtype)
             self.pull[part] = -(self.spread[part].to(z.dtype) @ z.mT)
-            for block in blocks:
-                root = self._advance(part, state, z[:, block], carries[:, block])
-                uppers[:, block, : root.shape[-1]] = root
-                pivots[part, block] = root.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
+            for block in split_range(0, width, self.widths.block):
+                carry = z[:, block] @ state
+                remainder = torch.bmm(carry, z[:, block].mT).neg_()
+                remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
+                lower, info = torch.linalg.cholesky_ex(remainder.mT)
+                self.failed[part] |= info
+                # `carry` is contiguous: for another layout, torch would copy it several times.
+                torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)
+                state.baddbmm_(carry.mT, carry)
+                carries[:, block] = carry
+                self.uppers[index][:, block, : lower.shape[-1]] = lower.mT
+                pivots[part, block] = lower.diagonal(dim1=1, dim2=2) * upper.diagonal()[block]
 
         parallel_map(advance, range(len(self.parts)), weight.device)
-        # Of y and s, by the errors in this group.
+        # The changes of y and s by the errors in this group.
         self.pull_change, self.spread_change = torch.zeros_like(self.pull), torch.zeros_like(self.spread)
         weight[:, columns] += (self.pull @ upper).squeeze(1).float()
         return pivots
 
-    def _advance(self, part: slice, state: Tensor, z: Tensor, carries: Tensor) -> Tensor:
-        """Advance P of a slice of rows over a block, in place, and write Q to `carries`. Returns R, [rows, b, b]."""
-        carry = z @ state
-        remainder = torch.bmm(carry, z.mT).neg_()
-        remainder.diagonal(dim1=1, dim2=2).add_(1)  # E
-        lower, info = torch.linalg.cholesky_ex(remainder.mT)
-        self.failed[part] |= info
-        # `carry` is contiguous: for another layout, torch would copy it several times.
-        torch.linalg.solve_triangular(lower, carry, upper=False, out=carry)
-        state.baddbmm_(carry.mT, carry)
-        carries.copy_(carry)
-        return lower.mT
-
     def begin_block(self, weight: Tensor, columns: slice, block: slice, errors: Tensor) -> Tensor:
-        inner = within(columns, block)
-        width = inner.stop - inner.start
+        inner = slice(block.start - columns.start, block.stop - columns.start)
         if inner.start:
             self._absorb(slice(inner.start - self.widths.block, inner.start), errors)
             for part, state in zip(self.parts, self.states, strict=True):
@@ -270,10 +220,10 @@ class LowRankFactors:
             upper = self.factor[columns.start : block.stop, block]
             weight[:, block] += (self.pull_change[:, 0, : inner.stop] @ upper).float()
         corner = self.single[block, block]
-        return torch.cat([uppers[:, inner, :width].float() @ corner for uppers in self.uppers])
+        return torch.cat([uppers[:, inner, : len(corner)].float() @ corner for uppers in self.uppers])
 
     def _absorb(self, inner: slice, errors: Tensor) -> None:
-        """Add the errors of a block, columns `inner` of the group, to y and s."""
+        """Add the errors of a block, columns `inner` of the group, to the changes of y and s."""
         errors = errors[:, None, inner]
         for part, uppers, carries in zip(self.parts, self.uppers, self.carries, strict=True):
             error = errors[part].to(carries.dtype)
@@ -290,47 +240,7 @@ class LowRankFactors:
             check_factored(self.failed == 0)
 
 
-def make_factors(objective: Quadratic, factor: Tensor | None, ridge: float, rows: slice, widths: Widths) -> Factors:
-    """The factors of some rows in the cheapest form.
-
-    Args:
-        objective: of the whole layer.
-        factor: U with ``(a·G + μI)⁻¹ = Uᵀ U``, [d_in, d_in] in float64; None where rows do not share G.
-        ridge: μ, added to the diagonal of every F_k.
-        rows: of the layer.
-        widths: of comparison groups and column blocks.
-    """
-    if needs_matrices(objective):
-        return RowFactors(objective, ridge, rows)
-    assert factor is not None  # the rows share G
-    if not objective.scales.b:
-        return SharedFactor(factor)
-    return LowRankFactors(objective, factor, rows, widths)
-
-
-def needs_matrices(objective: Quadratic) -> bool:
-    """Whether `make_factors` makes `RowFactors`."""
-    if objective.gram.ndim == 3:  # groups of rows with separate Gram matrices
-        return True
-    return bool(objective.scales.b) and dense_is_cheaper(objective.fisher_term.rank, objective.weight.shape[1])
-
-
-def dense_is_cheaper(samples: int, d_in: int) -> bool:
-    """Whether F_k and its factor, O(d_in³ + N·d_in²) per row, cost less than Z and its state, O(N·d_in² + N²·d_in).
-
-    Args:
-        samples: N, the rank of the Fisher term of a row, at most d_in.
-        d_in: inputs of the layer.
-    """
-    return d_in < DENSE_BELOW * samples
-
-
 def _slices(objective: Quadratic, rows: slice, bytes_per_row: int) -> list[slice]:
     """Rows in slices whose intermediates fit `SLICE_BYTES` or `GPU_SLICE_BYTES`."""
     most = SLICE_BYTES if objective.weight.device.type == "cpu" else GPU_SLICE_BYTES
     return slices_within(rows, bytes_per_row, most, objective.limit)
-
-
-def within(columns: slice, block: slice) -> slice:
-    """The position of a block of columns relative to the first of `columns`."""
-    return slice(block.start - columns.start, block.stop - columns.start)

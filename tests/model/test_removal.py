@@ -14,7 +14,7 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective.patterns import Experts
 from optimum_moonshot.objective.removal import Removal
 from optimum_moonshot.solvers import base, solver_names
-from optimum_moonshot.solvers.subsets import best_subset, exchange, expert_mask
+from optimum_moonshot.solvers.experts import best_subset, exchange, expert_mask
 
 LAMS = pytest.mark.parametrize("lam", [0.0, 0.5, 0.9, 1.0])
 

@@ -139,7 +139,7 @@ def everything(count):
 def test_its_sizes_are_those_of_the_gradients(form, shape):
     term, gradients = case(form, shape)
     assert (term.samples, term.count, term.size) == tuple(gradients.shape)
-    assert term.rank <= term.size
+    assert term.max_rank <= term.size
 
 
 @CASES
@@ -159,7 +159,7 @@ def test_its_factors_multiply_to_its_matrices(form, shape):
     for rows in (everything(term.count), slice(term.count // 2, term.count)):
         for dtype in (torch.float64, torch.float32):
             result = term.factors(rows, CPU, dtype)
-            assert result.dtype == dtype and result.shape == (len(truth[rows]), term.rank, term.size)
+            assert result.dtype == dtype and result.shape == (len(truth[rows]), term.max_rank, term.size)
             same(result.double().mT @ result.double(), truth[rows])
 
 

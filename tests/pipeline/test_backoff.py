@@ -110,7 +110,7 @@ PLACES = {
     "allocation": (Storage, "empty"),
     "solver": (solving, "solve_layer"),
     "slices": (layer_solving, "weight_losses"),
-    "ranking": (Ranked, "rank"),
+    "ranking": (Ranked, "rank_removals"),
     "curve": (fisher_allocation, "loss_curve"),
     "tuning": (Task, "error"),
     "mixture": (MixtureSums, "add"),

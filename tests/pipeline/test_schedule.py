@@ -189,7 +189,7 @@ def test_a_layer_that_exceeds_the_memory_is_solved_in_chunks(tmp_path):
 
 def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
     made = solver_class("obc")
-    original, failed = made.rank, []
+    original, failed = made.rank_removals, []
 
     def fail_once(self, objective, pattern, damping):
         if damping == 0.01 and len(failed) < 2:
@@ -200,7 +200,7 @@ def test_damping_that_grows_in_a_late_chunk_holds_for_all(monkeypatch):
 
     monkeypatch.setattr(gathering.StatisticsSpec, "bytes_of", lambda self, layer: 2**60)
     monkeypatch.setattr(gathering, "row_slices_within", lambda layer, *args: split_range(0, layer.shape[0], 7))
-    monkeypatch.setattr(made, "rank", fail_once)
+    monkeypatch.setattr(made, "rank_removals", fail_once)
     found = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",))
     monkeypatch.undo()
     expected = prune("llama", "obc", 0.5, 0.6, targets=(r"layers\.1\.mlp\.up_proj",), damping=0.1)

@@ -17,8 +17,8 @@ def settings(solver="obc", **changes):
 
 
 def count_eliminations(monkeypatch):
-    calls, original = [], Ranked.rank
-    monkeypatch.setattr(Ranked, "rank", lambda self, *args: calls.append(None) or original(self, *args))
+    calls, original = [], Ranked.rank_removals
+    monkeypatch.setattr(Ranked, "rank_removals", lambda self, *args: calls.append(None) or original(self, *args))
     return calls
 
 

@@ -14,9 +14,8 @@ from optimum_moonshot.functional import prune_weight
 from optimum_moonshot.objective import row_slices as slices_module
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.solvers import greedy, ranked
-from optimum_moonshot.solvers.cap import CAP
 from optimum_moonshot.solvers.greedy import Elimination, removals, take_square
-from optimum_moonshot.solvers.ranked import Inverses, Ranking, damped_rows
+from optimum_moonshot.solvers.ranked import CAP, Inverses, Ranking, damped_rows
 
 
 def inverses(rows, size, seed=0, ridge=0.05):

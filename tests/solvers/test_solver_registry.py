@@ -19,8 +19,7 @@ from optimum_moonshot.objective.row_slices import split_range
 from optimum_moonshot.pipeline import spec
 from optimum_moonshot.solvers import Solver, register_solver, solver_names
 from optimum_moonshot.solvers.base import damped, finish
-from optimum_moonshot.solvers.cap import CAP
-from optimum_moonshot.solvers.obc import OBC
+from optimum_moonshot.solvers.ranked import CAP, OBC
 from optimum_moonshot.solvers.sparsegpt import SparseGPT
 from optimum_moonshot.solvers.wanda import Wanda
 
@@ -37,8 +36,8 @@ class Borrowed:
 
 
 class BorrowedRanking(Borrowed):
-    def rank(self, objective, pattern, damping):
-        return self.own(**dataclasses.asdict(self)).rank(objective, pattern, damping)
+    def rank_removals(self, objective, pattern, damping):
+        return self.own(**dataclasses.asdict(self)).rank_removals(objective, pattern, damping)
 
     def minimise(self, objective, keeps, damping):
         return self.own(**dataclasses.asdict(self)).minimise(objective, keeps, damping)
@@ -54,7 +53,7 @@ class LikeOBC(BorrowedRanking):
     own = OBC
     patterns = (Unstructured, NM)
     grouped = True
-    ranks = True
+    ranks_removals = True
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class LikeCAP(BorrowedRanking):
 
     own = CAP
     patterns = (Unstructured, NM)
-    ranks = True
+    ranks_removals = True
 
     def column_block(self, d_in, pattern):
         return CAP(block_size=self.block_size).column_block(d_in, pattern)
@@ -170,7 +169,7 @@ def test_what_a_class_leaves_out_it_has_from_solver():
     weight, gram, gradients = layer(6, 24, 5)
     assert torch.equal(prune_weight(weight, gram, gradients, config=settings("keep-all")).weight, weight)
     for cls in (KeepAll, LikeWanda):
-        assert (cls.grouped, cls.calibrated, cls.ranks, cls.by_rows) == (False, True, False, False)
+        assert (cls.grouped, cls.calibrated, cls.ranks_removals, cls.by_rows) == (False, True, False, False)
         assert cls().column_block(24, Unstructured(0.5)) is None
     with pytest.raises(MoonshotError, match="gram=None"):
         prune_weight(weight, config=settings("keep-all"))
@@ -211,8 +210,9 @@ def declared(**members):
         (declared(grouped="yes"), r"Own\.grouped='yes': give True or False"),
         (declared(calibrated=1), r"Own\.calibrated=1: give True or False"),
         (
-            declared(ranks=True),
-            "Own lacks rank, minimise, solve_path, the hyperparameter damping, which ranks=True requires",
+            declared(ranks_removals=True),
+            "Own lacks rank_removals, minimise, solve_path, the hyperparameter damping, "
+            "which ranks_removals=True requires",
         ),
         (
             declared(by_rows=True),
@@ -225,7 +225,7 @@ def declared(**members):
         ),
         (
             dataclass(frozen=True)(type("Own", (LikeOBC,), {"objective": DiagonalQuadratic})),
-            r"Own\.objective=.*DiagonalQuadratic.*: ranks=True requires a Quadratic",
+            r"Own\.objective=.*DiagonalQuadratic.*: ranks_removals=True requires a Quadratic",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """SparseGPT with row-specific Hessians, and its shortcuts, against the dense float64 algorithm."""
 
+import math
 from itertools import combinations
 
 import pytest
@@ -70,7 +71,7 @@ def hard_layer(seed=0):
     ],
 )
 def test_results_are_those_of_the_dense_algorithm(shape, lam, pattern, block_size, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
     tensors = layer(*shape, seed=sum(shape))
     result = prune(tensors, lam, pattern, block_size=block_size)
     assert_same(result, exact(tensors, lam, pattern, block_size=block_size), 2e-5)
@@ -112,9 +113,9 @@ def test_dead_inputs_are_left_out_as_in_the_dense_algorithm(pattern):
 def test_many_samples_take_dense_rows_and_few_do_not(monkeypatch):
     made = []
     for name in ("RowFactors", "LowRankFactors", "SharedFactor"):
-        original = getattr(sparsegpt_factors, name)
+        original = getattr(sparsegpt, name)
         monkeypatch.setattr(
-            sparsegpt_factors, name, lambda *args, name=name, original=original: made.append(name) or original(*args)
+            sparsegpt, name, lambda *args, name=name, original=original: made.append(name) or original(*args)
         )
     for samples, lam in ((40, 0.5), (4, 0.5), (4, 1.0)):
         prune(layer(4, 40, samples), lam, 0.5)
@@ -128,7 +129,7 @@ def test_low_rank_and_dense_rows_agree(lam, pattern, samples, monkeypatch):
     tensors = layer(8, 72, samples, seed=8)
     results = []
     for dense in (True, False):
-        monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, dense=dense, **named: dense)
+        monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
         results.append(prune(tensors, lam, pattern, block_size=40))
     assert_same(results[0], (results[1].weight, results[1].keep), 2e-5)
 
@@ -137,7 +138,7 @@ def test_low_rank_and_dense_rows_agree(lam, pattern, samples, monkeypatch):
 @LAMS
 @PATTERNS
 def test_rows_in_groups_and_slices_give_the_same_result(lam, pattern, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
     tensors = layer(10, 140, 12, seed=9)
     whole = prune(tensors, lam, pattern)
     slices, states = (sparsegpt_factors, "SLICE_BYTES"), (sparsegpt, "STATE_BYTES")
@@ -172,7 +173,7 @@ def test_single_precision_state_is_as_good_as_double(lam, pattern, monkeypatch):
 @PATTERNS
 @pytest.mark.parametrize("dense", [False, True], ids=["low rank", "dense rows"])
 def test_ill_conditioned_rows_keep_four_digits(lam, pattern, dense, monkeypatch):
-    monkeypatch.setattr(sparsegpt_factors, "dense_is_cheaper", lambda *sizes, **named: dense)
+    monkeypatch.setattr(sparsegpt, "DENSE_BELOW", math.inf if dense else 0)
     tensors = hard_layer()
     hessians = reference.hessians(*(tensor.double() for tensor in tensors), lam)
     quadratic = full(*tensors, lam)

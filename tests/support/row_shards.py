@@ -47,7 +47,7 @@ def failing(work, late):
 @contextlib.contextmanager
 def escalating(late):
     with (
-        mock.patch.object(Ranked, "rank", failing(Ranked.rank, late)),
+        mock.patch.object(Ranked, "rank_removals", failing(Ranked.rank_removals, late)),
         mock.patch.object(SparseGPT, "attempt", failing(SparseGPT.attempt, late)),
     ):
         yield
@@ -119,19 +119,19 @@ def case(name):
 def of_two(folder):
     """What goes wrong where two processes divide."""
     done = {}
-    for name, place, at in (("rank", (Ranked, "rank"), {0, 5}), ("minimise", (Ranked, "minimise"), {1})):
+    for name, place, at in (("rank", (Ranked, "rank_removals"), {0, 5}), ("minimise", (Ranked, "minimise"), {1})):
         with full(place, at):
             done[name] = CASES["cap"]()
     with full((LowRankFactors, "end_group"), {1}):
         done["in the middle"] = told(CASES["sparsegpt"])
-    with mock.patch.object(Ranked, "rank", singular):
+    with mock.patch.object(Ranked, "rank_removals", singular):
         done["singular"] = told(CASES["cap"])
     with fails("layers.1."):
         done["failure"] = told(lambda: resumable(folder / "resumed", solver="cap"))
     return done
 
 
-def singular(solver, objective, pattern, damping, own=Ranked.rank):
+def singular(solver, objective, pattern, damping, own=Ranked.rank_removals):
     if rank() == 1:
         raise FactorizationError("a matrix of the last rows is not positive definite")
     return own(solver, objective, pattern, damping)

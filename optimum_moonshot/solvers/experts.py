@@ -1,19 +1,21 @@
-"""The search for the experts to remove: a subset of fixed size with the smallest ``zᵀ F z``, exhaustive or local.
+"""Solvers that remove whole experts of a mixture, and the search that OSSCAR removes them by.
 
-This is OSSCAR's problem (arXiv 2403.12983) with one row and no update of the remaining weights. The local search
-removes greedily, then applies the best exchange of a removed expert for a remaining one until none reduces the loss.
+The search minimises ``zᵀ F z`` over subsets z of fixed size: OSSCAR's problem (arXiv 2403.12983) with one row and no
+update of the remaining weights. It is exhaustive, or local: removes greedily, then applies the best exchange of a
+removed expert for a remaining one until none reduces the loss.
 """
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..objective.patterns import Experts
 from ..objective.removal import Removal, mean_norms
-from .base import PrunedWeight
+from .base import PrunedWeight, Solver, register_solver
 
 # Subsets evaluated in one batch.
 BATCH = 4096
@@ -21,14 +23,44 @@ BATCH = 4096
 LEAST_GAIN = 1e-12
 
 
+@register_solver("frequency")
+@dataclass(frozen=True)
+class Frequency(Solver):
+    """The baseline: removes the experts to which the router sends the fewest tokens.
+
+    No hyperparameters; the comparison group is the mixture, or an expert group of its router.
+    """
+
+    patterns: ClassVar[tuple[type, ...]] = (Experts,)
+
+    def solve(self, objective: Removal, pattern: Experts) -> PrunedWeight:
+        return expert_mask(objective, pattern.keep(objective.tokens))
+
+
+@register_solver("reap")
+@dataclass(frozen=True)
+class REAP(Solver):
+    """REAP (Lasby et al., arXiv 2510.13999): removes the experts with the smallest mean norm of gated outputs.
+
+    No hyperparameters; the comparison group is the mixture, or an expert group of its router.
+    """
+
+    patterns: ClassVar[tuple[type, ...]] = (Experts,)
+
+    def solve(self, objective: Removal, pattern: Experts) -> PrunedWeight:
+        return expert_mask(objective, pattern.keep(mean_norms(objective)))
+
+
+def expert_mask(removal: Removal, keep: Tensor) -> PrunedWeight:
+    """The result of a solver for a mixture: one row with a 1 for each expert of `keep`, bool [E]."""
+    return PrunedWeight(keep.float()[None], keep[None], 0.0, removal.scales.notes)
+
+
 def best_subset(removal: Removal, pattern: Experts, exact: int) -> Tensor:
     """The experts that remain, bool [E].
 
-    Args:
-        removal: the quadratic.
-        pattern: how many experts to remove, and their groups.
-        exact: number of subsets up to which all are evaluated. Beyond it, the result is the best of three local
-            searches, which start from the greedy, the REAP and the frequency subset, so it is never worse than these.
+    All subsets are evaluated if there are at most `exact`. Otherwise, the result is the best of three local searches,
+    which start from the greedy, the REAP and the frequency subset, so it is never worse than these.
     """
     matrix = removal.matrix.cpu()  # small, and the search is sequential: a GPU would only add latency
     size, count = len(matrix) // pattern.groups, pattern.removed(len(matrix)) // pattern.groups
@@ -37,35 +69,14 @@ def best_subset(removal: Removal, pattern: Experts, exact: int) -> Tensor:
     starts = [_greedy(matrix, pattern.groups, count)]
     starts += [~pattern.keep(scores).cpu() for scores in (mean_norms(removal), removal.tokens)]
     subsets = [exchange(matrix, start, pattern.groups) for start in starts]
-    return ~min(subsets, key=lambda subset: _value(matrix, subset)).to(removal.gram.device)
-
-
-def expert_mask(removal: Removal, keep: Tensor) -> PrunedWeight:
-    """The result of a solver for a mixture: one row with a 1 for each expert that remains.
-
-    Args:
-        removal: the quadratic.
-        keep: bool [E].
-    """
-    return PrunedWeight(keep.float()[None], keep[None], 0.0, removal.scales.notes)
-
-
-def _value(matrix: Tensor, subset: Tensor) -> float:
-    return float(matrix[subset][:, subset].sum())
-
-
-def _subsets(size: int, groups: int, count: int) -> Iterator[list[int]]:
-    """Every subset with `count` experts of each group, in lexicographic order."""
-    within = [
-        [[group * size + i for i in subset] for subset in combinations(range(size), count)] for group in range(groups)
-    ]
-    for subsets in product(*within):
-        yield [expert for subset in subsets for expert in subset]
+    return ~min(subsets, key=lambda subset: float(matrix[subset][:, subset].sum())).to(removal.gram.device)
 
 
 def _exhaustive(matrix: Tensor, groups: int, count: int) -> Tensor:
-    """The best of all subsets, bool [E]; the first among ties."""
-    subsets = torch.tensor(list(_subsets(len(matrix) // groups, groups, count)))
+    """The best of all subsets with `count` experts of each group, bool [E]; lexicographically first among ties."""
+    size = len(matrix) // groups
+    of_groups = [combinations(range(group * size, (group + 1) * size), count) for group in range(groups)]
+    subsets = torch.tensor([[expert for part in parts for expert in part] for parts in product(*of_groups)])
     values = []
     for batch in subsets.split(BATCH):
         members = torch.zeros(len(batch), len(matrix), dtype=matrix.dtype).scatter_(1, batch, 1.0)
@@ -87,15 +98,10 @@ def _greedy(matrix: Tensor, groups: int, count: int) -> Tensor:
 
 
 def exchange(matrix: Tensor, subset: Tensor, groups: int) -> Tensor:
-    """Improve a subset by the best exchange of a member for a non-member, until none reduces the loss.
+    """Improve a subset, bool [E], by the best exchange of a member for a non-member, until none reduces the loss.
 
-    Args:
-        matrix: F, symmetric, [E, E].
-        subset: bool [E].
-        groups: number of equal runs of consecutive experts; exchanges stay within a run.
-
-    Returns:
-        Bool [E], with the same number of members in each group.
+    `matrix` is F, symmetric, [E, E]. Exchanges stay within one of `groups` equal runs of consecutive experts, so every
+    run keeps its number of members.
     """
     subset = subset.clone()
     group = torch.arange(len(matrix)) // (len(matrix) // groups)
@@ -103,7 +109,7 @@ def exchange(matrix: Tensor, subset: Tensor, groups: int) -> Tensor:
     least = LEAST_GAIN * float(matrix.trace())
     while subset.any() and not subset.all():
         coupling, diagonal = matrix @ subset.to(matrix), matrix.diagonal()
-        # Of the loss, by removing i from the subset and adding j.
+        # The change of the loss if i leaves the subset and j joins it.
         change = (diagonal - 2 * coupling)[:, None] + (diagonal + 2 * coupling) - 2 * matrix
         change = change.masked_fill(across | ~subset[:, None] | subset, torch.inf)
         best = int(change.argmin())
