@@ -12,7 +12,7 @@ from ..model.calls import evaluation_mode, model_device, to_device
 from ..model.losses import IGNORED, labels_of
 
 # Inputs of the student's loss, which the teacher does not get.
-LOSS_INPUTS = ("labels", "num_items_in_batch")
+_LOSS_INPUTS = ("labels", "num_items_in_batch")
 
 
 class Distillation:
@@ -42,11 +42,7 @@ class Distillation:
         self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student; the teacher moves to its device.
-
-        Raises:
-            MoonshotError: the student is the teacher.
-        """
+        """Hook a student, which must not be the teacher; the teacher moves to its device."""
         require(self.teacher is not student, "it is the model that trains; give a dense copy", field="teacher")
         self.detach()
         self.teacher.to(model_device(student))
@@ -69,7 +65,7 @@ class Distillation:
             hint="use transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label "
             "smoothing",
         )
-        teacher_inputs = {name: value for name, value in inputs.items() if name not in LOSS_INPUTS}
+        teacher_inputs = {name: value for name, value in inputs.items() if name not in _LOSS_INPUTS}
         with torch.no_grad(), evaluation_mode(self.teacher):
             targets = self.teacher(*to_device(args, model_device(self.teacher)), **teacher_inputs).logits
         labels = labels_of(student, {"labels": inputs["labels"]}).to(output.logits.device)
@@ -80,16 +76,7 @@ class Distillation:
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """Return T² · Σ KL over the labelled positions.
-
-        Args:
-            student: logits, [..., V].
-            teacher: logits of the same shape, on the same device.
-            labels: [...], -100 for positions without a label.
-
-        Raises:
-            MoonshotError: logits of different shapes.
-        """
+        """Return T² · Σ KL over the labelled positions; logits are [..., V], labels [...] with -100 for none."""
         require(
             student.shape == teacher.shape,
             f"its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}",
