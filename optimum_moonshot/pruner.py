@@ -15,7 +15,7 @@ from .checkpoint.file_integrity import check_complete
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
 from .checkpoint.meta_model import PLACES, folder_of_its_model, meta_device_model, model_class, offload_options
-from .checkpoint.saving import check_saving, save_model, save_rotated
+from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
 from .distributed.ranks import SINGLE_PROCESS, Ranks, on_main_process, processes
@@ -473,7 +473,7 @@ class MoonshotPruner:
             if self.report is None and self.rotation is not None:
                 message = "a rotated model has no zeros to pack; prune it first"
                 require(format in (None, "dense"), message, field="format", value=format)
-                save_rotated(self.model, processors, self.rotation, directory, **options)
+                save_model(self.model, processors, self.rotation, directory, "dense", **options)
             else:
                 save_model(self.model, processors, self._pruned(), directory, format, **options)
 

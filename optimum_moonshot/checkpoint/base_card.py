@@ -85,10 +85,7 @@ def _repository(name: Any) -> str | None:
 
 
 def split(name: str | None, card: ModelCard) -> Base:
-    """The dense model's part of a card: all of it, or the text below the marker in a card of this package.
-
-    `name` is that of the dense model on the Hub, if it was loaded from there.
-    """
+    """The dense model's part of a card: all of it, or the text below the marker in a card of this package."""
     data, text = card.data.to_dict(), re.sub(r"\r\n?", "\n", card.text).strip()
     entry, copied = data.get("moonshot"), _copied(data)
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("solver", "pattern")):

@@ -93,10 +93,7 @@ class Facts:
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
-        """From the card in the folder of a pruned model, for a new format; None unless it is a card of this package.
-
-        `name` is the model's new name; None is that in the card's first heading.
-        """
+        """From the card of a pruned model, for a new format, and a new name if given; None if the card is another's."""
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
             entry = read_entry(card)
@@ -209,6 +206,9 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
 def _data(report: PruneReport, facts: Facts) -> ModelCardData:
     config, base = report.config, facts.base
     source = (report.calibration or {}).get("source")
+    target = config["sparsity"]
+    if all(layer.target_sparsity is not None for layer in report.layers):
+        target = round(mean_over_weights(report.layers, "target_sparsity"), 6)
     return ModelCardData(
         model_name=facts.name,
         base_model=base.name,
@@ -221,7 +221,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "solver": config["solver"],
             "pattern": config["pattern"],
             "lambda": facts.lam,
-            "target_sparsity": _target_sparsity(report),
+            "target_sparsity": target,
             "sparsity": round(report.sparsity, 6),
             "model_sparsity": round(report.model_sparsity, 6),
             "sparsity_by_kind": {
@@ -254,13 +254,6 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     ]
 
 
-def _target_sparsity(report: PruneReport) -> float | None:
-    """The target sparsity of all pruned layers together."""
-    if any(layer.target_sparsity is None for layer in report.layers):
-        return report.config["sparsity"]
-    return round(mean_over_weights(report.layers, "target_sparsity"), 6)
-
-
 def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
     return {kind: [layer for _, layer in layers] for kind, layers in by_kind(report).items()}
 
@@ -272,9 +265,12 @@ def _calibration(report: PruneReport) -> dict[str, Any] | None:
 
 def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
+    note = " (n of every m inputs survive)" if ":" in config["pattern"] else ""
+    if config["pattern"].startswith("n:"):
+        note = f" (n of every {config['pattern'][2:]} inputs survive, with a different n for each layer)"
     rows: list[tuple[str, Any]] = [
         ("solver", config["solver"]),
-        ("pattern", config["pattern"] + _pattern_note(config["pattern"])),
+        ("pattern", config["pattern"] + note),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
         ("layers with the Fisher loss", config["fisher"]),
     ]
@@ -288,9 +284,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
         rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
     if config.get("recover") is not None:
-        rows.append(
-            ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
-        )
+        limit = f"at most {config['recover_steps']} steps for each decoder layer"
+        rows.append(("recovery", f"{config['recover']}, {limit}"))
     if data is None:
         rows.append(("calibration", "none"))
     else:
@@ -300,20 +295,13 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     return [(escaped(key), escaped(value)) for key, value in rows]
 
 
-def _pattern_note(pattern: str) -> str:
-    if pattern.startswith("n:"):
-        return f" (n of every {pattern[2:]} inputs survive, with a different n for each layer)"
-    return " (n of every m inputs survive)" if ":" in pattern else ""
-
-
 def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     rows = []
     named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
     for kind, layers in [*named, ("**all**", report.layers)]:
         targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
-        target = " to ".join(
-            f"{100 * each:.1f}%" for each in (targets[:1] + targets[-1:] if len(targets) > 1 else targets)
-        )
+        ends = targets[:1] + targets[-1:] if len(targets) > 1 else targets
+        target = " to ".join(f"{100 * each:.1f}%" for each in ends)
         rows.append((kind, str(len(layers)), target, f"{100 * mean_over_weights(layers, 'sparsity'):.2f}%"))
     rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows

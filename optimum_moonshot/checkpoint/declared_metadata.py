@@ -154,15 +154,9 @@ class WeightLocations:
 
 
 def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str], **options: Any) -> WeightLocations:
-    """Find the layers that are declared as pruned; without a declaration, all that could be.
+    """Find the layers that are declared as pruned, or without a declaration all that could be, in the files.
 
-    Without a model, they are found by the names in the report.
-
-    Args:
-        folder: of the checkpoint.
-        declared: its metadata.
-        weights: the dense names of the weights in the files.
-        options: for the model's classes, such as `trust_remote_code`.
+    Without a model, they are found by the names in the report. `options` are for the model's classes.
     """
     try:
         model = checkpoint_meta_model(folder, **options)

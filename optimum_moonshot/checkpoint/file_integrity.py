@@ -18,7 +18,6 @@ from ..packing import weight_of
 from .weight_files import (
     EXPLICIT,
     Description,
-    Header,
     digest,
     kind,
     layer_of,
@@ -77,19 +76,14 @@ def check_no_other_weights(folder: Path, packed: bool) -> None:
 def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path]:
     """Check that no weight file is truncated or missing, and every byte of a packed checkpoint; return the files.
 
-    Args:
-        folder: of the checkpoint.
-        packed: whether it is packed.
-        checksums: False skips the checks that read the tensors' bytes.
-
-    Raises:
-        MoonshotError: with the name of the layer that is damaged, truncated or missing, and of its file.
+    Without `checksums`, the tensors' bytes are not compared. `MoonshotError` names the layer that is damaged, truncated
+    or missing, and its file.
     """
     files, files_by_name = weight_files(folder, packed), dict[str, str]()
     for path in files:
-        header = read_header(path)
+        metadata, names = read_header(path)
         with _in_file(path):
-            description = Description.read(header.metadata)
+            description = Description.read(metadata)
             if not packed:
                 require(description is None, "it contains packed weights, but config.json has no quantization_config")
                 with safe_open(path, "pt"):  # safetensors' own checks of the header
@@ -97,10 +91,10 @@ def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path
             elif description is None:
                 raise MoonshotError("its metadata has no description of its tensors")
             else:
-                _check_packed(path, header, description, checksums)
+                _check_packed(path, names, description, checksums)
                 complete = description.files == len(files)
                 require(complete, f"it is one of {description.files} files, the index names {len(files)}")
-        files_by_name |= dict.fromkeys(header.names, path.relative_to(folder).as_posix())
+        files_by_name |= dict.fromkeys(names, path.relative_to(folder).as_posix())
     weight_map = read_weight_map(folder, packed)
     _require_none(weight_map.keys() - files_by_name.keys(), "is named by the index and in no file")
     if packed:
@@ -111,13 +105,7 @@ def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path
 
 
 def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: Iterable[Any] = ()) -> None:
-    """Raise `MoonshotError` if transformers did not load exactly the model's weights.
-
-    Args:
-        missing: names in the model without a weight in the files.
-        unknown: names in the files that the model does not have.
-        mismatched: names of weights of another shape, alone or with both shapes.
-    """
+    """Raise `MoonshotError` unless transformers has loaded exactly the model's weights, with their shapes."""
     missing, unknown = sorted(missing), sorted(unknown)
     others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     first = layer_of((missing or [""])[0])
@@ -128,11 +116,16 @@ def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: I
     require(not other, f"{layer_of((other or [''])[0])}: its shape in the files is not the one of config.json")
 
 
-def _check_packed(path: Path, header: Header, description: Description, checksums: bool) -> None:
+def _check_packed(path: Path, names: frozenset[str], description: Description, checksums: bool) -> None:
     """Check one file of a packed checkpoint."""
-    _check_names(header.names, description)
+    layers = description.layers
+    expected = description.digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
+    _require_none(expected - names, "is missing")
+    _require_none(names - description.digests.keys(), "has no checksum in the file's metadata")
+    packed = {name for name in names if weight_of(name) != name and weight_of(name).endswith("weight")}
+    _require_none((name for name in packed if weight_of(name) not in layers), "has no entry in the file's metadata")
     with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(header.names)}
+        tensors = {name: file.get_tensor(name) for name in sorted(names)}
         for name, tensor in tensors.items():
             written = description.stored.get(name)
             with naming(layer_of(name)):
@@ -142,19 +135,10 @@ def _check_packed(path: Path, header: Header, description: Description, checksum
                 for name, value in zip(tensors, threads.map(digest, tensors.values()), strict=True):
                     with naming(layer_of(name)):
                         require(value == description.digests[name], "it is damaged: its checksum differs")
-            for name, layer in description.layers.items():
+            for name, layer in layers.items():
                 with naming(name):
                     layer.check(name, tensors)
     require(description.intact, "the checksum of its metadata differs")
-
-
-def _check_names(names: frozenset[str], description: Description) -> None:
-    layers = description.layers
-    expected = description.digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
-    _require_none(expected - names, "is missing")
-    _require_none(names - description.digests.keys(), "has no checksum in the file's metadata")
-    packed = {name for name in names if weight_of(name) != name and weight_of(name).endswith("weight")}
-    _require_none((name for name in packed if weight_of(name) not in layers), "has no entry in the file's metadata")
 
 
 def _require_none(names: Iterable[str], problem: str) -> None:

@@ -19,15 +19,9 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:
-    """The folder of a checkpoint, downloaded from the Hub if necessary.
+    """The folder of a checkpoint, downloaded from the Hub, with `HUB_OPTIONS`, if it is the name of a repository.
 
-    Args:
-        name_or_path: a local folder or a Hub repository.
-        whole: also download files that loading does not need, such as the card.
-        hub: `HUB_OPTIONS`.
-
-    Raises:
-        MoonshotError: neither a folder nor a readable repository.
+    With `whole`, files that loading does not need are downloaded too, such as the card.
     """
     if os.path.isdir(name_or_path):
         return Path(name_or_path)
@@ -41,11 +35,7 @@ def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hu
 def open_repository(
     repo_id: str, *, private: bool | None = None, token: str | bool | None = None, exist_ok: bool = False
 ) -> str:
-    """Create a model repository, "user/name" or a name of the user's, and return its full name.
-
-    Raises `MoonshotError` if the token is refused, the repository contains files (unless `exist_ok`) or has another
-    visibility, or the Hub cannot be reached.
-    """
+    """Create a model repository, which must be empty unless `exist_ok`, and return its full name."""
     require(isinstance(repo_id, str), 'give "user/name"', field="repo_id", value=repo_id)
     with _explained(repo_id):
         api = HfApi(token=token)
@@ -66,10 +56,7 @@ def open_repository(
 def upload(
     folder: str | os.PathLike[str], repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
 ) -> str:
-    """Upload a folder in one commit, which also deletes weights that the folder does not contain; return its URL.
-
-    If the token is refused or the connection breaks, nothing is published, and `MoonshotError` is raised.
-    """
+    """Upload a folder in one commit, which also deletes weights that the folder does not contain; return its URL."""
     with _explained(repo_id):
         commit = HfApi(token=token).upload_folder(
             repo_id=repo_id,

@@ -29,21 +29,9 @@ _SAVE = "save_pretrained"
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
-    """Change how the pruned layers of a model are held in memory, in place.
+    """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
 
-    Args:
-        model: a pruned `PreTrainedModel`, in any of these runtimes.
-        runtime: "packed": every Linear whose packed weight is smaller; "auto": those that this device multiplies faster
-            packed, for one row of inputs; a log message lists them with the reason; "semi_structured": torch's 2:4
-            tensors, where they measure faster on a GPU; "dense".
-        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
-
-    Returns:
-        The runtime of every pruned layer and the reason, also stored as `model.moonshot_runtime`.
-
-    Raises:
-        MoonshotError: an unknown runtime, a model that is not pruned, or a layer that is no longer n:m, with its name;
-            then all layers are dense.
+    If a layer is no longer n:m, `MoonshotError` names it, and all layers are dense.
     """
     check_runtime(runtime)
     check_batch_shape(batch_shape)
@@ -91,17 +79,7 @@ def obstacle(module: nn.Module, shared: bool) -> str | None:
 def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
-    """Replaces `save_pretrained` of a model with packed layers: the files are those of the dense model.
-
-    Args:
-        model: with packed layers; those of one decoder layer at a time are unpacked.
-        save_directory: a folder, created if missing, in which the files appear all at once.
-        format: "packed" or "dense".
-        options: of the class's `save_pretrained`, such as `max_shard_size`.
-
-    Raises:
-        MoonshotError: the folder cannot be written, or an option is not supported.
-    """
+    """Replaces `save_pretrained` of a model with packed layers, of which one decoder layer at a time is unpacked."""
     check_choice("format", format, FORMATS)
     for name in ("push_to_hub", "state_dict", "variant"):
         hint = "call model.push_to_hub" if name == "push_to_hub" else 'call pruner.to_runtime("dense") first'
@@ -230,10 +208,7 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
 
 
 def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
-    """Replace a Linear, or Conv1D, by a packed one, and release its dense weight.
-
-    `parts` are the packed tensors by their suffixes, or empty ones to load into.
-    """
+    """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
     packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module)
     weight = module._parameters[_WEIGHT]
     assert weight is not None
@@ -268,9 +243,8 @@ def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
     return adapter.as_parameter(packed.weight).contiguous()
 
 
-def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The modules whose weights are torch's 2:4 tensors, with these."""
-    weights: Iterator[tuple[nn.Module, Any]]
     weights = ((module, module._parameters.get(_WEIGHT)) for module in model.modules())
     return [(module, weight) for module, weight in weights if isinstance(weight, SparseSemiStructuredTensor)]
 

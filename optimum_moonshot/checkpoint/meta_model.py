@@ -31,8 +31,19 @@ def model_class(config: Any) -> type[Any]:
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else AutoModelForCausalLM
 
 
+@contextmanager
+def _explained(message: str, others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Convert errors to `MoonshotError`, except `others`: a damaged file can cause any in the class that it names."""
+    try:
+        yield
+    except others:
+        raise
+    except Exception as error:
+        raise MoonshotError(f"{message} ({reason(error)})") from error
+
+
 def _empty_model(config: Any, **options: Any) -> Any:
-    """The model of a configuration, on the meta device; a damaged config.json can cause any error in its code."""
+    """The model of a configuration, on the meta device."""
     cls = model_class(config)
     with torch.device("meta"):
         return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
@@ -40,66 +51,39 @@ def _empty_model(config: Any, **options: Any) -> Any:
 
 def read_model_config(folder: Path, **options: Any) -> Any:
     """Read the configuration of a checkpoint, with options for `AutoConfig`; `MoonshotError` if transformers cannot."""
-    try:
+    with _explained(f"{folder}: its model is unknown to transformers"):
         return AutoConfig.from_pretrained(folder, **options)
-    except Exception as error:  # a damaged file can cause any error in the class that it names
-        raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
 
 
 def checkpoint_meta_model(folder: Path, **options: Any) -> nn.Module:
-    """The model of a checkpoint, on the meta device; `MoonshotError` if transformers cannot create it.
-
-    The options are for its classes, such as `trust_remote_code`.
-    """
+    """The model of a checkpoint on the meta device; `options`, such as `trust_remote_code`, are for its classes."""
     config = read_model_config(folder, **options)
-    try:
+    with _explained(f"{folder}: transformers cannot create its model"):
         return _empty_model(config, **options)
-    except Exception as error:
-        raise MoonshotError(f"{folder}: transformers cannot create its model ({reason(error)})") from error
 
 
 def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) -> nn.Module:
-    """The model that a configuration names, on the meta device.
+    """The model of a configuration, or of the config.json of a folder or Hub repository, on the meta device.
 
-    Args:
-        name_or_config: a Hub repository or a local folder with a config.json, or a configuration of transformers.
-        dtype: of its weights; None and "auto": that of the configuration, or float32.
-        options: for `AutoConfig.from_pretrained`.
-
-    Raises:
-        MoonshotError: transformers cannot create it.
-        OSError: there is no such model.
+    The dtype None or "auto" is that of the configuration, or float32. `OSError` if there is no such model.
     """
     config = name_or_config
     if not isinstance(config, PretrainedConfig):
         check_path("name_or_config", name_or_config)
-        try:
+        with _explained(f"{name_or_config}: its config.json cannot be read", (OSError,)):
             config = AutoConfig.from_pretrained(name_or_config, **options)
-        except OSError:
-            raise
-        except Exception as error:
-            raise MoonshotError(f"{name_or_config}: its config.json cannot be read ({reason(error)})") from error
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
-    try:
+    with _explained(f"{name_or_config}: transformers cannot create its model"):
         model = _empty_model(config)
-    except Exception as error:
-        raise MoonshotError(f"{name_or_config}: transformers cannot create its model ({reason(error)})") from error
     return model.to(kind).eval()
 
 
 def offload_options(config: Any, place: str, device: Any, folder: str | None) -> dict[str, Any]:
-    """The options of `from_pretrained` for offloaded blocks.
+    """The options of `from_pretrained` for blocks that are offloaded to a place, "disk" or "cpu".
 
-    Args:
-        config: of the model.
-        place: "disk" or "cpu", of the weights of the blocks.
-        device: of onloaded blocks and all other weights; None: the first GPU, or the CPU.
-        folder: of weights that differ from those in the files, such as fused experts; None: the system's folder for
-            temporary files.
-
-    Raises:
-        MoonshotError: an unknown place, or a model without blocks.
+    `device`, by default the first GPU or the CPU, is that of onloaded blocks and all other weights. Weights that differ
+    from those in the files, such as fused experts, are in a temporary folder in `folder`.
     """
     check_choice("offload", place, PLACES)
     device = str(default_device()) if device is None else device
@@ -119,7 +103,7 @@ def offload_options(config: Any, place: str, device: Any, folder: str | None) ->
 
 @contextmanager
 def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], None]]:
-    """Delete a folder of offloaded weights, if any, with its model, or if the block fails; yields a function to bind it."""
+    """Delete a folder of offloaded weights with the model passed to the yielded function, or if the block fails."""
 
     def bind(model: nn.Module) -> None:
         if folder is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import convert_file_size_to_int
 from safetensors import safe_open
@@ -43,9 +43,6 @@ from .weight_files import (
 )
 from .weight_names import Target, merged_weights, parameter_names
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
 SHARD = "500MB"  # default of `max_shard_size`
@@ -54,11 +51,7 @@ Part = list[tuple[Visit, list[str]]]  # the visits of a file, with the names of 
 
 
 def pruned_layers(model: nn.Module) -> Layers:
-    """The pruned weights according to the model's record, by every name that they have in the model.
-
-    Raises:
-        MoonshotError: the model is not pruned, or its record is damaged.
-    """
+    """The pruned weights according to the model's record, by every name that they have in the model."""
     record = PruningRecord.require_of(model)
     selected = find_structure(model, record.targets, record.ignore).layers()
     layers = [layer for layer in selected if layer.name not in record.dense]
@@ -87,11 +80,7 @@ class Packer:
         self.packed = 0  # number of weights
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
-        """Pack the pruned weights among the tensors of a file, in place, and return an entry for each.
-
-        Raises:
-            MoonshotError: a layer is not n:m, with its name.
-        """
+        """Pack the pruned weights among the tensors of a file, in place, and return an entry for each."""
         stored = list(tensors)
         names, merged = parameter_names(self.model, stored), merged_weights(self.model, stored)
         entries: Layers = {}
@@ -128,13 +117,8 @@ def _of_expert(fused: PackedLayer | None, merged: Target, tensor: Tensor) -> Pac
 def pack_files(source: Path, target: Path, model: nn.Module) -> None:
     """Pack the pruned weights of a dense checkpoint that become smaller, and write config.json with the format.
 
-    Args:
-        source: folder of the dense checkpoint.
-        target: folder of the packed one; in the same folder, the dense files are deleted.
-        model: the pruned model, possibly on the meta device.
-
-    Raises:
-        MoonshotError: a layer is not n:m, with its name, or packing makes no layer smaller.
+    The model may be on the meta device. If source and target are one folder, the dense files are deleted.
+    `MoonshotError` names a layer that is not n:m.
     """
     packer = Packer(model)
     _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
@@ -223,21 +207,13 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:
-    """Write a model that is offloaded or packed in memory, block by block.
+    """Write a `PreTrainedModel` that is offloaded or packed in memory, block by block, into an empty folder.
 
     transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
-    contains whole blocks, packed before it is written.
-
-    Args:
-        model: a `PreTrainedModel` whose weights are onloaded by visits.
-        folder: that exists, and is empty.
-        packed: whether pruned layers are packed.
-        max_shard_size: dense bytes in a file, such as "5GB"; a larger block has a file of its own.
-        options: of the model's `save_pretrained`.
-
-    Raises:
-        MoonshotError: an option is not supported, a layer is not n:m, or packing makes no layer smaller.
+    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one.
     """
+    from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
+
     for name, value in options.items():
         supported = name == "save_original_format"
         require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
@@ -255,11 +231,13 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
     for part in progress_bar(parts, shown=True, desc="writing", unit="file"):
         tensors, layers = Tensors(), Layers()
         for visit, names in part:  # packed before the next visit is onloaded
-            visited, entries = _stored(model, visit, names, options.get("save_original_format", True)), Layers()
+            visited = _onloaded(model, visit, names)
+            if options.get("save_original_format", True):
+                visited = revert_weight_conversion(model, visited)
             if packer is not None:
                 visited, entries = packer.pack(visited)
+                layers |= entries
             tensors |= visited
-            layers |= entries
         writer.write(tensors, layers, {"format": "pt"})
     if packer is not None:
         packer.check()
@@ -270,7 +248,7 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
 
 def _parts(model: Any, size: int) -> Iterator[Part]:
     """All weights, tied ones once, in parts of up to `size` bytes, or of one visit."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # imported late
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late, as above
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
@@ -287,11 +265,8 @@ def _parts(model: Any, size: int) -> Iterator[Part]:
     yield part
 
 
-def _stored(model: "PreTrainedModel", visit: Visit, names: list[str], original: bool) -> Tensors:
-    """The weights of a visit in host memory, by their names in the files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:
+    """Copies of the weights of a visit in host memory; no reference keeps the onloaded ones, here or in the caller."""
     with visit():
         state = model.state_dict()
-        tensors = {name: state[name].detach().to("cpu", copy=True) for name in names}
-    return revert_weight_conversion(model, tensors) if original else tensors
+        return {name: state[name].detach().to("cpu", copy=True) for name in names}

@@ -28,7 +28,7 @@ from .weight_files import is_packed_checkpoint
 def save_model(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport,
+    report: PruneReport | RotationReport,
     directory: str | os.PathLike[str],
     format: str | None = None,
     name: str | None = None,
@@ -36,23 +36,14 @@ def save_model(
 ) -> None:
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
-    A plain module is saved as model.safetensors, without a card.
-
-    Args:
-        model: pruned, with its record.
-        processors: tokenizer and image processor; None is ignored.
-        report: of the run.
-        directory: the folder, created if missing.
-        format: "dense", or "packed": the surviving values of the pruned layers and one bit per weight; None: as in
-            memory.
-        name: of the model in its card; None: the folder's.
-        options: of the model's `save_pretrained`, such as `max_shard_size`.
-
-    Raises:
-        MoonshotError: the folder cannot be written, the disk is full, or a layer is no longer n:m.
+    A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
+    memory, the default `name` in the card the folder's; `options` are those of the model's `save_pretrained`.
+    `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
+    if isinstance(report, RotationReport):
+        require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     with staged("directory", directory) as staging, to_save(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
@@ -60,27 +51,11 @@ def save_model(
             _write_model(model, staging, format == "packed", **options)
         _save_processors(processors, staging)
         report.save(staging)
-        if not plain:
-            write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
-
-
-def save_rotated(
-    model: nn.Module,
-    processors: Iterable[Any],
-    report: RotationReport,
-    directory: str | os.PathLike[str],
-    **options: Any,
-) -> None:
-    """As `save_model`, for a `PreTrainedModel` that is rotated and not pruned: always a dense checkpoint."""
-    check_saving(model, "dense", options)
-    plain = not hasattr(model, "save_pretrained")
-    require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
-    with staged("directory", directory) as staging:
-        _write_model(model, staging, False, **options)
-        _save_processors(processors, staging)
-        report.save(staging)
-        card = render_rotated(model, report, Path(directory).resolve().name)
-        replace_file(staging / "README.md", str(card))
+        name = name or Path(directory).resolve().name
+        if isinstance(report, RotationReport):
+            replace_file(staging / "README.md", str(render_rotated(model, report, name)))
+        elif not plain:
+            write_card(staging, report, Facts.gather(model, name, format))
 
 
 def _write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
@@ -106,22 +81,14 @@ def _save_processors(processors: Iterable[Any], folder: Path) -> None:
 
 
 def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
-    """Check the format and the options of `save_model`, which transformers would ignore if they were wrong.
-
-    Returns:
-        The format; for None that of the model in memory.
-
-    Raises:
-        MoonshotError: an unsupported format or option.
-    """
+    """Check the format, by default that in memory, and the options of `save_model`; return the format."""
     format = format or ("packed" if is_packed(model) else "dense")
     check_choice("format", format, FORMATS)
     cls: Any = type(model)
     plain = not hasattr(model, "save_pretrained")
     if plain and format != "dense":
-        raise MoonshotError(
-            f"{cls.__name__} is not a PreTrainedModel", field="format", value=format, hint='use "dense"'
-        )
+        message = f"{cls.__name__} is not a PreTrainedModel"
+        raise MoonshotError(message, field="format", value=format, hint='use "dense"')
     supported = () if plain else inspect.signature(cls.save_pretrained).parameters
     for name, value in options.items():
         require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
@@ -177,18 +144,10 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
 
 
 def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
-    """Add measurements to the report and the model card of a saved model.
+    """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
 
-    Args:
-        folder: of the model, as `save_pretrained` or `moonshot prune` wrote it.
-        pruned: its result of `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load`.
-        dense: the result of the dense model, if available.
-
-    Returns:
-        Whether the card was changed: one that this package did not write is not.
-
-    Raises:
-        MoonshotError: a folder without a report, or two results that were measured in different ways.
+    Returns whether the card was changed: one that this package did not write is not. `MoonshotError` for a folder
+    without a report, or two results that were measured in different ways.
     """
     folder = Path(folder)
     report = saved_report(folder)

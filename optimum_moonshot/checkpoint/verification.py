@@ -76,11 +76,7 @@ class Verification:
         return {**dataclasses.asdict(self), "matches": bool(self)}
 
     def table(self, width: int = 120) -> str:
-        """A text table with a row per layer, then the declared metadata and the mismatches.
-
-        Args:
-            width: characters of a line of the table.
-        """
+        """A text table, `width` characters wide, of the layers, then the declared metadata and the mismatches."""
         headers = ["layer", "shape", "stored as", "declared", "sparsity", "n:m"]
         table = text_table(headers, [layer.row() for layer in self.layers], width, left=("stored as",))
         sums = {True: "; every checksum is right", False: "; damaged", None: ""}[self.checksums]
@@ -258,8 +254,13 @@ def _compare(
     report, layers = None if declared.compacted else declared.report, []
     for name in locations.layers:
         values = measured.get(name, {"problem": "no file holds its weight"})
-        declared_pattern = next((rules[name] for rules in patterns.values() if name in rules), None)
-        layers.append(_finding(name, values, report, declared_pattern, matches))
+        expected = None if report is None else report.shapes.get(name)
+        if expected is not None and values.get("shape") not in (None, expected):
+            values["problem"] = f"its shape is {list(values['shape'])}, the report says {list(expected)}"
+        first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
+        sparsity = None if report is None else report.layers.get(name)
+        match = {} if first is None else {"follows": matches.get((name, first))}
+        layers.append(LayerFinding(name, sparsity, None if first is None else str(first), **match, **values))
     return _Comparison(tuple(layers), parameters if readable else None, zeros, declared, patterns, matches)
 
 
@@ -288,27 +289,6 @@ def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tupl
         return dict.fromkeys(layers, pattern) if isinstance(pattern, NM) else {}
     except MoonshotError:  # rules for other layers, or not a pattern: its line shows it
         return {}
-
-
-def _finding(
-    name: str,
-    measured: dict[str, Any],
-    report: Declaration | None,
-    pattern: NM | None,
-    matches: Mapping[tuple[str, NM], bool],
-) -> LayerFinding:
-    """One layer, with the pattern of the first file that declares one."""
-    expected = None if report is None else report.shapes.get(name)
-    if expected is not None and measured.get("shape") not in (None, expected):
-        message = f"its shape is {list(measured['shape'])}, the report says {list(expected)}"
-        measured = {**measured, "problem": message}
-    return LayerFinding(
-        name=name,
-        declared=None if report is None else report.layers.get(name),
-        pattern=None if pattern is None else str(pattern),
-        follows=None if pattern is None else matches.get((name, pattern)),
-        **measured,
-    )
 
 
 def _first(lines: list[str], problem: str) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +81,7 @@ def index_path(folder: Path, packed: bool) -> Path:
 
 
 def weight_files(folder: Path, packed: bool) -> list[Path]:
-    """The safetensors files of a checkpoint, in order.
-
-    Raises:
-        MoonshotError: there are none, a file of the index is missing or outside of the folder, or the folder contains
-            both a whole model and an index of others.
-    """
+    """The safetensors files of a checkpoint, in order; `MoonshotError` if any is missing, or the folder has others."""
     weight_map = read_weight_map(folder, packed)
     for name, file in weight_map.items():
         require(os.path.isfile(folder / file), f"{folder}: {file} is missing, which holds {name}")
@@ -109,8 +104,7 @@ def weight_files(folder: Path, packed: bool) -> list[Path]:
 def read_weight_map(folder: Path, packed: bool) -> dict[str, str]:
     """The file of every tensor, by the index; empty for a dense checkpoint of a single file.
 
-    Raises:
-        MoonshotError: the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
+    `MoonshotError` if the index is damaged, missing in a packed checkpoint, or names files outside of the folder.
     """
     path = index_path(folder, packed)
     if not path.exists():
@@ -143,19 +137,8 @@ def new_names(count: int, packed: bool) -> list[str]:
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-class Header(NamedTuple):
-    """The header of a safetensors file."""
-
-    metadata: dict[str, str]
-    names: frozenset[str]  # of the tensors
-
-
-def read_header(path: Path) -> Header:
-    """Read the header of a safetensors file, and check that the file is not truncated.
-
-    Raises:
-        MoonshotError: the header cannot be read, or the file is truncated, with the first layer that is lost.
-    """
+def read_header(path: Path) -> tuple[dict[str, str], frozenset[str]]:
+    """The metadata and tensor names of a safetensors file; `MoonshotError` names the first layer lost by truncation."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -173,7 +156,7 @@ def read_header(path: Path) -> Header:
         raise MoonshotError(
             f"{layer_of(cut[0])}: {path.name} is truncated, it has {size} of {last} bytes; {len(cut)} tensors are lost"
         )
-    return Header(metadata, frozenset(header))
+    return metadata, frozenset(header)
 
 
 def sort_metadata(path: Path) -> None:
@@ -223,11 +206,7 @@ class Description:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> "Description | None":
-        """Read a description from a file's metadata; None if there is none: the file is not packed.
-
-        Raises:
-            MoonshotError: another version, or damaged, with the layer and the field where possible.
-        """
+        """The description in a file's metadata; None if it has none. `MoonshotError` names a damaged layer or field."""
         if METHOD not in metadata:
             return None
         try:

@@ -83,13 +83,8 @@ def renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 def conversions_of(model: nn.Module, stored: Iterable[str], others: Iterable[Any]) -> list[Any]:
     """The conversions that transformers must store in a loaded model, to reverse them when it saves.
 
-    Args:
-        model: a `PreTrainedModel`.
-        stored: names in the files of a dense checkpoint.
-        others: conversions that are stored already; those that are not of the model's type come first.
-
-    Returns:
-        Those that any of the names needs, and the others, each once, in transformers' order.
+    They are those that any stored name needs, and `others`, which are stored already, each once, in transformers'
+    order; those that are not of the model's type come first.
     """
     rename_source_key, renamings, converters = _mapping(model)
     for name in stored:

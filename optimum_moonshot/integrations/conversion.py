@@ -45,11 +45,8 @@ class _Unpack(ConversionOps):
 class Unpacking(WeightConverter):
     """Unpacks every packed weight, except those of the modules `kept`, which stay packed in memory.
 
-    Args:
-        layers: the packed weights by their names in the model.
-        dtypes: of all loaded tensors, by their names in the model; most releases of transformers do not cast them.
-        kept: names of modules.
-        last: the last part of the weights' names: "weight", or that of a parameter of fused experts.
+    `layers` and `dtypes` are by the names in the model, whose last part is `last`: "weight", or that of a parameter of
+    fused experts. Most releases of transformers do not cast the weights of a quantizer.
     """
 
     def __init__(
@@ -161,14 +158,9 @@ def unpacked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a dense checkpoint, each packed weight as soon as its last tensor is read.
 
-    Args:
-        tensors: names and tensors of any shape, in any order.
-        find_layers: returns the packed weights by their names in the files; called at the first tensor with the name
-            of a packed one, and never for checkpoints of other programs.
-        prefix: of all names in the stream, absent in the files.
-
-    Raises:
-        MoonshotError: raised by `find_layers`; tensors that do not unpack, or a weight with a missing tensor.
+    The order of the tensors is arbitrary; all their names have a prefix that those in the files lack. `find_layers`,
+    which returns the packed weights by their names in the files, is called at the first tensor with the name of a
+    packed one, and never for checkpoints of other programs.
     """
     layers: Layers | None = None
     waiting: dict[str, Tensors] = {}

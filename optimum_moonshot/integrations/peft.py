@@ -227,19 +227,16 @@ class SparseLinear(_Masked, Linear):
         require(single, "masked adapters do not support mixed batches", field="adapter_names")
         kwargs = {name: value for name, value in kwargs.items() if name not in VARIANT_KWARG_KEYS}
         result = self.base_layer(x, *args, **kwargs)
-        dtype = result.dtype
+        dtype, layer = result.dtype, find_adapter(self.get_base_layer())
+        assert layer is not None  # PEFT wraps a Linear or a Conv1D
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
-                result = result + self._delta(adapter, x)
+                weight = layer.as_matrix(self.get_delta_weight(adapter))
+                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
+                bias = self.lora_B[adapter].bias
+                bias = None if bias is None else bias * self.scaling[adapter]
+                result = result + functional.linear(inputs, weight, bias)
         return result.to(dtype)
-
-    def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        layer = find_adapter(self.get_base_layer())
-        assert layer is not None  # PEFT wraps a Linear or a Conv1D
-        weight = layer.as_matrix(self.get_delta_weight(adapter))
-        x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
-        bias = self.lora_B[adapter].bias
-        return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
 
 _MASKED: dict[type, Any] = {Linear: SparseLinear, ParamWrapper: SparseParameter}

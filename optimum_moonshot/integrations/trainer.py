@@ -112,7 +112,7 @@ class MoonshotCallback(TrainerCallback):
         self.masks: Masks | None = None
         self.report: PruneReport | None = None
         self.relative_loss: float | None = None
-        self._patterns: dict[str, NM] = {}  # of the layers that have one
+        self._patterns: dict[str, NM] = {}  # the first that a layer has, of the layers that have one
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
@@ -151,7 +151,9 @@ class MoonshotCallback(TrainerCallback):
         if self.masks is not None:
             self.masks.detach()
         self.masks = Masks(layers)
-        self._patterns = _held_patterns(layers, nm_patterns(self.config, model))
+        patterns = nm_patterns(self.config, model)
+        matches = {layer.name: next((nm for nm in patterns if layer_follows(layer, nm)), None) for layer in layers}
+        self._patterns = {name: pattern for name, pattern in matches.items() if pattern is not None}
         self.masks.attach(optimizer)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -167,7 +169,9 @@ class MoonshotCallback(TrainerCallback):
             pruner = MoonshotPruner(model, config, kwargs.get("processing_class"))
             self.report = pruner.prune(calibration, progress=False)
             layers = select(model, config).layers
-            _broadcast_weights(layers)
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                for layer in layers:  # the weights of all data-parallel processes become those of the first
+                    torch.distributed.broadcast(layer.parameter.data, 0)
             self._keep(layers, model, kwargs.get("optimizer"))
         self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
@@ -237,8 +241,6 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     """Return step → sparsity of every pruning; None is the configuration's sparsity.
 
     The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
-    Raises `MoonshotError` for steps that are not integers or not in order, and for a pattern or allocation without a
-    schedule.
     """
     check_whole("begin_step", begin, 0)
     if end is None:
@@ -246,9 +248,8 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
         require(every is None, message, field="every", value=every)
         return {begin: config.sparsity}
     check_whole("end_step", end, begin)
-    message = Text("with {}, give the steps between prunings", "end_step")
     if every is None:
-        raise MoonshotError(message, field="every", value=None)
+        raise MoonshotError(Text("with {}, give the steps between prunings", "end_step"), field="every", value=None)
     check_whole("every", every, 1)
     pattern, hint = config.parsed_pattern, Text("prune in one step, {}", "begin_step")
     if isinstance(pattern, NM):
@@ -257,21 +258,14 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     if config.allocation != "uniform" or pattern is None:
         reason = "a schedule needs sparsities that increase from pruning to pruning in every layer"
         raise MoonshotError(reason, field="allocation", value=config.allocation, hint=hint)
-    sparsity = pattern.sparsity
     steps = sorted({*range(begin, end, every), end})
-    return {step: sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
+    return {step: pattern.sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
     """Return the n:m patterns of the layers, by the configuration or the model's record, the smallest m first."""
     record = PruningRecord.of(model) if config is None else config
     return [] if record is None else record.nm_patterns()
-
-
-def _held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:
-    """Return layer → the first of the patterns that it has, if any."""
-    matches = {layer.name: next((each for each in patterns if layer_follows(layer, each)), None) for layer in layers}
-    return {name: pattern for name, pattern in matches.items() if pattern is not None}
 
 
 @contextmanager
@@ -299,14 +293,6 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.forward = wrapped
-
-
-@torch.no_grad()
-def _broadcast_weights(layers: list[PrunableLayer]) -> None:
-    """Make the pruned weights of all data-parallel processes bit-identical to those of the first one."""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        for layer in layers:
-            torch.distributed.broadcast(layer.parameter.data, 0)
 
 
 def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:

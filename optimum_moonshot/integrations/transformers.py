@@ -18,14 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
-from ..checkpoint.weight_files import (
-    EXPLICIT,
-    METHOD,
-    PACKED_INDEX,
-    check_config_entry,
-    config_entry,
-    described_layers,
-)
+from ..checkpoint.weight_files import EXPLICIT, METHOD, PACKED_INDEX, check_config_entry, config_entry, described_layers
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -69,13 +62,8 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         self.runtime = runtime
 
     @classmethod
-    def from_dict(
-        cls, config_dict: Any, return_unused_kwargs: Any = False, **kwargs: Any
-    ) -> "MoonshotPrunedCheckpoint":
-        """Read the entry in config.json, which `MoonshotError` refuses with an unsupported version or unknown field.
-
-        The runtime is the caller's choice. `return_unused_kwargs` and `kwargs`, of transformers, are ignored.
-        """
+    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+        """Read the entry in config.json; the runtime is the caller's choice, other arguments are ignored."""
         check_config_entry(config_dict)
         return cls()
 
@@ -210,13 +198,10 @@ class MoonshotQuantizer(HfQuantizer):
         pruned = PruningRecord.of(model) is not None
         message = f"{model.name_or_path} is pruned already; load it without one"
         require(not pruned, message, field="quantization_config")
-        require(
-            config.calibration is not None or not config.make_solver().calibrated,
-            Text("{} needs data", Option("solver", config.solver)),
-            field="calibration",
-            value=None,
-            hint="such as MoonshotConfig(…, calibration='c4')",
-        )
+        ready = config.calibration is not None or not config.make_solver().calibrated
+        text = Text("{} needs data", Option("solver", config.solver))
+        hint = "such as MoonshotConfig(…, calibration='c4')"
+        require(ready, text, field="calibration", value=None, hint=hint)
         name: Any = model.name_or_path
         self.processors = load_tokenizer(name), load_processor(model, name)
 
@@ -259,6 +244,17 @@ class _StoredWeight(NamedTuple):
     stored: str  # its name in the file
     path: str
 
+    def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
+        with safe_open(self.path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in self.layer.names(self.stored)}
+        return {
+            suffix: torch.empty_like(
+                part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device
+            )
+            for suffix, part in self.layer.parts(self.stored, tensors).items()
+        }
+
 
 def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeight]:
     """Return the packed weights of the files by their names in the model, without `PackedExperts`."""
@@ -293,7 +289,7 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
-        parts = _empty(stored, module.weight)
+        parts = stored.empty_parts(module.weight)
         verdict = wanted(runtime, layer, held_bytes(parts), module.weight.dtype, device)
         chosen[path] = said(verdict)
         if verdict.faster:
@@ -316,15 +312,3 @@ def _device_of(path: str, device_map: Any) -> torch.device | None:
     if place == "disk" or (accelerated and str(place) == "cpu"):
         return None
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-
-
-def _empty(packed: _StoredWeight, weight: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
-    with safe_open(packed.path, "pt") as file:
-        stored = packed.layer.parts(
-            packed.stored, {name: file.get_tensor(name) for name in packed.layer.names(packed.stored)}
-        )
-    return {
-        suffix: torch.empty_like(part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device)
-        for suffix, part in stored.items()
-    }

@@ -36,11 +36,7 @@ _DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when 
 
 
 def unpack_while_loading() -> None:
-    """Make vLLM's loader unpack packed checkpoints, in this process; idempotent.
-
-    Raises:
-        MoonshotError: this release of vLLM has another loader.
-    """
+    """Make vLLM's loader unpack packed checkpoints, in this process; idempotent."""
     read: Callable[..., Iterable[tuple[str, Tensor]]] | None = getattr(DefaultModelLoader, _READ, None)
     if read is None:
         raise MoonshotError("this vLLM has another loader", hint="install a release that docs/vllm.md lists")
@@ -60,7 +56,7 @@ def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
     where = (source.model_or_path, source.subfolder, source.revision)
     path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
     folder, paths = Path(path), sorted(map(Path, files))
-    metadata = [read_header(path).metadata for path in paths if path.suffix == ".safetensors"]
+    metadata = [read_header(path)[0] for path in paths if path.suffix == ".safetensors"]
     layers = {name: layer for each in metadata for name, layer in described_layers(each).items()}
     if not any(METHOD in each for each in metadata):
         return {}
