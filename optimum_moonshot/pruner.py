@@ -14,14 +14,12 @@ from transformers import AutoConfig, PreTrainedModel
 from .checkpoint.file_integrity import check_complete
 from .checkpoint.hub import open_repository, upload
 from .checkpoint.in_memory import is_packed, to_runtime
-from .checkpoint.meta_model import meta_device_model, model_class
-from .checkpoint.offloaded_loading import check_place, folder_of_its_model, offload_options
-from .checkpoint.rotated_card import save_rotated
+from .checkpoint.meta_model import PLACES, folder_of_its_model, meta_device_model, model_class, offload_options
 from .checkpoint.saving import check_saving, save_model
 from .config import MoonshotConfig, memory_size
 from .data.batches import Batch
 from .distributed.ranks import SINGLE_PROCESS, Ranks, on_main_process, processes
-from .errors import MoonshotError, check_path, require
+from .errors import MoonshotError, check_choice, check_path, require
 from .functional import check_ranked
 from .model.calls import Forward, called_by
 from .model.compaction import Compaction, compact_model
@@ -246,7 +244,7 @@ class MoonshotPruner:
             OSError: there is no such model.
         """
         if offload is not None:
-            check_place(offload)
+            check_choice("offload", offload, PLACES)
         pruner = cls(meta_device_model(name_or_config, **options), config)
         return pruner._planned(None, None, None, resume_dir, _room(device_memory, host_memory), offload)
 
@@ -476,7 +474,7 @@ class MoonshotPruner:
             if self.report is None and self.rotation is not None:
                 message = "a rotated model has no zeros to pack; prune it first"
                 require(format in (None, "dense"), message, field="format", value=format)
-                save_rotated(self.model, processors, self.rotation, directory, **options)
+                save_model(self.model, processors, self.rotation, directory, "dense", **options)
             else:
                 save_model(self.model, processors, self._pruned(), directory, format, **options)
 

@@ -73,7 +73,8 @@ def test_the_source_distribution_has_tests_docs_and_examples(source):
 def test_the_wheel_has_the_package_and_what_it_reads(wheel):
     named = {name for name in files(ROOT, "optimum_moonshot") if "/register/" not in name}
     modules = {name for name in named if not name.endswith((".c", ".h"))}
-    data = {"optimum_moonshot/py.typed", "optimum_moonshot/checkpoint/card_template.md"}
+    templates = ("card_template.md", "rotated_card_template.md")
+    data = {"optimum_moonshot/py.typed", *(f"optimum_moonshot/checkpoint/{name}" for name in templates)}
     command = {"optimum/commands/register/register_moonshot.py"}
     assert data < modules
     library = {LIBRARY} if COMPILER else set()

@@ -1,4 +1,4 @@
-"""Read the model card of the dense model, even a damaged one, and split it into fields to copy and text."""
+"""Read the model card of the dense model, even a damaged one, and escape its texts and others' inside Markdown."""
 
 import logging
 import os
@@ -13,13 +13,15 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id, yaml_dump
 
 from ..errors import reason
-from .markdown import code_block, printable
 
 MARKER = "<!-- the dense model's own card follows -->"
 _MARK = re.compile(rf"^{re.escape(MARKER)}$", re.MULTILINE)
-TEXTS = ("license_name", "license_link", "pipeline_tag")  # fields that are copied
-TEXTS_OR_LISTS = ("license", "language")  # likewise
+_TEXTS = ("license_name", "license_link", "pipeline_tag")  # fields that are copied
+_TEXTS_OR_LISTS = ("license", "language")  # likewise
 _REPLACED = ("tags", "library_name")
+# Characters that start markup inside a line; an underscore does so only at the edge of a word.
+_MARKUP = re.compile(r"[\\`*\[\]<>|~&#]|(?<!\w)_|_(?!\w)")
+_ESCAPED = re.compile(r"\\([^\w\s])|\\(_)")
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,11 @@ class Base:
     data: dict[str, Any] = field(default_factory=dict)  # fields of its card that are copied
     text: str = ""  # of its card
 
+    def fields(self, task: str | None) -> dict[str, Any]:
+        """The fields of its card for that of a model made from it, without tags; `task` where it names none."""
+        copied = {name: self.data[name] for name in (*_TEXTS, *_TEXTS_OR_LISTS) if name in self.data}
+        return {**copied, "pipeline_tag": copied.get("pipeline_tag", task)}
+
 
 def find_base(name_or_path: str) -> Base:
     """The dense model that was pruned, from the name or path that it was loaded from.
@@ -52,7 +59,7 @@ def find_base(name_or_path: str) -> Base:
     a warning, so that saving a model depends neither on the network nor on others' cards.
     """
     folder = os.path.isdir(name_or_path)
-    name = None if folder else repository(name_or_path)
+    name = None if folder else _repository(name_or_path)
     path = Path(name_or_path) / "README.md"
     source = path if folder and path.is_file() else name
     if not source:
@@ -68,7 +75,7 @@ def find_base(name_or_path: str) -> Base:
         return Base(name)
 
 
-def repository(name: Any) -> str | None:
+def _repository(name: Any) -> str | None:
     """The name of a repository on the Hub; None for any other value."""
     try:
         validate_repo_id(name)
@@ -78,22 +85,20 @@ def repository(name: Any) -> str | None:
 
 
 def split(name: str | None, card: ModelCard) -> Base:
-    """The dense model's part of a card: all of it, or the text below the marker in a card of this package.
-
-    Args:
-        name: of the dense model on the Hub, if known.
-        card: of the folder or repository that it was loaded from.
-    """
+    """The dense model's part of a card: all of it, or the text below the marker in a card of this package."""
     data, text = card.data.to_dict(), re.sub(r"\r\n?", "\n", card.text).strip()
     entry, copied = data.get("moonshot"), _copied(data)
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("solver", "pattern")):
         if "moonshot" in data:
             _log.warning("the card's entry moonshot=%.60r is not of this package: it is kept as another's card", entry)
-        return Base(name, copied, f"{text}\n{_rest(data, copied)}".strip())
+        # Fields of the dense model alone, such as its evaluations, training data and terms.
+        rest = {key: value for key, value in data.items() if key not in {*copied, *_REPLACED}}
+        block = f"\n{code_block(yaml_dump(rest, sort_keys=False).strip(), 'yaml')}" if rest else ""
+        return Base(name, copied, f"{text}\n{block}".strip())
     copied["tags"] = [tag for tag in copied["tags"] if tag not in (entry["solver"], entry["pattern"])]
     _, below = parted(text)
     below = below.removeprefix(MARKER).strip().removeprefix("# Card of the dense model").strip()
-    return Base(name or repository(data.get("base_model")), copied, below)
+    return Base(name or _repository(data.get("base_model")), copied, below)
 
 
 def parted(text: str) -> tuple[str, str]:
@@ -105,12 +110,12 @@ def parted(text: str) -> tuple[str, str]:
 def _copied(data: dict[str, Any]) -> dict[str, Any]:
     """The valid fields that also describe the pruned model; always with `tags`."""
     copied: dict[str, Any] = {"tags": _texts(data.get("tags")) or []}
-    for name in (*TEXTS, *TEXTS_OR_LISTS):
+    for name in (*_TEXTS, *_TEXTS_OR_LISTS):
         value = data.get(name)
-        texts = _texts(value) if name in TEXTS_OR_LISTS else value
+        texts = _texts(value) if name in _TEXTS_OR_LISTS else value
         if texts and isinstance(value, str):
             copied[name] = printable(value)
-        elif texts and name in TEXTS_OR_LISTS:
+        elif texts and name in _TEXTS_OR_LISTS:
             copied[name] = texts
     return copied
 
@@ -122,7 +127,35 @@ def _texts(value: Any) -> list[str] | None:
     return [printable(each) for each in values] if valid else None
 
 
-def _rest(data: dict[str, Any], copied: dict[str, Any]) -> str:
-    """The fields of the dense model alone, such as its evaluations, training data and terms, as a code block."""
-    rest = {name: value for name, value in data.items() if name not in {*copied, *_REPLACED}}
-    return f"\n{code_block(yaml_dump(rest, sort_keys=False).strip(), 'yaml')}" if rest else ""
+def printable(value: Any) -> str:
+    """Text in one line, without unprintable characters."""
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in str(value)).split())
+
+
+def escaped(value: Any) -> str:
+    """Text that Markdown shows literally, in one line or one cell of a table; `unescaped` is the inverse."""
+    return _MARKUP.sub(lambda match: "\\" + match[0], printable(value))
+
+
+def unescaped(text: str) -> str:
+    """The inverse of `escaped`, except for spaces."""
+    return _ESCAPED.sub(lambda match: match[1] or match[2], text)
+
+
+def code(value: Any) -> str:
+    """Text as inline code."""
+    text = printable(value)
+    fence = "`" * (_longest_run(text) + 1)
+    space = " " if text.startswith("`") or text.endswith("`") or not text else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def code_block(text: str, language: str) -> str:
+    """Lines as a code block, with a fence longer than any in them."""
+    fence = "`" * max(4, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    """The length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)

@@ -1,4 +1,4 @@
-"""The model card of a pruned model: YAML and text about the run, above the card of the dense model."""
+"""The model cards of pruned and rotated models: YAML and text about the run, above the card of the dense model."""
 
 import json
 import math
@@ -20,11 +20,10 @@ from ..model.layers import by_visit
 from ..reports.plots import PLOT_NAME, by_kind, save_plot
 from ..reports.prune_report import LayerReport, PruneReport, mean_over_weights
 from ..reports.record import PruningRecord
-from .base_card import MARKER, TEXTS, TEXTS_OR_LISTS, Base, find_base, parted, split
-from .markdown import code, escaped, printable, unescaped
+from ..reports.rotation_report import ROTATION_NAME, RotationReport
+from .base_card import MARKER, Base, code, escaped, find_base, parted, printable, split, unescaped
 from .packed_files import pruned_layers
 
-_TEMPLATE = Path(__file__).with_name("card_template.md")
 _EVALUATION = re.compile(r"^## Evaluation\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _AFTER_EVALUATION = "## Size and cost"
 _SOLVERS = {
@@ -58,7 +57,7 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
     return dense, dense - saved
 
 
-def find_auto_class(architecture: str) -> tuple[str, str | None]:
+def _auto_class(architecture: str) -> tuple[str, str | None]:
     """The transformers class that loads a model, and its task on the Hub; None for an unknown task."""
     for cls, (task, mapping) in _TASKS.items():
         if any(architecture in ([name] if isinstance(name, str) else name) for name in mapping.values()):
@@ -87,29 +86,14 @@ class Facts:
 
     @classmethod
     def gather(cls, model: nn.Module, name: str, format: str) -> "Facts":
-        """From a pruned transformers model.
-
-        Args:
-            model: with its record.
-            name: of the repository, or of the folder.
-            format: "dense" or "packed".
-
-        Raises:
-            MoonshotError: the model is not pruned, or its record is damaged.
-        """
+        """From a pruned transformers model; `MoonshotError` if it is not pruned, or its record is damaged."""
         base = find_base(getattr(model, "name_or_path", ""))
         lam = PruningRecord.require_of(model).lam
         return cls(name, format, base, lam, *weight_bytes(model), type(model).__name__)
 
     @classmethod
     def read(cls, folder: Path, name: str | None, format: str) -> "Facts | None":
-        """From the card in the folder of a pruned model; None unless it is a card of this package.
-
-        Args:
-            folder: of the model.
-            name: the model's new name; None: that in the card's first heading.
-            format: the model's new format, "dense" or "packed".
-        """
+        """From the card of a pruned model, for a new format, and a new name if given; None if the card is another's."""
         try:
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
             entry = read_entry(card)
@@ -123,11 +107,7 @@ class Facts:
 
 
 def read_entry(card: ModelCard) -> Mapping[str, Any]:
-    """The entry `moonshot` of a card of this package.
-
-    Raises:
-        MoonshotError: it has no valid entry.
-    """
+    """The entry `moonshot` of a card of this package; `MoonshotError` if it has none that is valid."""
     entry = card.data.to_dict().get("moonshot")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("pattern"), str):
         raise MoonshotError(f"moonshot={entry!r:.60}: not an entry of this package")
@@ -135,25 +115,13 @@ def read_entry(card: ModelCard) -> Mapping[str, Any]:
 
 
 def write_card(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """Write README.md and its picture into a folder.
-
-    Args:
-        folder: that exists.
-        report: of the run.
-        facts: of the model.
-    """
+    """Write README.md and its picture into a folder."""
     save_plot(report, folder)
     replace_file(folder / "README.md", str(render(report, facts)))
 
 
 def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
-    """Replace the measurements in a folder's card; other text, which users may have edited, remains.
-
-    Args:
-        folder: with a card of this package.
-        report: with the measurements.
-        facts: of the model.
-    """
+    """Replace the measurements in a folder's card; other text, which users may have edited, remains."""
     card, fresh = ModelCard.load(folder / "README.md", ignore_metadata_errors=True), render(report, facts)
     vars(card.data).update(eval_results=_results(report, facts) or None, model_name=facts.name)
     section = "".join(_EVALUATION.findall(fresh.text))
@@ -166,38 +134,63 @@ def update_evaluations(folder: Path, report: PruneReport, facts: Facts) -> None:
     replace_file(folder / "README.md", str(card))
 
 
-def render(report: PruneReport, facts: Facts) -> ModelCard:
-    """The card, with YAML and text.
-
-    Args:
-        report: of the run.
-        facts: of the model.
-    """
-    config, base, literal = report.config, facts.base, json.dumps(facts.name, ensure_ascii=False)
-    skipped = list(report.skipped.items())
-    more = [(code(f"{len(skipped) - 20} more"), "see the report")] if len(skipped) > 20 else []
+def _fill(template: str, data: ModelCardData, base: Base, **values: Any) -> ModelCard:
+    """Fill a template of this folder: the YAML, the fields `values`, and the card of the dense model below."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    content = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        card_data=_data(report, facts).to_yaml(),
-        title=escaped(facts.name),
-        literal=literal,
-        load=code(f"optimum_moonshot.load_pruned({literal})"),
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    values |= dict(
+        card_data=data.to_yaml(),
+        title=escaped(data.model_name),
+        literal=json.dumps(data.model_name, ensure_ascii=False),
         base=base.name,
         base_text=base.text,
         marker=MARKER,
-        solver=_SOLVERS.get(config["solver"]) or escaped(config["solver"]),
+    )
+    return ModelCard(environment.from_string(text).render(values))
+
+
+def render_rotated(model: nn.Module, report: RotationReport, name: str) -> ModelCard:
+    """The card of a model that is rotated and not pruned, with its name."""
+    base, (auto_class, task) = find_base(getattr(model, "name_or_path", "")), _auto_class(type(model).__name__)
+    tags = ["moonshot", "rotated", *base.data.get("tags", ())]
+    data = ModelCardData(
+        model_name=name, base_model=base.name, library_name="transformers", tags=tags, **base.fields(task)
+    )
+    return _fill(
+        "rotated_card_template.md",
+        data,
+        base,
+        untied=f" but an untied head of {report.untied_bytes / 2**20:.2f} MiB" if report.untied_bytes else "",
+        auto_class=auto_class,
+        rotations=escaped(report.changes or "none"),
+        report=report,
+        report_name=ROTATION_NAME,
+    )
+
+
+def render(report: PruneReport, facts: Facts) -> ModelCard:
+    """The card of a pruned model, with YAML and text."""
+    solver = report.config["solver"]
+    skipped = [(code(name), escaped(reason)) for name, reason in report.skipped.items()]
+    more = [(code(f"{len(skipped) - 20} more"), "see the report")] if len(skipped) > 20 else []
+    return _fill(
+        "card_template.md",
+        _data(report, facts),
+        facts.base,
+        load=code(f"optimum_moonshot.load_pruned({json.dumps(facts.name, ensure_ascii=False)})"),
+        solver=_SOLVERS.get(solver) or escaped(solver),
         sparsity=f"{100 * report.sparsity:.1f}%",
         whole=f"{100 * report.model_sparsity:.1f}%",
         mostly_dense=report.mostly_dense,
         layers=len(report.layers),
         compaction=escaped(report.compacted),
         format=facts.format,
-        auto_class=find_auto_class(facts.architecture)[0],
+        auto_class=_auto_class(facts.architecture)[0],
         method=_method(report, facts),
         plot=PLOT_NAME,
         kinds=_kinds(report),
         mixtures=_mixtures(report),
-        skipped=[(code(name), escaped(reason)) for name, reason in skipped[:20]] + more,
+        skipped=skipped[:20] + more,
         evaluations=[
             (
                 escaped(f"{values['metric']} on {name}"),
@@ -208,14 +201,14 @@ def render(report: PruneReport, facts: Facts) -> ModelCard:
         ],
         cost=_cost(report, facts),
     )
-    return ModelCard(content)
 
 
 def _data(report: PruneReport, facts: Facts) -> ModelCardData:
     config, base = report.config, facts.base
-    copied = {name: base.data[name] for name in (*TEXTS, *TEXTS_OR_LISTS) if name in base.data}
-    copied.setdefault("pipeline_tag", find_auto_class(facts.architecture)[1])
     source = (report.calibration or {}).get("source")
+    target = config["sparsity"]
+    if all(layer.target_sparsity is not None for layer in report.layers):
+        target = round(mean_over_weights(report.layers, "target_sparsity"), 6)
     return ModelCardData(
         model_name=facts.name,
         base_model=base.name,
@@ -228,7 +221,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "solver": config["solver"],
             "pattern": config["pattern"],
             "lambda": facts.lam,
-            "target_sparsity": _target_sparsity(report),
+            "target_sparsity": target,
             "sparsity": round(report.sparsity, 6),
             "model_sparsity": round(report.model_sparsity, 6),
             "sparsity_by_kind": {
@@ -240,7 +233,7 @@ def _data(report: PruneReport, facts: Facts) -> ModelCardData:
             "weight_bytes": {"dense": facts.dense_bytes, "packed": facts.packed_bytes},
             "versions": dict(report.versions),
         },
-        **copied,
+        **base.fields(_auto_class(facts.architecture)[1]),
     )
 
 
@@ -248,7 +241,7 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
     """Every measurement, before and after pruning; JSON has no NaN or infinity, which are omitted."""
     return [
         EvalResult(
-            task_type=find_auto_class(facts.architecture)[1] or "other",
+            task_type=_auto_class(facts.architecture)[1] or "other",
             dataset_type=name,
             dataset_name=name,
             metric_type=values["metric"],
@@ -259,17 +252,6 @@ def _results(report: PruneReport, facts: Facts) -> list[EvalResult]:
         for state, when in (("dense", "before pruning"), ("pruned", "after pruning"))
         if values[state] is not None and math.isfinite(values[state])
     ]
-
-
-def _target_sparsity(report: PruneReport) -> float | None:
-    """The target sparsity of all pruned layers together."""
-    if any(layer.target_sparsity is None for layer in report.layers):
-        return report.config["sparsity"]
-    return round(mean_over_weights(report.layers, "target_sparsity"), 6)
-
-
-def _sparsity(layers: list[LayerReport]) -> float:
-    return mean_over_weights(layers, "sparsity")
 
 
 def _by_kind(report: PruneReport) -> dict[str, list[LayerReport]]:
@@ -283,9 +265,12 @@ def _calibration(report: PruneReport) -> dict[str, Any] | None:
 
 def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     config, data = report.config, _calibration(report)
+    note = " (n of every m inputs survive)" if ":" in config["pattern"] else ""
+    if config["pattern"].startswith("n:"):
+        note = f" (n of every {config['pattern'][2:]} inputs survive, with a different n for each layer)"
     rows: list[tuple[str, Any]] = [
         ("solver", config["solver"]),
-        ("pattern", config["pattern"] + _explained(config["pattern"])),
+        ("pattern", config["pattern"] + note),
         ("λ, weight of the reconstruction", "none" if facts.lam is None else f"{facts.lam:g}"),
         ("layers with the Fisher loss", config["fisher"]),
     ]
@@ -299,9 +284,8 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
         untied = f"; the head is untied, {rotation.untied_bytes / 2**20:.2f} MiB more" if rotation.untied_bytes else ""
         rows.append(("rotations, learned and merged", f"{rotation.changes}; {change}{untied}"))
     if config.get("recover") is not None:
-        rows.append(
-            ("recovery", f"{config['recover']}, at most {config['recover_steps']} steps for each decoder layer")
-        )
+        limit = f"at most {config['recover_steps']} steps for each decoder layer"
+        rows.append(("recovery", f"{config['recover']}, {limit}"))
     if data is None:
         rows.append(("calibration", "none"))
     else:
@@ -311,21 +295,14 @@ def _method(report: PruneReport, facts: Facts) -> list[tuple[str, str]]:
     return [(escaped(key), escaped(value)) for key, value in rows]
 
 
-def _explained(pattern: str) -> str:
-    if pattern.startswith("n:"):
-        return f" (n of every {pattern[2:]} inputs survive, with a different n for each layer)"
-    return " (n of every m inputs survive)" if ":" in pattern else ""
-
-
 def _kinds(report: PruneReport) -> list[tuple[str, str, str, str]]:
     rows = []
     named = [(escaped(kind), layers) for kind, layers in _by_kind(report).items()]
     for kind, layers in [*named, ("**all**", report.layers)]:
         targets = sorted({layer.target_sparsity for layer in layers if layer.target_sparsity is not None})
-        target = " to ".join(
-            f"{100 * each:.1f}%" for each in (targets[:1] + targets[-1:] if len(targets) > 1 else targets)
-        )
-        rows.append((kind, str(len(layers)), target, f"{100 * _sparsity(layers):.2f}%"))
+        ends = targets[:1] + targets[-1:] if len(targets) > 1 else targets
+        target = " to ".join(f"{100 * each:.1f}%" for each in ends)
+        rows.append((kind, str(len(layers)), target, f"{100 * mean_over_weights(layers, 'sparsity'):.2f}%"))
     rows.append(("**the whole model**", "", "", f"{100 * report.model_sparsity:.2f}%"))
     return rows
 

@@ -1,4 +1,8 @@
-"""The metadata that a folder declares about its weights: in config.json, the report of the run, and the model card."""
+"""The metadata that a folder declares about its weights, and the locations of the layers that it declares as pruned.
+
+The metadata is in config.json, the report of the run, and the model card; the locations follow from the model on the
+meta device.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from torch import Tensor, nn
 
 from ..errors import MoonshotError, check_number, reason, require
+from ..model.layers import find_structure, named_layers
 from ..objective.allocation_rules import PatternRules
 from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import KEY, PruningRecord
 from .card import read_entry
+from .meta_model import checkpoint_meta_model
+from .packed_files import pruned_layers
 from .weight_files import read_config
+from .weight_names import loaded_into
 
 CONFIG, CARD = "config.json", "README.md"
 
@@ -57,11 +66,7 @@ class DeclaredMetadata:
 
 
 def read_declared_metadata(folder: Path) -> DeclaredMetadata:
-    """Read the metadata that a folder declares.
-
-    Raises:
-        MoonshotError: there is no config.json, or it is not a JSON object.
-    """
+    """Read the metadata of a folder; `MoonshotError` if its config.json is missing, or not a JSON object."""
     entry, record, damaged = read_config(folder).get(KEY), None, []
     declarations: dict[str, Declaration] = {}
 
@@ -128,3 +133,60 @@ def _of_card(folder: Path) -> Declaration | None:
 def _pattern_name(config: Mapping[str, Any]) -> str:
     """The pattern of a configuration; "by layer" if an allocation gives every layer its own."""
     return "by layer" if isinstance(config.get("allocation"), Mapping) else str(config["pattern"])
+
+
+@dataclass(frozen=True)
+class WeightLocations:
+    """The pruned layers, in the model's order, and their weights in the files: one each, or one per expert."""
+
+    layers: tuple[str, ...]
+    weights: Mapping[str, str]  # name in the files → layer
+    transposed: frozenset[str] = frozenset()  # layers that are stored [d_in, d_out], or [experts, d_in, d_out]
+    notes: tuple[str, ...] = ()
+
+    def as_matrix(self, layer: str, tensor: Tensor) -> Tensor:
+        """Convert a tensor from the layout of a layer's weight in the files to [d_out, d_in]."""
+        if tensor.ndim < 2:
+            return tensor[None]
+        if tensor.ndim == 3:
+            return (tensor.mT if layer in self.transposed else tensor).flatten(0, 1)
+        return tensor.T if layer in self.transposed else tensor.flatten(1)
+
+
+def locate_weights(folder: Path, declared: DeclaredMetadata, weights: list[str], **options: Any) -> WeightLocations:
+    """Find the layers that are declared as pruned, or without a declaration all that could be, in the files.
+
+    Without a model, they are found by the names in the report. `options` are for the model's classes.
+    """
+    try:
+        model = checkpoint_meta_model(folder, **options)
+    except MoonshotError as error:
+        report = declared.report
+        names = () if report is None or report.compacted else tuple(report.layers)
+        located = {weight: weight.removesuffix(".weight") for weight in weights}
+        note = f"the layers are known from the report alone: {reason(error)}"
+        located = {weight: name for weight, name in located.items() if name in set(names)}
+        return WeightLocations(names, located, notes=(note,))
+    layers = _declared_layers(declared, model)
+    selected = set(layers)
+    pruned = {name: layer for name, _, layer in named_layers(model) if name in selected and layer is not None}
+    names_by_weight = {id(layer.module._parameters.get(layer.key)): name for name, layer in pruned.items()}
+    parameters, stored = dict(model.named_parameters(remove_duplicate=False)), loaded_into(model, weights)
+    owners = {weight: names_by_weight.get(id(parameters.get(stored.get(weight, "")))) for weight in weights}
+    # Single experts are stored [d_out, d_in]: transformers transposes them when it merges them.
+    transposed = frozenset(name for name, layer in pruned.items() if layer.axes in ((1, 0), (2, 1)))
+    return WeightLocations(tuple(layers), {weight: name for weight, name in owners.items() if name}, transposed)
+
+
+def _declared_layers(declared: DeclaredMetadata, model: nn.Module) -> list[str]:
+    """The pruned layers, by the report; without one, by config.json and the architecture."""
+    if declared.report is not None and not declared.report.compacted:
+        return list(declared.report.layers)
+    try:
+        if declared.record is None:
+            return [layer.name for layer in find_structure(model).layers()]
+        pruned = pruned_layers(model)  # tied ones by every name
+        selected = find_structure(model, declared.record.targets, declared.record.ignore).layers()
+        return [layer.name for layer in selected if layer.weight_name in pruned]
+    except MoonshotError:  # the model has no layer that can be pruned, or that the record names
+        return []

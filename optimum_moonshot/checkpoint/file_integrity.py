@@ -5,28 +5,56 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ..errors import MoonshotError, naming, require
 from ..packing import weight_of
-from .packed_format import EXPLICIT, Description, digest, kind
-from .weight_files import Header, layer_of, read_config, read_header, read_weight_map, weight_files
+from .weight_files import (
+    EXPLICIT,
+    Description,
+    digest,
+    kind,
+    layer_of,
+    read_config,
+    read_header,
+    read_weight_map,
+    weight_files,
+)
 
 _SWITCH = "MOONSHOT_VERIFY"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
-def checksums_wanted() -> bool:
-    """Whether `from_pretrained` compares checksums: not with MOONSHOT_VERIFY=0 in the environment.
+@dataclass(frozen=True)
+class Request:
+    """The choices of one `load_pruned`, which transformers' quantizer reads: no file can set them."""
 
-    Raises:
-        MoonshotError: the variable is neither 0 nor 1.
-    """
+    runtime: str | None = None  # of `RUNTIMES`; None: that of plain `from_pretrained`
+    verified: frozenset[str] = frozenset()  # absolute paths of files that are checked already
+
+
+_REQUEST: ContextVar[Request] = ContextVar("moonshot_request", default=Request())  # noqa: B039
+current_request = _REQUEST.get
+
+
+@contextmanager
+def requested(request: Request) -> Iterator[None]:
+    """Apply a request to all checkpoints that are loaded inside the block, in this thread."""
+    token = _REQUEST.set(request)
+    try:
+        yield
+    finally:
+        _REQUEST.reset(token)
+
+
+def checksums_wanted() -> bool:
+    """Whether `from_pretrained` compares checksums: not with MOONSHOT_VERIFY=0 in the environment."""
     value = os.environ.get(_SWITCH, "1")
     require(value in ("0", "1"), f"{_SWITCH}={value!r}: 0 skips the checksums of packed weights, 1 compares them")
     return value == "1"
@@ -35,12 +63,7 @@ def checksums_wanted() -> bool:
 def check_no_other_weights(folder: Path, packed: bool) -> None:
     """Raise `MoonshotError` if transformers would load other files of a folder than those that `check_files` checks.
 
-    Args:
-        folder: of the checkpoint.
-        packed: whether it is packed.
-
-    Raises:
-        MoonshotError: an adapter, a distributed checkpoint, or an unpacked one whose config.json names a file.
+    These are an adapter, a distributed checkpoint, or a file that config.json of an unpacked checkpoint names.
     """
     for path in sorted(folder.iterdir()):
         other = path.name == "adapter_config.json" or _DISTRIBUTED.match(path.name)
@@ -51,24 +74,16 @@ def check_no_other_weights(folder: Path, packed: bool) -> None:
 
 
 def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path]:
-    """Check the weight files: that none is truncated or missing, and, of a packed checkpoint, every byte.
+    """Check that no weight file is truncated or missing, and every byte of a packed checkpoint; return the files.
 
-    Args:
-        folder: of the checkpoint.
-        packed: whether it is packed.
-        checksums: False skips the checks that read the tensors' bytes.
-
-    Returns:
-        The weight files.
-
-    Raises:
-        MoonshotError: with the name of the layer that is damaged, truncated or missing, and of its file.
+    Without `checksums`, the tensors' bytes are not compared. `MoonshotError` names the layer that is damaged, truncated
+    or missing, and its file.
     """
     files, files_by_name = weight_files(folder, packed), dict[str, str]()
     for path in files:
-        header = read_header(path)
+        metadata, names = read_header(path)
         with _in_file(path):
-            description = Description.read(header.metadata)
+            description = Description.read(metadata)
             if not packed:
                 require(description is None, "it contains packed weights, but config.json has no quantization_config")
                 with safe_open(path, "pt"):  # safetensors' own checks of the header
@@ -76,22 +91,21 @@ def check_files(folder: Path, packed: bool, checksums: bool = True) -> list[Path
             elif description is None:
                 raise MoonshotError("its metadata has no description of its tensors")
             else:
-                _check_packed(path, header, description, checksums)
+                _check_packed(path, names, description, checksums)
                 complete = description.files == len(files)
                 require(complete, f"it is one of {description.files} files, the index names {len(files)}")
-        files_by_name |= dict.fromkeys(header.names, path.relative_to(folder).as_posix())
-    _check_index(read_weight_map(folder, packed), files_by_name, exact=packed)
+        files_by_name |= dict.fromkeys(names, path.relative_to(folder).as_posix())
+    weight_map = read_weight_map(folder, packed)
+    _require_none(weight_map.keys() - files_by_name.keys(), "is named by the index and in no file")
+    if packed:
+        _require_none(files_by_name.keys() - weight_map.keys(), "is in a file and not in the index")
+        moved = (name for name, file in files_by_name.items() if weight_map[name] != file)
+        _require_none(moved, "is in another file than the index says")
     return files
 
 
 def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: Iterable[Any] = ()) -> None:
-    """Raise `MoonshotError` if transformers did not load exactly the model's weights.
-
-    Args:
-        missing: names in the model without a weight in the files.
-        unknown: names in the files that the model does not have.
-        mismatched: names of weights of another shape, alone or with both shapes.
-    """
+    """Raise `MoonshotError` unless transformers has loaded exactly the model's weights, with their shapes."""
     missing, unknown = sorted(missing), sorted(unknown)
     others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
     first = layer_of((missing or [""])[0])
@@ -102,52 +116,35 @@ def check_complete(missing: Iterable[str], unknown: Iterable[str], mismatched: I
     require(not other, f"{layer_of((other or [''])[0])}: its shape in the files is not the one of config.json")
 
 
-def _check_packed(path: Path, header: Header, description: Description, checksums: bool) -> None:
-    """One file of a packed checkpoint."""
-    _check_names(header.names, description)
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in sorted(header.names)}
-        for name, tensor in tensors.items():
-            written = description.stored.get(name)
-            with naming(layer_of(name)):
-                require(kind(tensor) == written, f"{name} is stored as {kind(tensor)}, {written} was written")
-        if checksums:
-            _check_digests(tensors, description)
-            for name, layer in description.layers.items():
-                with naming(name):
-                    layer.check(name, tensors)
-    require(description.intact, "the checksum of its metadata differs")
-
-
-def _check_digests(tensors: dict[str, Tensor], description: Description) -> None:
-    """In threads: hashing releases the interpreter's lock."""
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        for name, value in zip(tensors, threads.map(digest, tensors.values()), strict=True):
-            with naming(layer_of(name)):
-                require(value == description.digests[name], "it is damaged: its checksum differs")
-
-
-def _check_names(names: Iterable[str], description: Description) -> None:
-    names, layers = set(names), description.layers
+def _check_packed(path: Path, names: frozenset[str], description: Description, checksums: bool) -> None:
+    """Check one file of a packed checkpoint."""
+    layers = description.layers
     expected = description.digests.keys() | {stored for name, layer in layers.items() for stored in layer.names(name)}
     _require_none(expected - names, "is missing")
     _require_none(names - description.digests.keys(), "has no checksum in the file's metadata")
     packed = {name for name in names if weight_of(name) != name and weight_of(name).endswith("weight")}
     _require_none((name for name in packed if weight_of(name) not in layers), "has no entry in the file's metadata")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(names)}
+        for name, tensor in tensors.items():
+            written = description.stored.get(name)
+            with naming(layer_of(name)):
+                require(kind(tensor) == written, f"{name} is stored as {kind(tensor)}, {written} was written")
+        if checksums:
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
+                for name, value in zip(tensors, threads.map(digest, tensors.values()), strict=True):
+                    with naming(layer_of(name)):
+                        require(value == description.digests[name], "it is damaged: its checksum differs")
+            for name, layer in layers.items():
+                with naming(name):
+                    layer.check(name, tensors)
+    require(description.intact, "the checksum of its metadata differs")
 
 
 def _require_none(names: Iterable[str], problem: str) -> None:
     """Raise `MoonshotError` with the first of these names, if there are any."""
     names = sorted(names)
     require(not names, f"{layer_of((names or [''])[0])}: {', '.join(names[:3])} {problem}")
-
-
-def _check_index(weight_map: dict[str, str], files: dict[str, str], exact: bool) -> None:
-    _require_none(weight_map.keys() - files.keys(), "is named by the index and in no file")
-    if exact:
-        _require_none(files.keys() - weight_map.keys(), "is in a file and not in the index")
-        moved = (name for name in files if weight_map[name] != files[name])
-        _require_none(moved, "is in another file than the index says")
 
 
 @contextmanager

@@ -1,35 +1,41 @@
-"""Publish a saved checkpoint on the Hub in a single commit."""
+"""Download checkpoints from the Hub, and publish a saved one in a single commit."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
 from ..errors import MoonshotError, Option, Text, require
 from ..files import WEIGHT_FILES
 
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+# Weights in other files than safetensors, and models of other libraries.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:
+    """The folder of a checkpoint, downloaded from the Hub, with `HUB_OPTIONS`, if it is the name of a repository.
+
+    With `whole`, files that loading does not need are downloaded too, such as the card.
+    """
+    if os.path.isdir(name_or_path):
+        return Path(name_or_path)
+    try:
+        ignored, allowed = (list(_OTHER_WEIGHTS), None) if whole else (None, list(_FILES))
+        return Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+        raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
+
 
 def open_repository(
     repo_id: str, *, private: bool | None = None, token: str | bool | None = None, exist_ok: bool = False
 ) -> str:
-    """Create a model repository; one that exists must be empty, unless `exist_ok`.
-
-    Args:
-        repo_id: "user/name", or a name of the user's.
-        private: of a new repository; None: the account's default.
-        token: of the Hub; None: of the current login.
-        exist_ok: allow a repository that contains files.
-
-    Returns:
-        The full name.
-
-    Raises:
-        MoonshotError: the token is refused, the repository contains files or has another visibility, or the Hub cannot
-            be reached.
-    """
+    """Create a model repository, which must be empty unless `exist_ok`, and return its full name."""
     require(isinstance(repo_id, str), 'give "user/name"', field="repo_id", value=repo_id)
     with _explained(repo_id):
         api = HfApi(token=token)
@@ -50,20 +56,7 @@ def open_repository(
 def upload(
     folder: str | os.PathLike[str], repo_id: str, *, token: str | bool | None = None, commit_message: str | None = None
 ) -> str:
-    """Upload a folder in one commit, which also deletes weights that the folder does not contain.
-
-    Args:
-        folder: of a saved model.
-        repo_id: of `open_repository`.
-        token: of the Hub; None: of the current login.
-        commit_message: None: one that names this package.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        MoonshotError: the token is refused, or the connection broke; nothing is published then.
-    """
+    """Upload a folder in one commit, which also deletes weights that the folder does not contain; return its URL."""
     with _explained(repo_id):
         commit = HfApi(token=token).upload_folder(
             repo_id=repo_id,

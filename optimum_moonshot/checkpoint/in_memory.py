@@ -1,6 +1,7 @@
 """Pack and unpack the pruned layers of a model in memory, and save a model with packed layers."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor
 from transformers import PreTrainedModel
 
-from ..errors import MoonshotError, naming, require
+from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
 from ..malloc_trim import trim_host_memory
 from ..model.layer_kinds import find_layer
@@ -21,28 +22,16 @@ from ..packing.codec import Parts
 from ..runtime.packed_linear import PackedLinear
 from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packing_verdict, runtime_entry, total_bytes
 from ..runtime.semi_structured import check_batch_shape, use_semi_structured
-from .packed_files import check_format, pruned_layers, save_streamed
+from .packed_files import FORMATS, pruned_layers, save_streamed
 
 _WEIGHT = "weight"
 _SAVE = "save_pretrained"
 
 
 def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
-    """Change how the pruned layers of a model are held in memory, in place.
+    """Change how the pruned layers of a `PreTrainedModel` are held in memory, in place, as `MoonshotPruner.to_runtime`.
 
-    Args:
-        model: a pruned `PreTrainedModel`, in any of these runtimes.
-        runtime: "packed": every Linear whose packed weight is smaller; "auto": those that this device multiplies faster
-            packed, for one row of inputs; a log message lists them with the reason; "semi_structured": torch's 2:4
-            tensors, where they measure faster on a GPU; "dense".
-        batch_shape: samples and tokens in a layer's inputs, for which "semi_structured" measures.
-
-    Returns:
-        The runtime of every pruned layer and the reason, also stored as `model.moonshot_runtime`.
-
-    Raises:
-        MoonshotError: an unknown runtime, a model that is not pruned, or a layer that is no longer n:m, with its name;
-            then all layers are dense.
+    If a layer is no longer n:m, `MoonshotError` names it, and all layers are dense.
     """
     check_runtime(runtime)
     check_batch_shape(batch_shape)
@@ -59,15 +48,7 @@ def to_runtime(model: nn.Module, runtime: str = "auto", batch_shape: tuple[int, 
 
 
 def note(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
-    """Store the runtime of the layers as `model.moonshot_runtime`, and replace `save_pretrained` if any is packed.
-
-    Args:
-        model: a `PreTrainedModel`.
-        chosen: the runtime of every pruned layer.
-
-    Returns:
-        `chosen`.
-    """
+    """Store the runtime of the layers as `model.moonshot_runtime`, and replace `save_pretrained` if any is packed."""
     vars(model)["moonshot_runtime"] = chosen
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -86,12 +67,7 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def obstacle(module: nn.Module, shared: bool) -> str | None:
-    """The reason why the weight of a module cannot be packed in memory; None if it can.
-
-    Args:
-        module: with the weight.
-        shared: whether other modules have it too.
-    """
+    """The reason why the weight of a module, `shared` with other modules or not, cannot be packed in memory, if any."""
     if shared:
         return "tied to another weight"
     adapter = find_layer(module)
@@ -103,18 +79,8 @@ def obstacle(module: nn.Module, shared: bool) -> str | None:
 def save_packed(
     model: PreTrainedModel, save_directory: str | os.PathLike[str], *, format: str = "packed", **options: Any
 ) -> None:
-    """Replaces `save_pretrained` of a model with packed layers: the files are those of the dense model.
-
-    Args:
-        model: with packed layers; those of one decoder layer at a time are unpacked.
-        save_directory: a folder, created if missing, in which the files appear all at once.
-        format: "packed" or "dense".
-        options: of the class's `save_pretrained`, such as `max_shard_size`.
-
-    Raises:
-        MoonshotError: the folder cannot be written, or an option is not supported.
-    """
-    check_format(format)
+    """Replaces `save_pretrained` of a model with packed layers, of which one decoder layer at a time is unpacked."""
+    check_choice("format", format, FORMATS)
     for name in ("push_to_hub", "state_dict", "variant"):
         hint = "call model.push_to_hub" if name == "push_to_hub" else 'call pruner.to_runtime("dense") first'
         require(not options.get(name), "the model is packed in memory", field=name, hint=hint)
@@ -134,12 +100,9 @@ def _save_whole(part: nn.Module, *args: Any, **options: Any) -> None:
 
 @contextmanager
 def to_save(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is a dense one, whose packed layers count as offloaded.
+    """Inside the block the model is dense, and its packed layers count as offloaded: visits unpack them.
 
-    Visits unpack them, one decoder layer at a time.
-
-    Args:
-        model: whose layers may be packed, or torch's 2:4 tensors, which all become dense.
+    So one decoder layer at a time is dense; torch's 2:4 tensors become dense all at once.
     """
     packed, sparse = _packed_layers(model), _sparse_weights(model)
     chosen = getattr(model, "moonshot_runtime", {})
@@ -158,12 +121,7 @@ def to_save(model: nn.Module) -> Iterator[None]:
 
 
 class _Unpacked(Mapping[str, Tensor]):
-    """The parameters of the dense original of a packed layer; every access unpacks the weight.
-
-    Args:
-        name: of the layer, for messages.
-        packed: the layer.
-    """
+    """The parameters of the dense original of a packed layer; every access unpacks the weight."""
 
     def __init__(self, name: str, packed: PackedLinear):
         self.dense, self.packed = _origin(name, packed), packed
@@ -178,23 +136,13 @@ class _Unpacked(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def _without_weight(name: str, packed: PackedLinear) -> nn.Module:
-    """The dense original of a packed layer, with its weight on the meta device."""
-    dense = _origin(name, packed)
-    before = dense._parameters[_WEIGHT]
-    assert before is not None
-    weight = nn.Parameter(before.to("meta", packed.dtype), before.requires_grad)
-    dense._parameters |= {_WEIGHT: weight, "bias": packed.bias}
-    return dense
-
-
 @contextmanager
 def _dense_shapes(model: nn.Module) -> Iterator[None]:
     """Replace packed layers by their dense originals on the meta device, inside the block."""
     packed = _packed_layers(model)
     try:
         for name, module in packed.items():
-            model.set_submodule(name, _without_weight(name, module))
+            model.set_submodule(name, _restored(name, module, meta=True))
         yield
     finally:
         for name, module in packed.items():
@@ -214,7 +162,9 @@ def _origin(name: str, module: PackedLinear) -> nn.Module:
 def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) -> dict[str, str]:
     """Pack the layers that the runtime selects, one after another, and unpack the others."""
     chosen: dict[str, str] = {}
-    shared = _shared(model)
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in parameters)
+    shared = {name for name, parameter in parameters if uses[id(parameter)] > 1}
     try:
         for name, layer in layers.items():
             path = name.removesuffix(f".{_WEIGHT}")
@@ -231,31 +181,15 @@ def _pack(model: PreTrainedModel, runtime: str, layers: dict[str, PackedLayer]) 
     return note(model, chosen)
 
 
-def _shared(model: nn.Module) -> set[str]:
-    """The names of the weights that have several names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for aliases in names.values() if len(aliases) > 1 for name in aliases}
-
-
 def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared: bool) -> str:
-    """Pack or unpack one layer, and return its runtime with the reason.
-
-    Args:
-        model: with the layer.
-        name: of its weight.
-        layer: its entry.
-        runtime: "packed" or "auto".
-        shared: whether other modules have its weight too.
-    """
+    """Pack or unpack the layer of the weight `name`, and return its runtime with the reason."""
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
     if isinstance(module, PackedLinear):
         device = next(iter(module.parts.values())).device
         verdict = packing_verdict(runtime, layer, total_bytes(module.parts), module.dtype, device)
         if not verdict.faster:
-            model.set_submodule(path, _unpacked(path, module))
+            _unpack(model, path, module)
         return runtime_entry(verdict)
     why = obstacle(module, shared)
     if why is not None:
@@ -274,38 +208,32 @@ def _hold(model: nn.Module, name: str, layer: PackedLayer, runtime: str, shared:
 
 
 def packed_linear(module: nn.Module, layer: PackedLayer, parts: Parts) -> PackedLinear:
-    """Replace a Linear by a packed one, and release its dense weight.
-
-    Args:
-        module: the Linear, or Conv1D.
-        layer: the entry of its weight.
-        parts: the packed tensors by their suffixes, or empty ones to load into.
-    """
+    """Convert a Linear, or Conv1D, to a packed one with `parts`, perhaps empty ones, and release its dense weight."""
     packed = PackedLinear(layer.codec, layer.matrix, parts, module._parameters.get("bias"), module)
-    _forget_weight(module)
-    return packed.train(module.training)
-
-
-def _forget_weight(module: nn.Module) -> None:
-    """Move the weight of a Linear to the meta device, which keeps its shape and dtype."""
     weight = module._parameters[_WEIGHT]
     assert weight is not None
+    # The meta device keeps its shape and dtype.
     module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+    return packed.train(module.training)
 
 
 def _unpack_all(model: nn.Module) -> None:
     for name, module in _packed_layers(model).items():
-        model.set_submodule(name, _unpacked(name, module))
+        _unpack(model, name, module)
 
 
-def _unpacked(name: str, module: PackedLinear) -> nn.Module:
-    """The dense original of a packed layer, with its weight."""
+def _unpack(model: nn.Module, name: str, module: PackedLinear) -> None:
+    model.set_submodule(name, _restored(name, module, meta=False).train(module.training))
+
+
+def _restored(name: str, module: PackedLinear, meta: bool) -> nn.Module:
+    """The dense original of a packed layer, with its weight, or an empty one on the meta device."""
     dense = _origin(name, module)
     before = dense._parameters[_WEIGHT]
     assert before is not None
-    weight = nn.Parameter(_dense_weight(dense, module), before.requires_grad)
-    dense._parameters |= {_WEIGHT: weight, "bias": module.bias}
-    return dense.train(module.training)
+    weight = before.to("meta", module.dtype) if meta else _dense_weight(dense, module)
+    dense._parameters |= {_WEIGHT: nn.Parameter(weight, before.requires_grad), "bias": module.bias}
+    return dense
 
 
 @torch.no_grad()
@@ -315,16 +243,12 @@ def _dense_weight(dense: nn.Module, packed: PackedLinear) -> Tensor:
     return adapter.as_parameter(packed.weight).contiguous()
 
 
-def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+def _sparse_weights(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The modules whose weights are torch's 2:4 tensors, with these."""
-    weights = ((module, module._parameters.get("weight")) for module in model.modules())
-    return [
-        (module, weight)
-        for module, weight in weights
-        if weight is not None and isinstance(weight, SparseSemiStructuredTensor)
-    ]
+    weights = ((module, module._parameters.get(_WEIGHT)) for module in model.modules())
+    return [(module, weight) for module, weight in weights if isinstance(weight, SparseSemiStructuredTensor)]
 
 
 def _unsparse(model: nn.Module) -> None:
     for module, weight in _sparse_weights(model):
-        module._parameters["weight"] = nn.Parameter(weight.detach().to_dense(), requires_grad=False)
+        module._parameters[_WEIGHT] = nn.Parameter(weight.detach().to_dense(), requires_grad=False)

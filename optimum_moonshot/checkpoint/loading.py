@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from safetensors import safe_open
 from torch import nn
 
@@ -17,22 +15,18 @@ from ..reports.prune_report import REPORT_NAME, PruneReport
 from ..reports.record import NOT_PRUNED, PruningRecord
 from ..runtime.runtime_selection import check_runtime
 from ..runtime.semi_structured import check_batch_shape
-from .file_integrity import check_complete, check_files, check_no_other_weights
+from .file_integrity import Request, check_complete, check_files, check_no_other_weights, requested
+from .hub import HUB_OPTIONS, local_folder
 from .in_memory import to_runtime
 from .meta_model import model_class, read_model_config
-from .request import Request, requested
-from .weight_files import is_packed_checkpoint, weight_files
+from .weight_files import is_packed_checkpoint
 from .weight_names import loaded_into
 
-# Weights in other files than safetensors, and models of other libraries.
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "original/*")
-_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 # These would load unverified files, or return something else than a model.
 _REFUSED = (
     "adapter_kwargs", "config", "gguf_file", "output_loading_info", "state_dict", "subfolder", "use_safetensors",
     "variant",
 )  # fmt: skip
-HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def load_pruned(
@@ -63,7 +57,12 @@ def load_pruned(
     check_path("name_or_path", name_or_path)
     check_runtime(runtime)
     check_batch_shape(batch_shape)
-    _check_options(name_or_path, model_kwargs)
+    for name in _REFUSED:
+        message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
+        require(name not in model_kwargs, message, field=name, hint=hint)
+    again = isinstance(model_kwargs.get("quantization_config"), MoonshotConfig)
+    message = f"{name_or_path} is pruned already"
+    require(not again, message, field="quantization_config", hint="load it without one")
     hub = {name: model_kwargs.pop(name) for name in HUB_OPTIONS if name in model_kwargs}
     folder = local_folder(name_or_path, **hub)
     packed = is_packed_checkpoint(folder)
@@ -76,7 +75,7 @@ def load_pruned(
         model, info = _load(model_class(config), folder, config=config, **model_kwargs)
     check_complete(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     if not packed:
-        _check_zeros(folder, model)
+        _check_zeros(folder, files, model)
     if runtime == "semi_structured" or (not packed and runtime != "dense"):
         to_runtime(model, runtime, batch_shape)
     return model
@@ -89,43 +88,26 @@ def _load(cls: type[Any], folder: Path, **options: Any) -> tuple[nn.Module, dict
     except (MoonshotError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {reason(error)}"
-        raise MoonshotError(f"{folder}: transformers cannot load it: {what}") from error
+        message = f"{folder}: transformers cannot load it: {type(error).__name__}: {reason(error)}"
+        raise MoonshotError(message) from error
 
 
-def _check_options(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    for name in _REFUSED:
-        message, hint = "load_pruned does not support it", "call the model's from_pretrained with it"
-        require(name not in options, message, field=name, hint=hint)
-    again = isinstance(options.get("quantization_config"), MoonshotConfig)
-    message = f"{name_or_path} is pruned already"
-    require(not again, message, field="quantization_config", hint="load it without one")
+def _check_zeros(folder: Path, files: list[Path], model: nn.Module) -> None:
+    """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than in its report.
 
-
-def local_folder(name_or_path: str | os.PathLike[str], whole: bool = False, **hub: Any) -> Path:
-    """The folder of a checkpoint, downloaded from the Hub if necessary.
-
-    Args:
-        name_or_path: a local folder or a Hub repository.
-        whole: also download files that loading does not need, such as the card.
-        hub: `HUB_OPTIONS`.
-
-    Raises:
-        MoonshotError: neither a folder nor a readable repository.
+    There is nothing to compare without a report, or after compaction.
     """
-    if os.path.isdir(name_or_path):
-        return Path(name_or_path)
+    if not (folder / REPORT_NAME).is_file():
+        return
+    report = PruneReport.load(folder)
+    layers = () if report.compaction else report.layers
     try:
-        ignored, allowed = (list(_OTHER_WEIGHTS), None) if whole else (None, list(_FILES))
-        return Path(snapshot_download(str(name_or_path), ignore_patterns=ignored, allow_patterns=allowed, **hub))
-    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        raise MoonshotError(f"{name_or_path} is neither a folder nor a readable repository: {error}") from error
-
-
-def _check_zeros(folder: Path, model: nn.Module) -> None:
-    """Raise `MoonshotError` for a layer of a dense checkpoint with fewer zeros than in its report."""
-    zeros, counted = _reported_zeros(folder), Counter[str]()
-    for path in weight_files(folder, packed=False) if zeros else ():
+        zeros = {layer.name: round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None
+    zeros |= {f"{name}.weight": count for name, count in zeros.items()}  # a layer, or fused experts
+    counted = Counter[str]()
+    for path in files if zeros else ():
         with safe_open(path, "pt") as file:
             for stored, name in loaded_into(model, file.keys()).items():
                 if name in zeros:
@@ -134,16 +116,3 @@ def _check_zeros(folder: Path, model: nn.Module) -> None:
     for name, count in counted.items():
         with naming(name):
             require(count >= zeros[name], f"it has {count} zeros, its report says {zeros[name]}")
-
-
-def _reported_zeros(folder: Path) -> dict[str, int]:
-    """The number of zeros of each weight, by the report; empty without a report, or after compaction."""
-    if not (folder / REPORT_NAME).is_file():
-        return {}
-    report = PruneReport.load(folder)
-    layers = () if report.compaction else report.layers
-    try:
-        zeros = {layer.name: round(layer.sparsity * layer.shape[0] * layer.shape[1]) for layer in layers}
-        return zeros | {f"{name}.weight": count for name, count in zeros.items()}  # a layer, or fused experts
-    except (TypeError, ValueError, IndexError, OverflowError) as error:
-        raise MoonshotError(f"{folder / REPORT_NAME} is damaged: {error}") from None

@@ -1,6 +1,10 @@
-"""Models without weights, on the meta device, from their configuration."""
+"""Models on the meta device, from their configuration, and the device map by which accelerate offloads their blocks."""
 
-import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,12 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ..errors import MoonshotError, check_path, reason
+from ..devices import default_device
+from ..errors import MoonshotError, Text, check_choice, check_path, reason, require
+from ..files import writing
+from ..model.layers import find_blocks
+
+PLACES = ("disk", "cpu")  # of offloaded blocks: the checkpoint's files, or host memory
 
 
 def model_class(config: Any) -> type[Any]:
@@ -22,83 +31,110 @@ def model_class(config: Any) -> type[Any]:
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else AutoModelForCausalLM
 
 
-def empty_model(config: Any, **options: Any) -> Any:
-    """The model of a configuration, on the meta device.
+@contextmanager
+def _explained(message: str, others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Convert errors to `MoonshotError`, except `others`: a damaged file can cause any in the class that it names."""
+    try:
+        yield
+    except others:
+        raise
+    except Exception as error:
+        raise MoonshotError(f"{message} ({reason(error)})") from error
 
-    Args:
-        config: of transformers.
-        options: of `AutoModelForCausalLM.from_config`, such as `trust_remote_code`.
 
-    Raises:
-        Exception: any error of the model's code, for a damaged config.json.
-    """
+def _empty_model(config: Any, **options: Any) -> Any:
+    """The model of a configuration, on the meta device."""
     cls = model_class(config)
     with torch.device("meta"):
         return cls.from_config(config, **options) if cls is AutoModelForCausalLM else cls(config)
 
 
-def _empty_model(name: Any, config: Any, **options: Any) -> Any:
-    """As `empty_model`, with `MoonshotError` for any error."""
-    try:
-        return empty_model(config, **options)
-    except Exception as error:
-        raise MoonshotError(f"{name}: transformers cannot create its model ({reason(error)})") from error
-
-
 def read_model_config(folder: Path, **options: Any) -> Any:
-    """Read the configuration of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-        options: for `AutoConfig`, such as `trust_remote_code`.
-
-    Raises:
-        MoonshotError: transformers cannot read it.
-    """
-    try:
+    """Read the configuration of a checkpoint, with options for `AutoConfig`; `MoonshotError` if transformers cannot."""
+    with _explained(f"{folder}: its model is unknown to transformers"):
         return AutoConfig.from_pretrained(folder, **options)
-    except Exception as error:  # a damaged file can cause any error in the class that it names
-        raise MoonshotError(f"{folder}: its model is unknown to transformers ({reason(error)})") from error
 
 
 def checkpoint_meta_model(folder: Path, **options: Any) -> nn.Module:
-    """The model of a checkpoint, on the meta device.
-
-    Args:
-        folder: of the checkpoint.
-        options: for its classes, such as `trust_remote_code`.
-
-    Raises:
-        MoonshotError: transformers cannot create it.
-    """
-    return _empty_model(folder, read_model_config(folder, **options), **options)
+    """The model of a checkpoint on the meta device; `options`, such as `trust_remote_code`, are for its classes."""
+    config = read_model_config(folder, **options)
+    with _explained(f"{folder}: transformers cannot create its model"):
+        return _empty_model(config, **options)
 
 
 def meta_device_model(name_or_config: Any, dtype: Any = None, **options: Any) -> nn.Module:
-    """The model that a configuration names, on the meta device.
+    """The model of a configuration, or of the config.json of a folder or Hub repository, on the meta device.
 
-    Args:
-        name_or_config: a Hub repository or a local folder with a config.json, or a configuration of transformers.
-        dtype: of its weights; None and "auto": that of the configuration, or float32.
-        options: for `AutoConfig.from_pretrained`.
-
-    Raises:
-        MoonshotError: transformers cannot create it.
-        OSError: there is no such model.
+    The dtype None or "auto" is that of the configuration, or float32. `OSError` if there is no such model.
     """
     config = name_or_config
     if not isinstance(config, PretrainedConfig):
         check_path("name_or_config", name_or_config)
-        config = _read(name_or_config, options)
+        with _explained(f"{name_or_config}: its config.json cannot be read", (OSError,)):
+            config = AutoConfig.from_pretrained(name_or_config, **options)
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     kind = kind or getattr(config, "dtype", None) or torch.float32
-    return _empty_model(name_or_config, config).to(kind).eval()
+    with _explained(f"{name_or_config}: transformers cannot create its model"):
+        model = _empty_model(config)
+    return model.to(kind).eval()
 
 
-def _read(name: str | os.PathLike[str], options: dict[str, Any]) -> Any:
+def offload_options(config: Any, place: str, device: Any, folder: str | None) -> dict[str, Any]:
+    """The options of `from_pretrained` for blocks that are offloaded to a place, "disk" or "cpu".
+
+    `device`, by default the first GPU or the CPU, is that of onloaded blocks and all other weights. Weights that differ
+    from those in the files, such as fused experts, are in a temporary folder in `folder`.
+    """
+    check_choice("offload", place, PLACES)
+    device = str(default_device()) if device is None else device
+    single = isinstance(device, str | int | torch.device)
+    require(single, Text("with {}, name one device", "offload"), field="device_map", value=device)
+    message = "the model is on the CPU anyway"
+    require(place == "disk" or str(device) != "cpu", message, field="offload", value=place, hint='use "disk"')
+    device_map = _device_map(_empty_model(config), place, device)
+    if folder is not None:
+        with writing("offload_dir", Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    return {
+        "device_map": device_map,
+        "offload_folder": tempfile.mkdtemp(prefix="moonshot-offload-", dir=folder),
+    }
+
+
+@contextmanager
+def folder_of_its_model(folder: str | None) -> Iterator[Callable[[nn.Module], None]]:
+    """Delete a folder of offloaded weights with the model passed to the yielded function, or if the block fails."""
+
+    def bind(model: nn.Module) -> None:
+        if folder is not None:
+            weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+
     try:
-        return AutoConfig.from_pretrained(name, **options)
-    except OSError:
+        yield bind
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    except Exception as error:
-        raise MoonshotError(f"{name}: its config.json cannot be read ({reason(error)})") from error
+
+
+def _device_map(model: nn.Module, place: str, device: Any) -> dict[str, Any]:
+    """All blocks in the place, other weights on the device, by the largest modules without blocks."""
+    blocks = {name for name, _ in find_blocks(model)}
+    message = f"{type(model).__name__} has no repeated blocks to offload"
+    require(bool(blocks), message, field="offload", value=place)
+    device_map: dict[str, Any] = {}
+
+    def place_in(module: nn.Module, prefix: str) -> None:
+        for tensors in (module._parameters, module._buffers):
+            device_map.update({prefix + key: device for key, tensor in tensors.items() if tensor is not None})
+        for key, child in module.named_children():
+            name = prefix + key
+            if name in blocks:
+                device_map[name] = place
+            elif any(block.startswith(f"{name}.") for block in blocks):
+                place_in(child, f"{name}.")
+            else:
+                device_map[name] = device
+
+    place_in(model, "")
+    return device_map

@@ -1,7 +1,7 @@
 """Write packed checkpoints: from dense weight files and back, or block by block from a model.
 
 A packed checkpoint is a dense one in which ``NAME.weight`` of a pruned layer is replaced by the tensors of its packed
-format (packing/), in files of other names (weight_files.py) with a description (packed_format.py).
+format (packing/), in files of other names with a description (weight_files.py).
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import convert_file_size_to_int
 from safetensors import safe_open
@@ -25,12 +25,23 @@ from ..objective.patterns import NM, Unstructured
 from ..packing import PackedLayer
 from ..progress import progress_bar, without_transformers_bars
 from ..reports.record import PruningRecord
-from .packed_format import EXPLICIT, METHOD, Description, Layers, Tensors, config_entry, dtype_name
-from .weight_files import index_path, is_packed_checkpoint, new_names, read_config, sort_metadata, weight_files
-from .weight_names import Merged, merged_weights, parameter_names
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .weight_files import (
+    EXPLICIT,
+    METHOD,
+    Description,
+    Layers,
+    Tensors,
+    config_entry,
+    described_layers,
+    dtype_name,
+    index_path,
+    is_packed_checkpoint,
+    new_names,
+    read_config,
+    sort_metadata,
+    weight_files,
+)
+from .weight_names import Target, merged_weights, parameter_names
 
 FORMATS = ("dense", "packed")
 _NOT_HERE = "this checkpoint is packed: pip install optimum-moonshot, and import optimum_moonshot to load it"
@@ -39,17 +50,8 @@ Change = Callable[[Tensors, Layers], tuple[Tensors, Layers]]  # tensors and pack
 Part = list[tuple[Visit, list[str]]]  # the visits of a file, with the names of their weights
 
 
-def check_format(format: str) -> None:
-    """Raise `MoonshotError` unless this is a format of checkpoints."""
-    require(format in FORMATS, 'use "dense" or "packed"', field="format", value=format)
-
-
 def pruned_layers(model: nn.Module) -> Layers:
-    """The pruned weights according to the model's record, by every name that they have in the model.
-
-    Raises:
-        MoonshotError: the model is not pruned, or its record is damaged.
-    """
+    """The pruned weights according to the model's record, by every name that they have in the model."""
     record = PruningRecord.require_of(model)
     selected = find_structure(model, record.targets, record.ignore).layers()
     layers = [layer for layer in selected if layer.name not in record.dense]
@@ -70,45 +72,15 @@ def pruned_layers(model: nn.Module) -> Layers:
     return entries
 
 
-def pack_files(source: Path, target: Path, model: nn.Module) -> None:
-    """Pack the pruned weights of a dense checkpoint that become smaller, and write config.json with the format.
-
-    Args:
-        source: folder of the dense checkpoint.
-        target: folder of the packed one; in the same folder, the dense files are deleted.
-        model: the pruned model, possibly on the meta device.
-
-    Raises:
-        MoonshotError: a layer is not n:m, with its name, or packing makes no layer smaller.
-    """
-    packer = Packer(model)
-    _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
-    packer.check()
-
-
 class Packer:
-    """Pack the tensors of a pruned model's files that become smaller.
-
-    Args:
-        model: the pruned model, possibly on the meta device.
-    """
+    """Packs the tensors of a pruned model's files that become smaller; the model may be on the meta device."""
 
     def __init__(self, model: nn.Module):
         self.model, self.layers = model, pruned_layers(model)
         self.packed = 0  # number of weights
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Layers]:
-        """Pack the pruned weights among the tensors of a file.
-
-        Args:
-            tensors: by their names in the file, each of any shape; changed in place.
-
-        Returns:
-            The tensors, and an entry for each packed one.
-
-        Raises:
-            MoonshotError: a layer is not n:m, with its name.
-        """
+        """Pack the pruned weights among the tensors of a file, in place, and return an entry for each."""
         stored = list(tensors)
         names, merged = parameter_names(self.model, stored), merged_weights(self.model, stored)
         entries: Layers = {}
@@ -133,7 +105,7 @@ class Packer:
         require(self.packed > 0, "packing makes no layer smaller", field="format", value="packed", hint=hint)
 
 
-def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> PackedLayer | None:
+def _of_expert(fused: PackedLayer | None, merged: Target, tensor: Tensor) -> PackedLayer | None:
     """The entry of a stored weight that is a part of a fused parameter; None if that is not pruned."""
     if fused is None or tensor.ndim < 2:
         return None
@@ -142,13 +114,19 @@ def _of_expert(fused: PackedLayer | None, merged: Merged, tensor: Tensor) -> Pac
     return alone if fits else replace(alone, pattern=Unstructured.kind)
 
 
-def unpack_files(source: Path, target: Path) -> None:
-    """The inverse of `pack_files`, for files that passed `check_files`.
+def pack_files(source: Path, target: Path, model: nn.Module) -> None:
+    """Pack the pruned weights of a dense checkpoint that become smaller, and write config.json with the format.
 
-    Args:
-        source: folder of the packed checkpoint.
-        target: another folder.
+    The model may be on the meta device. If source and target are one folder, the dense files are deleted.
+    `MoonshotError` names a layer that is not n:m.
     """
+    packer = Packer(model)
+    _rewrite(source, target, lambda tensors, _: packer.pack(tensors), packed=True)
+    packer.check()
+
+
+def unpack_files(source: Path, target: Path) -> None:
+    """The inverse of `pack_files`, for files that passed `check_files`, into another folder."""
 
     def change(tensors: Tensors, layers: Layers) -> tuple[Tensors, Layers]:
         for name, layer in layers.items():
@@ -164,46 +142,54 @@ def unpack_files(source: Path, target: Path) -> None:
 def _rewrite(source: Path, target: Path, change: Change, packed: bool) -> None:
     """Change the tensors of every weight file, one file in memory at a time, and write the index and config.json."""
     was_packed = is_packed_checkpoint(source)
-    files = weight_files(source, was_packed)
-    index_file = index_path(source, was_packed)
-    index, weight_map, total = _read_index(index_file), dict[str, str](), 0
-    for path, new in zip(files, new_names(len(files), packed), strict=True):
+    files, index_file = weight_files(source, was_packed), index_path(source, was_packed)
+    index: dict[str, Any] = {}
+    if index_file.exists():
+        index = read_json(index_file)
+        valid = isinstance(index.get("metadata", {}), dict)
+        require(valid, f"{index_file} is damaged: its metadata is not an object")
+    writer = _Writer(target, len(files), packed)
+    for path in files:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            description = Description.read(metadata)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            tensors, layers = change(tensors, {} if description is None else description.layers)
+        tensors, layers = change(tensors, described_layers(metadata))
         metadata.pop(METHOD, None)
-        if packed:
-            metadata[METHOD] = Description.of(tensors, layers, len(files)).to_json()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / new, metadata)
-        if metadata:
-            sort_metadata(target / new)
+        writer.write(tensors, layers, metadata)
         if path.parent == target:
             path.unlink()
-        weight_map |= dict.fromkeys(tensors, new)
-        total += sum(tensor.nbytes for tensor in tensors.values())
     if target == source:
         index_file.unlink(missing_ok=True)
-    if packed or len(files) > 1:
-        metadata = {**index.get("metadata", {}), "total_size": total}
-        _write_index(target, {**index, "metadata": metadata}, weight_map, packed)
+    writer.finish(index)
     _write_config(source, target, packed)
 
 
-def _write_index(folder: Path, index: dict[str, Any], weight_map: dict[str, str], packed: bool) -> None:
-    """The index of a checkpoint's files; `index` has its entries except the file of every tensor."""
-    _write_json(index_path(folder, packed), {**index, "weight_map": dict(sorted(weight_map.items()))})
+class _Writer:
+    """Writes the weight files of a checkpoint one after another, and then their index."""
 
+    def __init__(self, folder: Path, count: int, packed: bool):
+        self.folder, self.count, self.packed = folder, count, packed
+        self.names = iter(new_names(count, packed))
+        self.weight_map: dict[str, str] = {}
+        self.total = 0  # bytes of all tensors
 
-def _read_index(path: Path) -> dict[str, Any]:
-    """An index; empty if there is none."""
-    if not path.exists():
-        return {}
-    index = read_json(path)
-    valid = isinstance(index.get("metadata", {}), dict)
-    require(valid, f"{path} is damaged: its metadata is not an object")
-    return index
+    def write(self, tensors: Tensors, layers: Layers, metadata: dict[str, str]) -> None:
+        """Write the next file, with a description of its `layers` in a packed checkpoint."""
+        if self.packed:
+            metadata[METHOD] = Description.of(tensors, layers, self.count).to_json()
+        name = next(self.names)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.folder / name, metadata)
+        if metadata:
+            sort_metadata(self.folder / name)
+        self.weight_map |= dict.fromkeys(tensors, name)
+        self.total += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self, index: dict[str, Any]) -> None:
+        """Write the index, if the checkpoint has one, with the other entries of `index`."""
+        if self.packed or self.count > 1:
+            metadata = {**index.get("metadata", {}), "total_size": self.total}
+            index = {**index, "metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}
+            _write_json(index_path(self.folder, self.packed), index)
 
 
 def _write_config(source: Path, target: Path, packed: bool) -> None:
@@ -221,21 +207,13 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | str = SHARD, **options: Any) -> None:
-    """Write a model that is offloaded or packed in memory, block by block.
+    """Write a `PreTrainedModel` that is offloaded or packed in memory, block by block, into an empty folder.
 
     transformers would write it dense, and fails to merge tensors of a block that are in different files. Here, a file
-    contains whole blocks, packed before it is written.
-
-    Args:
-        model: a `PreTrainedModel` whose weights are onloaded by visits.
-        folder: that exists, and is empty.
-        packed: whether pruned layers are packed.
-        max_shard_size: dense bytes in a file, such as "5GB"; a larger block has a file of its own.
-        options: of the model's `save_pretrained`.
-
-    Raises:
-        MoonshotError: an option is not supported, a layer is not n:m, or packing makes no layer smaller.
+    contains whole blocks of up to `max_shard_size` dense bytes, or a larger one.
     """
+    from transformers.core_model_loading import revert_weight_conversion  # late: quantizers import this package
+
     for name, value in options.items():
         supported = name == "save_original_format"
         require(supported, "not for a model that is offloaded or packed in memory", field=name, value=value)
@@ -248,36 +226,29 @@ def save_streamed(model: Any, folder: Path, packed: bool, max_shard_size: int | 
         warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, state_dict={})  # all files but the weights
     tie_again(model)
-    parts, weight_map, total = list(_parts(model, size)), dict[str, str](), 0
-    packer = Packer(model) if packed else None
-    files = list(zip(parts, new_names(len(parts), packed), strict=True))
-    for part, name in progress_bar(files, shown=True, desc="writing", unit="file"):
-        tensors: Tensors = {}
-        layers: Layers = {}
+    parts, packer = list(_parts(model, size)), Packer(model) if packed else None
+    writer = _Writer(folder, len(parts), packed)
+    for part in progress_bar(parts, shown=True, desc="writing", unit="file"):
+        tensors, layers = Tensors(), Layers()
         for visit, names in part:  # packed before the next visit is onloaded
-            visited, entries = _stored(model, visit, names, options.get("save_original_format", True)), Layers()
+            visited = _onloaded(model, visit, names)
+            if options.get("save_original_format", True):
+                visited = revert_weight_conversion(model, visited)
             if packer is not None:
                 visited, entries = packer.pack(visited)
+                layers |= entries
             tensors |= visited
-            layers |= entries
-        metadata = {"format": "pt"}
-        if packer is not None:
-            metadata[METHOD] = Description.of(tensors, layers, len(parts)).to_json()
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, metadata)
-        sort_metadata(folder / name)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        writer.write(tensors, layers, {"format": "pt"})
     if packer is not None:
         packer.check()
         _write_config(folder, folder, packed)
-    if packed or len(parts) > 1:
-        count = {"total_parameters": model.num_parameters()} if len(parts) > 1 else {}  # as transformers writes it
-        _write_index(folder, {"metadata": {**count, "total_size": total}}, weight_map, packed)
+    count = {"total_parameters": model.num_parameters()} if len(parts) > 1 else {}  # as transformers writes it
+    writer.finish({"metadata": count})
 
 
 def _parts(model: Any, size: int) -> Iterator[Part]:
     """All weights, tied ones once, in parts of up to `size` bytes, or of one visit."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # imported late
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict  # late, as above
 
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     dropped = model._keys_to_ignore_on_save or ()
@@ -294,11 +265,8 @@ def _parts(model: Any, size: int) -> Iterator[Part]:
     yield part
 
 
-def _stored(model: "PreTrainedModel", visit: Visit, names: list[str], original: bool) -> Tensors:
-    """The weights of a visit in host memory, by their names in the files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+def _onloaded(model: nn.Module, visit: Visit, names: list[str]) -> Tensors:
+    """Copies of the weights of a visit in host memory; no reference keeps the onloaded ones, here or in the caller."""
     with visit():
         state = model.state_dict()
-        tensors = {name: state[name].detach().to("cpu", copy=True) for name in names}
-    return revert_weight_conversion(model, tensors) if original else tensors
+        return {name: state[name].detach().to("cpu", copy=True) for name in names}

@@ -1,4 +1,4 @@
-"""Save a pruned model atomically as a dense or packed checkpoint, with its report and model card."""
+"""Save pruned and rotated models atomically, with their report and model card, and convert saved checkpoints."""
 
 import inspect
 import os
@@ -10,24 +10,25 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
-from ..errors import MoonshotError, check_path, reason, require
-from ..files import STAGING_PREFIX, is_weights, staged, writing
+from ..errors import MoonshotError, check_choice, check_path, reason, require
+from ..files import STAGING_PREFIX, is_weights, replace_file, staged, writing
 from ..model.offload import is_offloaded
 from ..reports.measurement import Measured
 from ..reports.prune_report import REPORT_NAME, PruneReport
-from .card import Facts, update_evaluations, write_card
+from ..reports.rotation_report import RotationReport
+from .card import Facts, render_rotated, update_evaluations, write_card
 from .file_integrity import check_files, check_no_other_weights
+from .hub import HUB_OPTIONS, local_folder
 from .in_memory import is_packed, to_save
-from .loading import HUB_OPTIONS, local_folder
 from .meta_model import checkpoint_meta_model
-from .packed_files import check_format, pack_files, save_streamed, unpack_files
+from .packed_files import FORMATS, pack_files, save_streamed, unpack_files
 from .weight_files import is_packed_checkpoint
 
 
 def save_model(
     model: nn.Module,
     processors: Iterable[Any],
-    report: PruneReport,
+    report: PruneReport | RotationReport,
     directory: str | os.PathLike[str],
     format: str | None = None,
     name: str | None = None,
@@ -35,48 +36,30 @@ def save_model(
 ) -> None:
     """Save model, tokenizer or processor, report and card in `directory`, where the files appear all at once.
 
-    A plain module is saved as model.safetensors, without a card.
-
-    Args:
-        model: pruned, with its record.
-        processors: tokenizer and image processor; None is ignored.
-        report: of the run.
-        directory: the folder, created if missing.
-        format: "dense", or "packed": the surviving values of the pruned layers and one bit per weight; None: as in
-            memory.
-        name: of the model in its card; None: the folder's.
-        options: of the model's `save_pretrained`, such as `max_shard_size`.
-
-    Raises:
-        MoonshotError: the folder cannot be written, the disk is full, or a layer is no longer n:m.
+    A plain module, which must be pruned, is saved as model.safetensors, without a card. The default format is that in
+    memory, the default `name` in the card the folder's; `options` are those of the model's `save_pretrained`.
+    `MoonshotError` if the folder cannot be written, or a layer is no longer n:m.
     """
     format = check_saving(model, format, options)
     plain = not hasattr(model, "save_pretrained")
+    if isinstance(report, RotationReport):
+        require(not plain, f"{type(model).__name__} is not a PreTrainedModel", hint="save its state_dict")
     with staged("directory", directory) as staging, to_save(model):
         if plain:
             safetensors.torch.save_model(model, str(staging / "model.safetensors"))
         else:
-            write_model(model, staging, format == "packed", **options)
-        for processor in processors:
-            if hasattr(processor, "save_pretrained"):
-                save_processor(processor, staging)
+            _write_model(model, staging, format == "packed", **options)
+        _save_processors(processors, staging)
         report.save(staging)
-        if not plain:
-            write_card(staging, report, Facts.gather(model, name or Path(directory).resolve().name, format))
+        name = name or Path(directory).resolve().name
+        if isinstance(report, RotationReport):
+            replace_file(staging / "README.md", str(render_rotated(model, report, name)))
+        elif not plain:
+            write_card(staging, report, Facts.gather(model, name, format))
 
 
-def write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
-    """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded.
-
-    Args:
-        model: pruned, or rotated.
-        folder: that exists.
-        packed: whether pruned layers are packed.
-        options: of its `save_pretrained`.
-
-    Raises:
-        MoonshotError: as for `save_streamed`.
-    """
+def _write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
+    """Save the configuration and the weights of a `PreTrainedModel`, which may be offloaded."""
     if is_offloaded(model):
         save_streamed(model, folder, packed, **options)
         return
@@ -85,46 +68,27 @@ def write_model(model: Any, folder: Path, packed: bool, **options: Any) -> None:
         pack_files(folder, folder, model)
 
 
-def save_processor(processor: Any, folder: Path) -> None:
-    """Save a tokenizer or an image processor; errors of the tokenizers library become `OSError`.
-
-    Args:
-        processor: with a `save_pretrained`.
-        folder: that exists.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    try:
-        processor.save_pretrained(folder)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise OSError(reason(error)) from error
+def _save_processors(processors: Iterable[Any], folder: Path) -> None:
+    """Save tokenizer and image processor; errors of the tokenizers library, a plain `Exception`, become `OSError`."""
+    for processor in processors:
+        try:
+            if hasattr(processor, "save_pretrained"):
+                processor.save_pretrained(folder)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(reason(error)) from error
 
 
 def check_saving(model: nn.Module, format: str | None, options: dict[str, Any]) -> str:
-    """Raise `MoonshotError` for a format or options that `save_model` does not support: transformers ignores them.
-
-    Args:
-        model: to be saved.
-        format: "dense", "packed", or None.
-        options: for its `save_pretrained`.
-
-    Returns:
-        The format; for None that of the model in memory.
-
-    Raises:
-        MoonshotError: an unsupported format or option.
-    """
+    """Check the format, by default that in memory, and the options of `save_model`; return the format."""
     format = format or ("packed" if is_packed(model) else "dense")
-    check_format(format)
+    check_choice("format", format, FORMATS)
     cls: Any = type(model)
     plain = not hasattr(model, "save_pretrained")
     if plain and format != "dense":
-        raise MoonshotError(
-            f"{cls.__name__} is not a PreTrainedModel", field="format", value=format, hint='use "dense"'
-        )
+        message = f"{cls.__name__} is not a PreTrainedModel"
+        raise MoonshotError(message, field="format", value=format, hint='use "dense"')
     supported = () if plain else inspect.signature(cls.save_pretrained).parameters
     for name, value in options.items():
         require(name != "push_to_hub", "call the pruner's push_to_hub, which also writes the card", field=name)
@@ -149,7 +113,7 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     Raises:
         MoonshotError: not a pruned checkpoint, one that has the format already, or one that is damaged.
     """
-    check_format(format)
+    check_choice("format", format, FORMATS)
     check_path("source", source)
     hub = {name: loading.pop(name) for name in HUB_OPTIONS if name in loading}
     folder = local_folder(source, whole=True, **hub)
@@ -160,10 +124,14 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
     model = None if packed else checkpoint_meta_model(folder, **loading)
     inside = [path.resolve() for path in (Path(output), *Path(output).parents)]
     entries = [path for path in folder.iterdir() if path.resolve() not in inside]
+
+    def weight_names(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(parent, name).resolve() in weights]
+
     with staged("output", output) as staging:
         for path in entries:
             if path.is_dir() and not path.name.startswith("."):
-                shutil.copytree(path, staging / path.name, ignore=lambda at, names: _among(weights, at, names))
+                shutil.copytree(path, staging / path.name, ignore=weight_names)
             elif path.is_file() and not is_weights(path) and not path.name.startswith(STAGING_PREFIX):
                 shutil.copy2(path, staging)
         if model is None:
@@ -176,18 +144,10 @@ def convert(source: str | os.PathLike[str], output: str | os.PathLike[str], form
 
 
 def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | None = None) -> bool:
-    """Add measurements to the report and the model card of a saved model.
+    """Add the measurements of a saved model, and of the dense one if available, to its report and its model card.
 
-    Args:
-        folder: of the model, as `save_pretrained` or `moonshot prune` wrote it.
-        pruned: its result of `perplexity`, `accuracy`, `zero_shot` or `EvalReport.load`.
-        dense: the result of the dense model, if available.
-
-    Returns:
-        Whether the card was changed: one that this package did not write is not.
-
-    Raises:
-        MoonshotError: a folder without a report, or two results that were measured in different ways.
+    Returns whether the card was changed: one that this package did not write is not. `MoonshotError` for a folder
+    without a report, or two results that were measured in different ways.
     """
     folder = Path(folder)
     report = saved_report(folder)
@@ -201,17 +161,8 @@ def record(folder: str | os.PathLike[str], pruned: Measured, dense: Measured | N
 
 
 def saved_report(folder: Path) -> PruneReport:
-    """The report of a saved model.
-
-    Raises:
-        MoonshotError: there is none, or it is damaged.
-    """
+    """The report of a saved model; `MoonshotError` if there is none, or it is damaged."""
     exists = (folder / REPORT_NAME).is_file()
     hint = "give the folder of a model that this package pruned and saved"
     require(exists, f"{folder} holds no {REPORT_NAME}", hint=hint)
     return PruneReport.load(folder)
-
-
-def _among(weights: set[Path], folder: str, names: list[str]) -> list[str]:
-    """The names in a folder that are weight files."""
-    return [name for name in names if Path(folder, name).resolve() in weights]

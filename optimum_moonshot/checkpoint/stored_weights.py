@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import MoonshotError, require
 from ..packing import weight_of
-from .packed_format import Description, Layers, dtype_name
+from .weight_files import Layers, described_layers, dtype_name
 
 # Names of auxiliary tensors of quantized weights. Longer suffixes first: a name is cut once.
 _BESIDE = re.compile(
@@ -43,14 +43,9 @@ class Zeros(NamedTuple):
 
 
 class StoredWeights:
-    """The weights in some safetensors files; a context manager, which closes them on exit.
+    """The weights in all safetensors files of a checkpoint; a context manager, which closes them on exit.
 
-    Args:
-        paths: all files of a checkpoint.
-
-    Raises:
-        SafetensorError: a header cannot be read.
-        MoonshotError: the description of packed weights is damaged.
+    A header that cannot be read raises `SafetensorError`, a damaged description of packed weights `MoonshotError`.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -59,8 +54,7 @@ class StoredWeights:
         with ExitStack() as stack:
             for path in paths:
                 file = stack.enter_context(safe_open(path, "pt"))
-                description = Description.read(file.metadata() or {})
-                self._packed |= {} if description is None else description.layers
+                self._packed |= described_layers(file.metadata())
                 self._files |= dict.fromkeys(file.keys(), file)
             self._opened = stack.pop_all()
 
@@ -102,15 +96,13 @@ class StoredWeights:
         return any(f"{module}.{name}" in self._files for name in ("weight", f"weight{_WORDS}", "qweight", _TORCHAO))
 
     def zeros(self, weight: str) -> Zeros:
-        """Find the zeros of a weight.
-
-        Raises:
-            MoonshotError: its representation is not supported.
-        """
+        """Find the zeros of a weight; `MoonshotError` if its representation is not supported."""
         module = weight.removesuffix("weight")
         state = next((name for name in self._files if name.startswith(weight + _STATE)), None)
         if weight in self._packed:
-            return self._moonshot(weight)
+            layer = self._packed[weight]
+            parts = {name: self._get(name) for name in layer.names(weight) if name in self._files}
+            return Zeros(layer.unpack(weight, parts) == 0, f"packed {layer.dtype}")
         if module + _TORCHAO in self._files:
             return self._whole(module + _TORCHAO, f"{module}_weight_zero_point", "torchao ")
         if state is not None:
@@ -124,11 +116,6 @@ class StoredWeights:
 
     def _get(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
-
-    def _moonshot(self, weight: str) -> Zeros:
-        layer = self._packed[weight]
-        tensors = {name: self._get(name) for name in layer.names(weight) if name in self._files}
-        return Zeros(layer.unpack(weight, tensors) == 0, f"packed {layer.dtype}")
 
     def _whole(self, name: str, zero_point: str, by: str = "") -> Zeros:
         """Floating-point numbers, or integers for which the zero point means 0."""
@@ -153,14 +140,11 @@ class StoredWeights:
 
     def _compressed(self, weight: str) -> Zeros:
         packed, shape = self._get(weight + _WORDS), self._get(f"{weight}_shape").tolist()
-        require(
-            f"{weight}_zero_point" not in self._files,
-            "its zero points are packed, so that its zeros cannot be determined",
-        )
+        with_points = f"{weight}_zero_point" in self._files
+        require(not with_points, "its zero points are packed, so that its zeros cannot be determined")
         per_word = -(-shape[1] // packed.shape[1])
-        require(
-            32 % per_word == 0 and packed.dtype == torch.int32, f"{per_word} numbers in {packed.dtype}: not supported"
-        )
+        supported = 32 % per_word == 0 and packed.dtype == torch.int32
+        require(supported, f"{per_word} numbers in {packed.dtype}: not supported")
         bits = 32 // per_word
         numbers = (packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
         return Zeros(numbers.flatten(1)[:, : shape[1]] == 2 ** (bits - 1), f"compressed-tensors int{bits}")

@@ -13,13 +13,18 @@ from ..errors import MoonshotError, check_path, reason, require
 from ..masks import follows
 from ..objective.patterns import NM, parse_pattern
 from ..reports.tables import text_table
-from .declared_metadata import CARD, Declaration, DeclaredMetadata, read_declared_metadata
+from .declared_metadata import (
+    CARD,
+    Declaration,
+    DeclaredMetadata,
+    WeightLocations,
+    locate_weights,
+    read_declared_metadata,
+)
 from .file_integrity import check_files, check_no_other_weights
-from .loading import HUB_OPTIONS, local_folder
-from .packed_format import METHOD
+from .hub import HUB_OPTIONS, local_folder
 from .stored_weights import StoredWeights
-from .weight_files import is_packed_checkpoint, read_config, weight_files
-from .weight_locations import WeightLocations, locate_weights
+from .weight_files import METHOD, is_packed_checkpoint, read_config, weight_files
 
 _SPARSER = 0.01  # difference of sparsities that is worth a note
 _ROUNDED = 1e-6  # rounding error of a declared sparsity
@@ -39,6 +44,13 @@ class LayerFinding:
     sparsity: float | None = None
     follows: bool | None = None  # whether it has that pattern
     problem: str = ""
+
+    def row(self) -> list[str]:
+        """Its row of the table."""
+        shape = "" if self.shape is None else f"{self.shape[0]}×{self.shape[1]}"
+        sparsities = ["" if value is None else f"{value:.4f}" for value in (self.declared, self.sparsity)]
+        fits = {True: self.pattern or "", False: f"not {self.pattern}", None: ""}[self.follows]
+        return [self.name, shape, self.stored or "", *sparsities, fits]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +76,9 @@ class Verification:
         return {**dataclasses.asdict(self), "matches": bool(self)}
 
     def table(self, width: int = 120) -> str:
-        """A text table with a row per layer, then the declared metadata and the mismatches.
-
-        Args:
-            width: characters of a line of the table.
-        """
+        """A text table, `width` characters wide, of the layers, then the declared metadata and the mismatches."""
         headers = ["layer", "shape", "stored as", "declared", "sparsity", "n:m"]
-        table = text_table(headers, [_row(layer) for layer in self.layers], width, left=("stored as",))
-        return "\n".join([*([table, ""] if self.layers else []), *self._summary()])
-
-    def _summary(self) -> list[str]:
+        table = text_table(headers, [layer.row() for layer in self.layers], width, left=("stored as",))
         sums = {True: "; every checksum is right", False: "; damaged", None: ""}[self.checksums]
         lines = [f"format      {self.format}{sums}"]
         if self.sparsity is not None:
@@ -84,10 +89,8 @@ class Verification:
         lines += [f"mismatch    {line}" for line in self.mismatches]
         count = len(self.mismatches)
         verdict = f"{count} mismatch{'es' if count > 1 else ''}" if count else "matches its metadata"
-        return [
-            *lines,
-            f"verdict     {verdict if self.declared or count else 'no metadata declares that it is pruned'}",
-        ]
+        lines.append(f"verdict     {verdict if self.declared or count else 'no metadata declares that it is pruned'}")
+        return "\n".join([*([table, ""] if self.layers else []), *lines])
 
 
 def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Verification:
@@ -111,23 +114,32 @@ def verify(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     require(not unknown, supported, field=", ".join(unknown))
     folder = local_folder(name_or_path, whole=True, **hub)
     packed, declared = is_packed_checkpoint(folder), read_declared_metadata(folder)
+    format = "packed" if packed else "dense"
     files, damage, other = weight_files(folder, packed), _damage(folder, packed), _other_tool(folder)
-    with _open(folder, files, damage) as stored:
+    try:
+        weights = StoredWeights(files)
+    except (MoonshotError, SafetensorError, OSError) as error:
+        raise MoonshotError(damage[0] if damage else f"{folder} cannot be read: {reason(error)}") from None
+    with weights as stored:
         locations = locate_weights(folder, declared, stored.names(), trust_remote_code=trust_remote_code)
-        reading = _Reading.of(stored, locations, declared, other)
-    mismatches = [*declared.damaged, *damage, *reading.mismatches(), *_wrong_format(declared, packed)]
+        comparison = _compare(stored, locations, declared, other)
+    mismatches = [*declared.damaged, *damage, *comparison.mismatches()]
+    card = declared.declarations.get(CARD)
+    if card is not None and card.format not in (None, format):
+        mismatches.append(f"{CARD} says that it is {card.format}: it is {format}")
     notes = [*locations.notes, *([f"config.json: another tool has quantized it ({other})"] if other else [])]
+    parameters = comparison.parameters
     return Verification(
         path=str(name_or_path),
-        format=other or ("packed" if packed else "dense"),
+        format=other or format,
         checksums=not damage if packed else None,
-        layers=reading.layers,
-        sparsity=reading.sparsity,
-        model_sparsity=reading.model_sparsity,
-        parameters=reading.parameters,
+        layers=comparison.layers,
+        sparsity=comparison.sparsity,
+        model_sparsity=comparison.zeros / parameters if parameters else None,
+        parameters=parameters,
         declared=tuple(each.line() for each in declared.declarations.values()),
         mismatches=tuple(dict.fromkeys(mismatches)),
-        notes=(*notes, *reading.notes()),
+        notes=(*notes, *comparison.notes()),
     )
 
 
@@ -142,14 +154,6 @@ def _damage(folder: Path, packed: bool) -> list[str]:
     return errors
 
 
-def _open(folder: Path, files: list[Path], damage: list[str]) -> StoredWeights:
-    """Open the files; if that fails, raise the error of the integrity check, if any."""
-    try:
-        return StoredWeights(files)
-    except (MoonshotError, SafetensorError, OSError) as error:
-        raise MoonshotError(damage[0] if damage else f"{folder} cannot be read: {reason(error)}") from None
-
-
 def _other_tool(folder: Path) -> str | None:
     """The method of another tool that has quantized the checkpoint; None if there is none."""
     quantization = read_config(folder).get("quantization_config")
@@ -157,95 +161,53 @@ def _other_tool(folder: Path) -> str | None:
     return None if method == METHOD else str(method)
 
 
-def _wrong_format(declared: DeclaredMetadata, packed: bool) -> list[str]:
-    card, format = declared.declarations.get(CARD), "packed" if packed else "dense"
-    wrong = card is not None and card.format not in (None, format)
-    return [f"{CARD} says that it is {card.format}: it is {format}"] if wrong and card else []
-
-
-@dataclasses.dataclass
-class _Reading:
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
     """The weights in the files, and the metadata to compare them with."""
 
     layers: tuple[LayerFinding, ...]
-    parameters: int | None
-    model_zeros: int
+    parameters: int | None  # all weights in the files; None where some cannot be read
+    zeros: int  # among them
     declared: DeclaredMetadata
     patterns: Mapping[str, Mapping[str, NM]]  # source → layer → n:m
     matches: Mapping[tuple[str, NM], bool]  # whether a layer has a pattern
-
-    @classmethod
-    def of(
-        cls, stored: StoredWeights, locations: WeightLocations, declared: DeclaredMetadata, other: str | None
-    ) -> "_Reading":
-        """Read all weights once, one in memory at a time; `other` is the method of another tool."""
-        by = f", quantized by {other}," if other else ""
-        patterns = {each.source: _patterns(each, declared, locations.layers) for each in declared.declarations.values()}
-        measured: dict[str, dict[str, Any]] = {}
-        matches: dict[tuple[str, NM], bool] = {}
-        parameters, zeros, readable = 0, 0, True
-        for weight in stored.names():
-            name = locations.weights.get(weight)
-            try:
-                mask, kind = stored.zeros(weight)
-            except _UNREADABLE as error:
-                readable = False
-                if name is not None:
-                    measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
-                continue
-            count = int(mask.sum())
-            parameters, zeros = parameters + mask.numel(), zeros + count
-            if name is not None:
-                matrix = ~locations.as_matrix(name, mask)
-                for pattern in {rules[name] for rules in patterns.values() if name in rules}:
-                    matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
-                measured[name] = _with_part(measured.get(name), matrix.shape, kind, count)
-        lost = {"problem": "no file holds its weight"}
-        layers = tuple(
-            _finding(name, measured.get(name, lost), declared, patterns, matches) for name in locations.layers
-        )
-        return cls(layers, parameters if readable else None, zeros, declared, patterns, matches)
 
     @property
     def sparsity(self) -> float | None:
         total = sum(layer.shape[0] * layer.shape[1] for layer in self.layers if layer.shape is not None)
         return sum(layer.zeros or 0 for layer in self.layers) / total if total else None
 
-    @property
-    def model_sparsity(self) -> float | None:
-        return self.model_zeros / self.parameters if self.parameters else None
-
     def mismatches(self) -> list[str]:
         """Differences from the declared metadata."""
         lines = []
         for each in self.declared.declarations.values():
             lines += self._wrong_patterns(each) + ([] if self.declared.compacted else self._wrong_sparsities(each))
-        return [
-            *lines,
-            *_first([f"{each.name}: {each.problem}" for each in self.layers if each.problem], "layers differ"),
-        ]
+        problems = [f"{each.name}: {each.problem}" for each in self.layers if each.problem]
+        return [*lines, *_first(problems, "layers differ")]
 
     def _wrong_patterns(self, declaration: Declaration) -> list[str]:
-        patterns = self.patterns[declaration.source]
+        source, patterns = declaration.source, self.patterns[declaration.source]
         wrong = [name for name, pattern in patterns.items() if self.matches.get((name, pattern)) is False]
         lines = []
         for pattern in dict.fromkeys(patterns[name] for name in wrong):
             names = [name for name in wrong if patterns[name] == pattern]
             of = sum(other == pattern for other in patterns.values())
-            lines.append(
-                f"{declaration.source} says {pattern}: {len(names)} of {of} layers are not, such as {names[0]}"
-            )
+            lines.append(f"{source} says {pattern}: {len(names)} of {of} layers are not, such as {names[0]}")
         return lines
 
     def _wrong_sparsities(self, declaration: Declaration) -> list[str]:
-        lines = []
-        fewer = [layer for layer in self.layers if _has_fewer_zeros(layer, declaration)]
+        lines, declared = [], declaration.layers
+        fewer = [
+            layer
+            for layer in self.layers
+            if layer.name in declared and layer.shape is not None and layer.zeros is not None
+            if layer.zeros < round(declared[layer.name] * layer.shape[0] * layer.shape[1])
+        ]
         if fewer:
             layer = fewer[0]
-            count = f"{len(fewer)} of {len(declaration.layers)}"
             lines.append(
-                f"{declaration.source}: {count} layers have fewer zeros than it says, such as {layer.name} with "
-                f"{layer.sparsity:.4f} for {declaration.layers[layer.name]:.4f}"
+                f"{declaration.source}: {len(fewer)} of {len(declared)} layers have fewer zeros than it says, such as "
+                f"{layer.name} with {layer.sparsity:.4f} for {declared[layer.name]:.4f}"
             )
         expected, sparsity = declaration.sparsity, self.sparsity
         if expected is not None and sparsity is not None and sparsity < expected - _ROUNDED:
@@ -262,6 +224,44 @@ class _Reading:
             if each.sparsity and each.declared is not None and each.sparsity > each.declared + _SPARSER
         ]
         return _first(lines, "layers are sparser than declared")
+
+
+def _compare(
+    stored: StoredWeights, locations: WeightLocations, declared: DeclaredMetadata, other: str | None
+) -> _Comparison:
+    """Read all weights once, one in memory at a time; `other` is the method of another tool."""
+    by = f", quantized by {other}," if other else ""
+    patterns = {each.source: _patterns(each, declared, locations.layers) for each in declared.declarations.values()}
+    measured: dict[str, dict[str, Any]] = {}
+    matches: dict[tuple[str, NM], bool] = {}
+    parameters, zeros, readable = 0, 0, True
+    for weight in stored.names():
+        name = locations.weights.get(weight)
+        try:
+            mask, kind = stored.zeros(weight)
+        except _UNREADABLE as error:
+            readable = False
+            if name is not None:
+                measured[name] = {"problem": f"its weight{by} cannot be read: {reason(error)}"}
+            continue
+        count = int(mask.sum())
+        parameters, zeros = parameters + mask.numel(), zeros + count
+        if name is not None:
+            matrix = ~locations.as_matrix(name, mask)
+            for pattern in {rules[name] for rules in patterns.values() if name in rules}:
+                matches[name, pattern] = matches.get((name, pattern), True) and follows(matrix, pattern)
+            measured[name] = _with_part(measured.get(name), matrix.shape, kind, count)
+    report, layers = None if declared.compacted else declared.report, []
+    for name in locations.layers:
+        values = measured.get(name, {"problem": "no file holds its weight"})
+        expected = None if report is None else report.shapes.get(name)
+        if expected is not None and values.get("shape") not in (None, expected):
+            values["problem"] = f"its shape is {list(values['shape'])}, the report says {list(expected)}"
+        first = next((rules[name] for rules in patterns.values() if name in rules), None)  # file that declares one
+        sparsity = None if report is None else report.layers.get(name)
+        match: dict[str, Any] = {} if first is None else {"follows": matches.get((name, first))}
+        layers.append(LayerFinding(name, sparsity, None if first is None else str(first), **match, **values))
+    return _Comparison(tuple(layers), parameters if readable else None, zeros, declared, patterns, matches)
 
 
 def _with_part(before: dict[str, Any] | None, shape: torch.Size, kind: str, zeros: int) -> dict[str, Any]:
@@ -291,43 +291,7 @@ def _patterns(declaration: Declaration, declared: DeclaredMetadata, layers: tupl
         return {}
 
 
-def _has_fewer_zeros(layer: LayerFinding, declaration: Declaration) -> bool:
-    if layer.name not in declaration.layers or layer.shape is None or layer.zeros is None:
-        return False
-    return layer.zeros < round(declaration.layers[layer.name] * layer.shape[0] * layer.shape[1])
-
-
-def _finding(
-    name: str,
-    measured: dict[str, Any],
-    declared: DeclaredMetadata,
-    patterns: Mapping[str, Mapping[str, NM]],
-    matches: Mapping[tuple[str, NM], bool],
-) -> LayerFinding:
-    """One row, with the pattern of the first file that declares one."""
-    report = None if declared.compacted else declared.report
-    pattern = next((rules[name] for rules in patterns.values() if name in rules), None)
-    expected = None if report is None else report.shapes.get(name)
-    if expected is not None and measured.get("shape") not in (None, expected):
-        message = f"its shape is {list(measured['shape'])}, the report says {list(expected)}"
-        measured = {**measured, "problem": message}
-    return LayerFinding(
-        name=name,
-        declared=None if report is None else report.layers.get(name),
-        pattern=None if pattern is None else str(pattern),
-        follows=None if pattern is None else matches.get((name, pattern)),
-        **measured,
-    )
-
-
-def _first(lines: list[str], what: str) -> list[str]:
+def _first(lines: list[str], problem: str) -> list[str]:
     """The first of some lines, with their number."""
-    more = f" ({len(lines)} {what})" if len(lines) > 1 else ""
+    more = f" ({len(lines)} {problem})" if len(lines) > 1 else ""
     return [lines[0] + more] if lines else []
-
-
-def _row(layer: LayerFinding) -> list[str]:
-    shape = "" if layer.shape is None else f"{layer.shape[0]}×{layer.shape[1]}"
-    sparsities = ["" if value is None else f"{value:.4f}" for value in (layer.declared, layer.sparsity)]
-    fits = {True: layer.pattern or "", False: f"not {layer.pattern}", None: ""}[layer.follows]
-    return [layer.name, shape, layer.stored or "", *sparsities, fits]

@@ -1,9 +1,11 @@
 """The names of weights in a checkpoint's files, which for many architectures differ from those in the model.
 
-transformers renames weights when it loads them (ViT, vision-language models, …), and reverses that when it saves.
+transformers renames weights when it loads them (ViT, vision-language models, …), and reverses that when it saves. In
+the functions below, `model` is a `PreTrainedModel`, possibly on the meta device, and `stored` are names in the files of
+a dense checkpoint.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import nn
@@ -13,33 +15,56 @@ from ..packing import suffixes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_STACKING = {"MergeModulelist", "Concatenate"}
+
+
+class Target(NamedTuple):
+    """The parameter of the model that transformers loads a stored weight into."""
+
+    weight: str  # the parameter; the first of several
+    pattern: str | None  # of the weights that are merged, such as all experts' `w1`; None: it is only renamed
+    converter: Any  # transformers' `WeightConverter`, where it is merged or split
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of the stored weight are rows of the parameter; False for unknown operations."""
+        return {type(step).__name__ for step in self.converter.operations} <= _STACKING
+
 
 def parameter_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """The name in the model of every stored weight that transformers loads unchanged.
+    """The name in `model.state_dict()` of every stored weight that transformers loads without splitting or merging."""
+    state = model.state_dict()
+    return {
+        name: target.weight
+        for name, target in _targets(model, stored, state)
+        if target.pattern is None and target.weight in state
+    }
 
-    Args:
-        model: a `PreTrainedModel`, possibly on the meta device.
-        stored: names in the files of a dense checkpoint.
 
-    Returns:
-        Stored name → name in `model.state_dict()`, without weights that transformers splits, merges or ignores.
-    """
+def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Target]:
+    """The stored weights of single experts, which transformers merges into fused parameters."""
+    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    targets = _targets(model, stored, model.state_dict())
+    return {name: target for name, target in targets if target.pattern is not None and target.weight in fused}
+
+
+def _targets(model: nn.Module, stored: Iterable[str], state: dict[str, Any]) -> Iterator[tuple[str, Target]]:
     rename_source_key, renamings, converters = _mapping(model)
-    prefix, state, names = model.base_model_prefix, model.state_dict(), {}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name in stored:
-        renamed_to, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if pattern is None and renamed_to in state:
-            names[name] = renamed_to
-    return names
+        weight, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        yield name, Target(weight, pattern, by_pattern.get(pattern))
+
+
+def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """The name in `model.state_dict()` that every stored weight is loaded into, alone or merged with others."""
+    stored = list(stored)
+    merged = {name: target.weight for name, target in merged_weights(model, stored).items()}
+    return parameter_names(model, stored) | merged
 
 
 def followed_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """As `parameter_names`, but only weights whose packed tensors, of any format, are renamed in the same way.
-
-    Args:
-        model: a `PreTrainedModel`, possibly on the meta device.
-        stored: names in the files of a dense checkpoint.
-    """
+    """As `parameter_names`, but only weights whose packed tensors, of any format, are renamed in the same way."""
     names = parameter_names(model, stored)
     new = renamed(model, (name + end for name in names for end in ("", *suffixes())))
     return {
@@ -49,62 +74,8 @@ def followed_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     }
 
 
-class Merged(NamedTuple):
-    """How transformers merges a stored weight with others into a fused parameter."""
-
-    weight: str  # the parameter in the model; the first of several
-    pattern: str  # of the weights that are merged, such as all experts' `w1`
-    converter: Any  # transformers' `WeightConverter`
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of the stored weight are rows of the parameter; False for unknown operations."""
-        return {type(step).__name__ for step in self.converter.operations} <= _STACKING
-
-
-_STACKING = {"MergeModulelist", "Concatenate"}
-
-
-def merged_weights(model: nn.Module, stored: Iterable[str]) -> dict[str, Merged]:
-    """The stored weights of single experts, which transformers merges into fused parameters.
-
-    Args:
-        model: a `PreTrainedModel`, possibly on the meta device.
-        stored: names in the files of a dense checkpoint.
-    """
-    rename_source_key, renamings, converters = _mapping(model)
-    fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, state, merged = model.base_model_prefix, model.state_dict(), {}
-    for name in stored:
-        weight, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if pattern is not None and weight in fused:
-            merged[name] = Merged(weight, pattern, by_pattern[pattern])
-    return merged
-
-
-def loaded_into(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """The parameter or buffer in the model that every stored weight is loaded into, alone or merged with others.
-
-    Args:
-        model: a `PreTrainedModel`, possibly on the meta device.
-        stored: names in the files of a dense checkpoint.
-
-    Returns:
-        Stored name → name in `model.state_dict()`, without weights that transformers splits or ignores.
-    """
-    stored = list(stored)
-    merged = {name: each.weight for name, each in merged_weights(model, stored).items()}
-    return parameter_names(model, stored) | merged
-
-
 def renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """The names of stored tensors after transformers has renamed them, before it merges or splits any.
-
-    Args:
-        model: a `PreTrainedModel`, possibly on the meta device.
-        stored: names in the files.
-    """
+    """The names of stored tensors after transformers has renamed them, before it merges or splits any."""
     rename_source_key, renamings, _ = _mapping(model)
     return {name: rename_source_key(name, renamings, [])[0] for name in stored}
 
@@ -112,13 +83,8 @@ def renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 def conversions_of(model: nn.Module, stored: Iterable[str], others: Iterable[Any]) -> list[Any]:
     """The conversions that transformers must store in a loaded model, to reverse them when it saves.
 
-    Args:
-        model: a `PreTrainedModel`.
-        stored: names in the files of a dense checkpoint.
-        others: conversions that are stored already; those that are not of the model's type come first.
-
-    Returns:
-        Those that any of the names needs, and the others, each once, in transformers' order.
+    They are those that any stored name needs, and `others`, which are stored already, each once, in transformers'
+    order; those that are not of the model's type come first.
     """
     rename_source_key, renamings, converters = _mapping(model)
     for name in stored:

@@ -12,7 +12,7 @@ from ..model.calls import evaluation_mode, model_device, to_device
 from ..model.losses import IGNORED, labels_of
 
 # Inputs of the student's loss, which the teacher does not get.
-LOSS_INPUTS = ("labels", "num_items_in_batch")
+_LOSS_INPUTS = ("labels", "num_items_in_batch")
 
 
 class Distillation:
@@ -21,15 +21,8 @@ class Distillation:
         (1 - weight) · loss + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
 
     (Hinton et al., arXiv 1503.02531), the divergence over the positions with labels, normalized as the model normalizes
-    its loss: by `num_items_in_batch` if the Trainer passes it, else by their number.
-
-    Args:
-        teacher: a model with the same vocabulary; it runs in evaluation mode, without gradients.
-        temperature: T > 0.
-        weight: of the teacher, in [0, 1].
-
-    Raises:
-        MoonshotError: a teacher that is not a module, or a number out of range.
+    its loss: by `num_items_in_batch` if the Trainer passes it, else by their number. The teacher, a model with the same
+    vocabulary, runs in evaluation mode, without gradients; T > 0, and the weight is in [0, 1].
     """
 
     def __init__(self, teacher: nn.Module, temperature: float = 2.0, weight: float = 0.5):
@@ -42,11 +35,7 @@ class Distillation:
         self._handle: RemovableHandle | None = None
 
     def attach(self, student: nn.Module) -> None:
-        """Hook a student; the teacher moves to its device.
-
-        Raises:
-            MoonshotError: the student is the teacher.
-        """
+        """Hook a student, which must not be the teacher; the teacher moves to its device."""
         require(self.teacher is not student, "it is the model that trains; give a dense copy", field="teacher")
         self.detach()
         self.teacher.to(model_device(student))
@@ -62,14 +51,10 @@ class Distillation:
         if not student.training:
             return output
         usable = all(getattr(output, name, None) is not None for name in ("loss", "logits")) and "labels" in inputs
-        require(
-            usable,
-            "distillation adds to a loss that the student computes from labels and logits, and this one returns none",
-            field="teacher",
-            hint="use transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label "
-            "smoothing",
-        )
-        teacher_inputs = {name: value for name, value in inputs.items() if name not in LOSS_INPUTS}
+        text = "distillation adds to a loss that the student computes from labels and logits, and this one returns none"
+        fix = "use transformers.Trainer (TRL's SFTTrainer forms no logits) without compute_loss_func or label smoothing"
+        require(usable, text, field="teacher", hint=fix)
+        teacher_inputs = {name: value for name, value in inputs.items() if name not in _LOSS_INPUTS}
         with torch.no_grad(), evaluation_mode(self.teacher):
             targets = self.teacher(*to_device(args, model_device(self.teacher)), **teacher_inputs).logits
         labels = labels_of(student, {"labels": inputs["labels"]}).to(output.logits.device)
@@ -80,22 +65,10 @@ class Distillation:
         return output
 
     def divergence(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        """Return T² · Σ KL over the labelled positions.
-
-        Args:
-            student: logits, [..., V].
-            teacher: logits of the same shape, on the same device.
-            labels: [...], -100 for positions without a label.
-
-        Raises:
-            MoonshotError: logits of different shapes.
-        """
-        require(
-            student.shape == teacher.shape,
-            f"its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}",
-            field="teacher",
-            hint="give the model that the student was pruned from",
-        )
+        """Return T² · Σ KL over the labelled positions; logits are [..., V], labels [...] with -100 for none."""
+        message = f"its logits have shape {list(teacher.shape)}, the student's {list(student.shape)}"
+        hint = "give the model that the student was pruned from"
+        require(student.shape == teacher.shape, message, field="teacher", hint=hint)
         rows = labels != IGNORED
         student, teacher = (
             functional.log_softmax(logits[rows].float() / self.temperature, -1) for logits in (student, teacher)

@@ -10,7 +10,7 @@ model. So a mark replaces the type in saved adapters: PEFT alone raises an error
 the adapter on loading.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -52,7 +52,6 @@ class SparseLoraConfig(LoraConfig):
         self._register_custom_module(_CUSTOM_MODULES)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in PEFT, with the mark."""
         return {**super().to_dict(), "peft_type": MARK}
 
 
@@ -62,14 +61,7 @@ PEFT_TYPE_TO_CONFIG_MAPPING[cast(PeftType, MARK)] = SparseLoraConfig  # for load
 def masked_adapter(target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> nn.Module | None:
     """Create a masked adapter for a pruned layer; None for other layers, for which PEFT creates its own.
 
-    Args:
-        target: the layer, or its existing adapters.
-        adapter_name: of the new adapter.
-        config: of the new adapter.
-        kwargs: further options of PEFT.
-
-    Raises:
-        MoonshotError: options that fill the zeros.
+    `target` is the layer, or its existing adapters. `MoonshotError` refuses options that fill the zeros.
     """
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     weight = getattr(base, kwargs.get("parameter_name") or WEIGHT, None)
@@ -110,9 +102,7 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     require(isinstance(model, PeftModel), f"model is a {type(model).__name__}: give what get_peft_model returns")
     for config in model.peft_config.values():
         _check_start(config)
-    pruned = {id(layer.parameter) for layer in find_pruned(model)}
-    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    sparse = [(name, module) for name, module in adapters if id(_weight(module)) in pruned]
+    sparse = _adapters(model, [layer.parameter for layer in find_pruned(model)])
     require(bool(sparse), "no adapter is on a pruned layer: nothing to mask")
     for name, module in sparse:
         _check(name, module)
@@ -125,17 +115,17 @@ def sparse_lora(model: PeftModel) -> PeftModel:
     return model
 
 
-def unmasked_adapters(model: nn.Module, weights: Collection[nn.Parameter]) -> list[str]:
-    """Return the layers whose adapters would fill zeros when merged.
-
-    Args:
-        model: with adapters of PEFT.
-        weights: the pruned weights.
-    """
-    pruned = set(map(id, weights))
-    adapters = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+def unmasked_adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list[str]:
+    """Return the layers whose adapters would fill zeros of the pruned weights when merged."""
     preserving = (IA3Layer, _Masked)
-    return [name for name, module in adapters if id(_weight(module)) in pruned and not isinstance(module, preserving)]
+    return [name for name, module in _adapters(model, weights) if not isinstance(module, preserving)]
+
+
+def _adapters(model: nn.Module, weights: Iterable[nn.Parameter]) -> list[tuple[str, BaseTunerLayer]]:
+    """The adapters of PEFT on some weights, by their names."""
+    pruned = set(map(id, weights))
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    return [(name, module) for name, module in layers if id(_weight(module)) in pruned]
 
 
 def _mask(module: Any) -> None:
@@ -183,17 +173,12 @@ def _check_variants(module: Any) -> None:
 
 
 class _Masked(nn.Module):
-    """Mixin of the masked adapters.
+    """Mixin of the masked adapters."""
 
-    Attributes:
-        keep: bool, True where the weight survives, in the shape of the weight.
-    """
-
-    keep: Tensor
+    keep: Tensor  # bool, True where the weight survives, in the shape of the weight
     lora_A: nn.ModuleDict
 
     def get_delta_weight(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the change of the weight by one adapter, in the shape of the weight."""
         base: Any = super()
         change: Tensor = base.get_delta_weight(*args, **kwargs)
         return change * self.keep
@@ -241,19 +226,16 @@ class SparseLinear(_Masked, Linear):
         require(single, "masked adapters do not support mixed batches", field="adapter_names")
         kwargs = {name: value for name, value in kwargs.items() if name not in VARIANT_KWARG_KEYS}
         result = self.base_layer(x, *args, **kwargs)
-        dtype = result.dtype
+        dtype, layer = result.dtype, find_layer(self.get_base_layer())
+        assert layer is not None  # PEFT wraps a Linear or a Conv1D
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
-                result = result + self._delta(adapter, x)
+                weight = layer.as_matrix(self.get_delta_weight(adapter))
+                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
+                bias = self.lora_B[adapter].bias
+                bias = None if bias is None else bias * self.scaling[adapter]
+                result = result + functional.linear(inputs, weight, bias)
         return result.to(dtype)
-
-    def _delta(self, adapter: str, x: Tensor) -> Tensor:
-        layer = find_layer(self.get_base_layer())
-        assert layer is not None  # PEFT wraps a Linear or a Conv1D
-        weight = layer.as_matrix(self.get_delta_weight(adapter))
-        x = self.lora_dropout[adapter](self._cast_input_dtype(x, weight.dtype))
-        bias = self.lora_B[adapter].bias
-        return functional.linear(x, weight, None if bias is None else bias * self.scaling[adapter])
 
 
 _MASKED: dict[type, Any] = {Linear: SparseLinear, ParamWrapper: SparseParameter}

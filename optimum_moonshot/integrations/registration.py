@@ -52,7 +52,7 @@ def register() -> None:
     """Register the quantizer with transformers' automatic classes; idempotent."""
     from transformers.quantizers import auto
 
-    from ..checkpoint.packed_format import METHOD
+    from ..checkpoint.weight_files import METHOD
     from .transformers import MoonshotPrunedCheckpoint, MoonshotQuantizer
 
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:

@@ -3,17 +3,18 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainerState, set_seed
 
 from ..config import MoonshotConfig
 from ..data.sources import open_source
@@ -21,6 +22,7 @@ from ..devices import own_random_numbers
 from ..errors import MoonshotError, Text, check_expressions, check_whole, require
 from ..masks import Masks, find_pruned, layer_follows
 from ..model.layers import PrunableLayer, adapted_layers
+from ..model.losses import IGNORED
 from ..model.model_info import takes_images
 from ..objective.patterns import NM, Experts
 from ..pipeline.selection import select
@@ -28,10 +30,11 @@ from ..pruner import MoonshotPruner
 from ..reports.prune_report import PruneReport
 from ..reports.record import PruningRecord
 from .distillation import Distillation
-from .training_data import training_inputs
 
 SPARSITY, LOSS = "moonshot_sparsity", "moonshot_loss"  # names in the Trainer's log
 _SCHEDULE_OPTIONS = ("begin_step", "end_step", "every", "calibration")
+# Further inputs of flash attention, for samples of a batch that are concatenated in one row.
+_FLATTENED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _log = logging.getLogger(__name__)
 
 
@@ -109,18 +112,10 @@ class MoonshotCallback(TrainerCallback):
         self.masks: Masks | None = None
         self.report: PruneReport | None = None
         self.relative_loss: float | None = None
-        self._patterns: dict[str, NM] = {}  # of the layers that have one
+        self._patterns: dict[str, NM] = {}  # the first that a layer has, of the layers that have one
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
         self.detach()
         self.masks = self.report = self.relative_loss = None
         with self._detached_on_failure():
@@ -128,11 +123,11 @@ class MoonshotCallback(TrainerCallback):
                 self.distillation.attach(model)
             if self.config is None:
                 layers = find_pruned(model, self.targets, self.ignore)
-                warn_of_unmasked(model, layers)
+                _warn_of_unmasked(model, layers)
                 self._keep(layers, model, optimizer)
                 return
-            self._check(self.config, model, max(state.max_steps, 1), train_dataloader)
-            layers = prunable(model, self.config)  # raises now if the configuration does not fit
+            self._check(self.config, model, max(state.max_steps, 1), kwargs.get("train_dataloader"))
+            layers = select(model, self.config).layers  # raises now if the configuration does not fit
             if min(self.schedule) < state.global_step:
                 losses = [entry[LOSS] for entry in state.log_history if LOSS in entry]
                 self.relative_loss = losses[-1] if losses else None
@@ -153,64 +148,56 @@ class MoonshotCallback(TrainerCallback):
 
     def _keep(self, layers: list[PrunableLayer], model: nn.Module, optimizer: Any) -> None:
         """Keep the current zeros of these layers, until `detach`."""
-        self._detach_masks()
+        if self.masks is not None:
+            self.masks.detach()
         self.masks = Masks(layers)
-        self._patterns = held_patterns(layers, nm_patterns(self.config, model))
+        patterns = nm_patterns(self.config, model)
+        matches = {layer.name: next((nm for nm in patterns if layer_follows(layer, nm)), None) for layer in layers}
+        self._patterns = {name: pattern for name, pattern in matches.items() if pattern is not None}
         self.masks.attach(optimizer)
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        processing_class: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.config is None or state.global_step not in self.schedule:
             return
+        model = kwargs["model"]
         config = replace(self.config, sparsity=self.schedule[state.global_step])
         calibration = self.calibration
         seed = (config.seed + state.global_step) % 2**32
-        with self._detached_on_failure(), own_random_state(seed), without_autocast(model):
+        with self._detached_on_failure(), own_random_state(seed), _without_autocast(model):
             if calibration is None:
-                calibration = training_inputs(train_dataloader, config.batch_size, seed)
-            self.report = MoonshotPruner(model, config, processing_class).prune(calibration, progress=False)
-            layers = prunable(model, config)
-            broadcast_weights(layers)
-            self._keep(layers, model, optimizer)
+                calibration = training_inputs(kwargs["train_dataloader"], config.batch_size, seed)
+            pruner = MoonshotPruner(model, config, kwargs.get("processing_class"))
+            self.report = pruner.prune(calibration, progress=False)
+            layers = select(model, config).layers
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                for layer in layers:  # the weights of all data-parallel processes become those of the first
+                    torch.distributed.broadcast(layer.parameter.data, 0)
+            self._keep(layers, model, kwargs.get("optimizer"))
         self.relative_loss = self.report.loss
         state.log_history.append({**self._values(), "step": state.global_step, "epoch": state.epoch})
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.masks is not None and logs is not None:
             values = self._values()
             logs.update(values)
             state.log_history[-1].update(values)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.masks is not None:
             self.masks.refresh()  # new zeros join the mask, as they do when a run resumes from this checkpoint
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.detach()
         if self.masks is None:
-            raise MoonshotError(
-                f"the training ended at step {state.global_step}, before the pruning at step {min(self.schedule)}"
-            )
+            missed = min(self.schedule)
+            raise MoonshotError(f"the training ended at step {state.global_step}, before the pruning at step {missed}")
         self.masks.check(self._patterns)
-        sparsity = self.masks.sparsity()
+        sparsity, layers = self.masks.sparsity(), len(self.masks.layers)
         if state.is_world_process_zero:
-            print(
-                f"sparsity {sparsity:.4f} over {len(self.masks.layers)} layers: every removed weight is zero"
-                + pattern_counts(self._patterns, len(self.masks.layers))
-            )
+            counts = Counter(str(pattern) for pattern in self._patterns.values())
+            of_them = "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
+            each = f"; every layer is {next(iter(counts))}" if list(counts.values()) == [layers] else of_them
+            print(f"sparsity {sparsity:.4f} over {layers} layers: every removed weight is zero{each}")
 
     def _values(self) -> dict[str, float]:
         values = {} if self.masks is None else {SPARSITY: self.masks.sparsity()}
@@ -224,18 +211,15 @@ class MoonshotCallback(TrainerCallback):
             self.detach()
             raise
 
-    def _detach_masks(self) -> None:
-        if self.masks is not None:
-            self.masks.detach()
-
     def detach(self) -> None:
         """Remove every hook, as at the end of training. Call it after an interrupted training."""
-        self._detach_masks()
+        if self.masks is not None:
+            self.masks.detach()
         if self.distillation is not None:
             self.distillation.detach()
 
 
-def warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
+def _warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
     """Log a warning if merging adapters would fill the zeros of pruned layers."""
     if not adapted_layers(model):
         return
@@ -253,44 +237,19 @@ def warn_of_unmasked(model: nn.Module, layers: list[PrunableLayer]) -> None:
         )
 
 
-def prunable(model: nn.Module, config: MoonshotConfig) -> list[PrunableLayer]:
-    """Return the layers that a configuration prunes.
-
-    Args:
-        model: any module.
-        config: the settings of pruning.
-
-    Raises:
-        MoonshotError: no layer is selected, or the pattern fits none.
-    """
-    return select(model, config).layers
-
-
 def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: int | None) -> dict[int, float | None]:
     """Return step → sparsity of every pruning; None is the configuration's sparsity.
 
-    Args:
-        config: with the sparsity s of the last pruning.
-        begin: the step of the first pruning, from 0.
-        end: the step of the last pruning; None for a single one.
-        every: steps between prunings; None for a single one.
-
-    Returns:
-        s·(1 - (1 - j/n)³) at the j-th of n (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
-
-    Raises:
-        MoonshotError: steps that are not integers or not in order, or a pattern or allocation without a schedule.
+    The sparsity is s·(1 - (1 - j/n)³) at the j-th of n prunings (Zhu & Gupta, arXiv 1710.01878, equation 1, from 0 on).
     """
     check_whole("begin_step", begin, 0)
     if end is None:
-        require(
-            every is None, Text("it needs {}, the step of the last pruning", "end_step"), field="every", value=every
-        )
+        message = Text("it needs {}, the step of the last pruning", "end_step")
+        require(every is None, message, field="every", value=every)
         return {begin: config.sparsity}
     check_whole("end_step", end, begin)
-    message = Text("with {}, give the steps between prunings", "end_step")
     if every is None:
-        raise MoonshotError(message, field="every", value=None)
+        raise MoonshotError(Text("with {}, give the steps between prunings", "end_step"), field="every", value=None)
     check_whole("every", every, 1)
     pattern, hint = config.parsed_pattern, Text("prune in one step, {}", "begin_step")
     if isinstance(pattern, NM):
@@ -299,43 +258,14 @@ def cubic_schedule(config: MoonshotConfig, begin: int, end: int | None, every: i
     if config.allocation != "uniform" or pattern is None:
         reason = "a schedule needs sparsities that increase from pruning to pruning in every layer"
         raise MoonshotError(reason, field="allocation", value=config.allocation, hint=hint)
-    sparsity = pattern.sparsity
     steps = sorted({*range(begin, end, every), end})
-    return {step: sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
+    return {step: pattern.sparsity * (1 - (1 - j / len(steps)) ** 3) for j, step in enumerate(steps, start=1)}
 
 
 def nm_patterns(config: MoonshotConfig | None, model: nn.Module) -> list[NM]:
-    """Return the n:m patterns of a model's layers, the smallest m first; none without a record.
-
-    Args:
-        config: of their pruning; None is the record of the model.
-        model: any module.
-    """
+    """Return the n:m patterns of the layers, by the configuration or the model's record, the smallest m first."""
     record = PruningRecord.of(model) if config is None else config
     return [] if record is None else record.pattern_rules.nm()
-
-
-def held_patterns(layers: list[PrunableLayer], patterns: list[NM]) -> dict[str, NM]:
-    """Return layer → the first of the patterns that it has, if any."""
-    held = {}
-    for layer in layers:
-        match = next((pattern for pattern in patterns if layer_follows(layer, pattern)), None)
-        if match is not None:
-            held[layer.name] = match
-    return held
-
-
-def pattern_counts(patterns: dict[str, NM], layers: int) -> str:
-    """Return the number of layers of each pattern, as the end of a sentence.
-
-    Args:
-        patterns: layer → its pattern, if any.
-        layers: the number of layers.
-    """
-    counts = Counter(str(pattern) for pattern in patterns.values())
-    if list(counts.values()) == [layers]:
-        return f"; every layer is {next(iter(counts))}"
-    return "".join(f"; {count} of them are {pattern}" for pattern, count in sorted(counts.items()))
 
 
 @contextmanager
@@ -352,7 +282,7 @@ def own_random_state(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_autocast(model: nn.Module) -> Iterator[None]:
+def _without_autocast(model: nn.Module) -> Iterator[None]:
     """Replace accelerate's mixed-precision forward by the model's: a single block has no autocast either."""
     wrapped, original = (model.__dict__.get(name) for name in ("forward", "_original_forward"))
     if wrapped is None or original is None:
@@ -365,9 +295,39 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
         model.forward = wrapped
 
 
-@torch.no_grad()
-def broadcast_weights(layers: list[PrunableLayer]) -> None:
-    """Make the pruned weights of all data-parallel processes bit-identical to those of the first one."""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        for layer in layers:
-            torch.distributed.broadcast(layer.parameter.data, 0)
+def training_inputs(dataloader: Any, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield random samples of a data loader's data set through its collator, `size` per batch; the loader is unchanged.
+
+    A stream is read from its start.
+    """
+    dataset, examples = dataloader.dataset, None
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+        examples = (dataset[index] for index in order)
+    else:
+        examples = iter(dataset)
+    while chunk := list(islice(examples, size)):
+        for batch in _collated(dataloader.collate_fn, chunk):
+            selected = labelled(batch)
+            if selected is not None:
+                yield selected
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> list[dict[str, Any]]:
+    """Collate samples to one batch, or to one each if the collator concatenates them in one row."""
+    batch = dict(collate(samples))
+    if _FLATTENED.isdisjoint(batch):
+        return [batch]
+    batches = [batch] if len(samples) == 1 else [dict(collate([sample])) for sample in samples]
+    return [{name: value for name, value in batch.items() if name not in _FLATTENED} for batch in batches]
+
+
+def labelled(batch: dict[str, Any]) -> dict[str, Any] | None:
+    """Select the samples of a batch with labels to predict; None if there are none."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        return batch
+    rows = (labels[:, 1:] != IGNORED).any(1)
+    if bool(rows.all()):
+        return batch
+    return {name: value[rows] for name, value in batch.items()} if bool(rows.any()) else None

@@ -17,10 +17,8 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
-from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted
-from ..checkpoint.packed_format import EXPLICIT, METHOD, Description, Layers, check_config_entry, config_entry
-from ..checkpoint.request import current_request
-from ..checkpoint.weight_files import PACKED_INDEX
+from ..checkpoint.file_integrity import check_complete, check_files, checksums_wanted, current_request
+from ..checkpoint.weight_files import EXPLICIT, METHOD, PACKED_INDEX, check_config_entry, config_entry, described_layers
 from ..checkpoint.weight_names import followed_names
 from ..config import MoonshotConfig
 from ..devices import default_device
@@ -33,7 +31,7 @@ from ..runtime.runtime_selection import DENSE, check_runtime, log_choices, packi
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .packed_experts import PackedExperts
+    from .conversion import PackedExperts
 
 _RUNTIMES = ("dense", "packed", "auto")
 _WEIGHT = ".weight"
@@ -64,19 +62,8 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
         self.runtime = runtime
 
     @classmethod
-    def from_dict(
-        cls, config_dict: Any, return_unused_kwargs: Any = False, **kwargs: Any
-    ) -> "MoonshotPrunedCheckpoint":
-        """Read the entry in config.json; the runtime is the caller's choice.
-
-        Args:
-            config_dict: the entry.
-            return_unused_kwargs: of transformers, ignored.
-            kwargs: of transformers, ignored.
-
-        Raises:
-            MoonshotError: an unsupported version, or an unknown field.
-        """
+    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> "MoonshotPrunedCheckpoint":
+        """Read the entry in config.json; the runtime is the caller's choice, other arguments are ignored."""
         check_config_entry(config_dict)
         return cls()
 
@@ -91,9 +78,7 @@ class MoonshotPrunedCheckpoint(QuantizationConfigMixin):
 class MoonshotQuantizer(HfQuantizer):
     """Unpacks a packed checkpoint or keeps it packed, or prunes a dense one by a `MoonshotConfig`; then detaches.
 
-    Args:
-        quantization_config: of config.json, or of the caller of `from_pretrained`.
-        kwargs: of transformers.
+    The `quantization_config` is that of config.json, or of the caller of `from_pretrained`.
     """
 
     requires_calibration = False
@@ -131,21 +116,23 @@ class MoonshotQuantizer(HfQuantizer):
     update_attn_implementation = update_tp_plan  # depending on its release, transformers calls one of the two or both
 
     def preprocess_model(self, model: "PreTrainedModel", dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """As in transformers, which does not store the dtype.
-
-        Args:
-            model: on the meta device.
-            dtype: of the loaded model.
-            kwargs: for `_process_model_before_weight_loading`.
-        """
+        """As in transformers, which does not store the dtype."""
         super().preprocess_model(model, dtype=dtype, **kwargs)
-        if self.pre_quantized:
-            self.dtypes = _dtypes(model, dtype)
+        if not self.pre_quantized:
+            return
+        # Some layers stay in float32.
+        plan: dict[str, torch.dtype] = cast(Any, model)._get_dtype_plan(dtype)
+        wide = {re.compile(part.replace("*", ".*")): kept for part, kept in plan.items()}
+        self.dtypes = {
+            name: next((kept for part, kept in wide.items() if part.search(name)), tensor.dtype)
+            for name, tensor in model.state_dict().items()
+            if tensor.is_floating_point()
+        }
 
     def _process_model_before_weight_loading(
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
-        from .packed_experts import PackedExperts
+        from .conversion import PackedExperts  # imports transformers' loader, which imports the quantizers
 
         if self.pruning is not None:
             self._prepare_pruning(self.pruning, model)
@@ -174,7 +161,10 @@ class MoonshotQuantizer(HfQuantizer):
         model.config.__dict__.pop(EXPLICIT, None)
         loaded = model.state_dict()  # with a quantizer, transformers < 5.23 loads parameters of any shape
         check_complete((), (), [name for name, shape in self.shapes.items() if loaded[name].shape != shape])
-        _cast(model, self.dtypes)
+        # Most releases of transformers do not cast the tensors that they rename.
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in self.dtypes:
+                tensor.data = tensor.data.to(self.dtypes[name])
         # Saving would reverse these conversions, but saves dense weights.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, Unpacking)]
         if self.experts is not None:
@@ -192,11 +182,7 @@ class MoonshotQuantizer(HfQuantizer):
             to_runtime(model, self.runtime)
 
     def _verify(self, files: Sequence[str]) -> None:
-        """Verify the files that transformers loads, unless `load_pruned` has verified them.
-
-        Raises:
-            MoonshotError: they are damaged, or not the files of the checkpoint's index.
-        """
+        """Verify that the files that transformers loads are those of the index, unless `load_pruned` has done so."""
         paths = {os.path.abspath(path) for path in files}
         if paths <= self.request.verified:
             return
@@ -212,18 +198,15 @@ class MoonshotQuantizer(HfQuantizer):
         pruned = PruningRecord.of(model) is not None
         message = f"{model.name_or_path} is pruned already; load it without one"
         require(not pruned, message, field="quantization_config")
-        require(
-            config.calibration is not None or not config.make_solver().calibrated,
-            Text("{} needs data", Option("solver", config.solver)),
-            field="calibration",
-            value=None,
-            hint="such as MoonshotConfig(…, calibration='c4')",
-        )
+        ready = config.calibration is not None or not config.make_solver().calibrated
+        text = Text("{} needs data", Option("solver", config.solver))
+        hint = "such as MoonshotConfig(…, calibration='c4')"
+        require(ready, text, field="calibration", value=None, hint=hint)
         name: Any = model.name_or_path
         self.processors = load_tokenizer(name), load_processor(model, name)
 
     def get_weight_conversions(self) -> list[Any]:
-        from .conversion import Unpacking  # imports transformers' loader, which imports the quantizers
+        from .conversion import Unpacking
 
         if not self.pre_quantized:
             return []
@@ -254,23 +237,6 @@ def _require_complete(model: Any) -> None:
     model._adjust_missing_and_unexpected_keys = adjust_and_check
 
 
-def _dtypes(model: Any, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of every floating-point tensor as transformers loads it: some layers stay in float32."""
-    wide = {re.compile(part.replace("*", ".*")): kept for part, kept in model._get_dtype_plan(dtype).items()}
-    return {
-        name: next((kept for part, kept in wide.items() if part.search(name)), tensor.dtype)
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point()
-    }
-
-
-def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast the loaded tensors: most releases of transformers do not cast the tensors that they rename."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in dtypes:
-            tensor.data = tensor.data.to(dtypes[name])
-
-
 class _StoredWeight(NamedTuple):
     """A packed weight in the files."""
 
@@ -278,18 +244,24 @@ class _StoredWeight(NamedTuple):
     stored: str  # its name in the file
     path: str
 
+    def empty_parts(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
+        with safe_open(self.path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in self.layer.names(self.stored)}
+        return {
+            suffix: torch.empty_like(
+                part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device
+            )
+            for suffix, part in self.layer.parts(self.stored, tensors).items()
+        }
+
 
 def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeight]:
-    """Return the packed weights of the files by their names in the model, without `PackedExperts`.
-
-    Raises:
-        MoonshotError: a weight without the shape of the model's, with its name.
-    """
+    """Return the packed weights of the files by their names in the model, without `PackedExperts`."""
     weights = {}
     for path in files:
         with safe_open(path, "pt") as file:
-            description = Description.read(file.metadata())
-        layers: Layers = {} if description is None else description.layers
+            layers = described_layers(file.metadata())
         for stored, name in followed_names(model, layers).items():
             layer, shape = layers[stored], tuple(model.get_parameter(name).shape)
             module = model.get_submodule(name.rpartition(".")[0])
@@ -304,17 +276,7 @@ def _packed_layers(model: nn.Module, files: list[str]) -> dict[str, _StoredWeigh
 
 
 def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: str, device_map: Any) -> dict[str, str]:
-    """Replace every Linear that stays packed by an empty `PackedLinear`.
-
-    Args:
-        model: on the meta device.
-        weights: the packed weights of the files.
-        runtime: "packed" or "auto".
-        device_map: of the caller.
-
-    Returns:
-        Packed layer → its entry in `model.moonshot_runtime`.
-    """
+    """Replace every Linear that stays packed by an empty `PackedLinear`; return all entries of `moonshot_runtime`."""
     from ..checkpoint.in_memory import obstacle, packed_linear
 
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -327,7 +289,7 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
         if why is not None or device is None:
             chosen[name.removesuffix(_WEIGHT)] = f"{DENSE}{why}"
             continue
-        parts = _empty(stored, module.weight)
+        parts = stored.empty_parts(module.weight)
         verdict = packing_verdict(runtime, layer, total_bytes(parts), module.weight.dtype, device)
         chosen[path] = runtime_entry(verdict)
         if verdict.faster:
@@ -340,9 +302,7 @@ def _keep_packed(model: nn.Module, weights: dict[str, _StoredWeight], runtime: s
 def _device_of(path: str, device_map: Any) -> torch.device | None:
     """Return the device of a module; None if accelerate onloads it for every call.
 
-    Args:
-        path: the module's name.
-        device_map: of the caller or of transformers; a strategy such as "auto" fills the accelerator first.
+    A strategy such as "auto", as `device_map`, fills the accelerator first.
     """
     if not isinstance(device_map, Mapping):
         return default_device() if isinstance(device_map, str) else torch.device("cpu")
@@ -352,15 +312,3 @@ def _device_of(path: str, device_map: Any) -> torch.device | None:
     if place == "disk" or (accelerated and str(place) == "cpu"):
         return None
     return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-
-
-def _empty(packed: _StoredWeight, weight: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return empty packed tensors to load into, by their suffixes, on the weight's device, values in its dtype."""
-    with safe_open(packed.path, "pt") as file:
-        stored = packed.layer.parts(
-            packed.stored, {name: file.get_tensor(name) for name in packed.layer.names(packed.stored)}
-        )
-    return {
-        suffix: torch.empty_like(part, dtype=weight.dtype if part.is_floating_point() else None, device=weight.device)
-        for suffix, part in stored.items()
-    }

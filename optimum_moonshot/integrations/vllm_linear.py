@@ -1,6 +1,14 @@
-"""Linear layers of vLLM with weights packed in memory."""
+"""Packed checkpoints in vLLM: its loader unpacks their weights, and its linear layers pack them again.
 
+Weights are unpacked in the loader's stream of tensors, so that every model class of vLLM gets the names and shapes of a
+dense checkpoint, and merges q, k and v, transposes, shards and skips weights as usual. One weight at a time is dense:
+each linear layer packs its weight as soon as it is complete.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,17 +16,60 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
+from vllm.model_executor.model_loader.weight_utils import download_safetensors_index_file_from_hf
 
-from ..errors import naming, require
+from ..checkpoint.file_integrity import check_files, checksums_wanted
+from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_layers, read_header
+from ..errors import MoonshotError, naming, require
 from ..malloc_trim import trim_host_memory
 from ..packing import Codec
 from ..runtime.packed_linear import packed_parts
 from ..runtime.smallest import pack_if_smaller
+from .conversion import unpacked
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own
 _WEIGHT = "weight"
+_READ = "_get_weights_iterator"
 _DONE = "_already_called_process_weights_after_loading"  # vLLM removes it when it reloads a layer
+
+
+def unpack_while_loading() -> None:
+    """Make vLLM's loader unpack packed checkpoints, in this process; idempotent."""
+    read: Callable[..., Iterable[tuple[str, Tensor]]] | None = getattr(DefaultModelLoader, _READ, None)
+    if read is None:
+        raise MoonshotError("this vLLM has another loader", hint="install a release that docs/vllm.md lists")
+    if getattr(read, "unpacks_moonshot", False):
+        return
+
+    @wraps(read)
+    def read_unpacked(loader: DefaultModelLoader, source: Any) -> Iterator[tuple[str, Tensor]]:
+        return unpacked(read(loader, source), lambda: _packed_layers(loader, source), source.prefix)
+
+    vars(read_unpacked)["unpacks_moonshot"] = True
+    setattr(DefaultModelLoader, _READ, read_unpacked)
+
+
+def _packed_layers(loader: DefaultModelLoader, source: Any) -> Layers:
+    """Verify the files that vLLM reads and return their packed weights; none for files of other programs."""
+    where = (source.model_or_path, source.subfolder, source.revision)
+    path, files, *_ = loader._prepare_weights(*where, source.fall_back_to_pt, source.allow_patterns_overrides)
+    folder, paths = Path(path), sorted(map(Path, files))
+    metadata = [read_header(path)[0] for path in paths if path.suffix == ".safetensors"]
+    layers = {name: layer for each in metadata for name, layer in described_layers(each).items()}
+    if not any(METHOD in each for each in metadata):
+        return {}
+    if not (folder / PACKED_INDEX).is_file():
+        name, subfolder, revision = where
+        download_safetensors_index_file_from_hf(
+            name, PACKED_INDEX, loader.load_config.download_dir, subfolder=subfolder, revision=revision
+        )
+    checked = sorted(check_files(folder, True, checksums_wanted()))
+    require(paths == checked, f"{folder}: vLLM would not load the files of the index, but {', '.join(map(str, paths))}")
+    if loader.enable_weights_track is None:
+        loader.enable_weights_track = True  # missing parameters are an error, as for a dense checkpoint
+    return layers
 
 
 @dataclass
@@ -33,12 +84,7 @@ class Tally:
     reported: bool = False
 
     def add(self, dense_bytes: int, packed_bytes: int | None = None) -> None:
-        """Count a layer.
-
-        Args:
-            dense_bytes: of its dense weight.
-            packed_bytes: of its packed weight; None if it stays dense.
-        """
+        """Count a layer by the bytes of its weight; `packed_bytes` is None if it stays dense."""
         self.packed += packed_bytes is not None
         self.dense += packed_bytes is None
         self.bytes += dense_bytes if packed_bytes is None else packed_bytes
@@ -59,19 +105,15 @@ class PackedLinearMethod(LinearMethodBase):
     """Loads the weight of a linear layer as a dense one, and packs it as soon as it is complete.
 
     vLLM allocates the dense weight when all of its parts have been read, as for weights that it quantizes online. Each
-    process packs its shard. A weight that is not smaller when packed stays dense.
-
-    Args:
-        prefix: the layer's name in the model.
-        tally: counts the layer.
+    process packs its shard. A weight that is not smaller when packed stays dense. `prefix` is the layer's name in the
+    model.
     """
 
     uses_meta_device = True
 
     def __init__(self, prefix: str, tally: Tally):
         self.dense = UnquantizedLinearMethod()
-        self.prefix = prefix
-        self.tally = tally
+        self.prefix, self.tally = prefix, tally
         self.random = get_current_vllm_config().load_config.load_format == "dummy"
         self.codec: Codec | None = None  # None if the weight is dense
         self.shape = (0, 0)
@@ -83,24 +125,16 @@ class PackedLinearMethod(LinearMethodBase):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight; vLLM calls this when the layer is complete, and again when all layers are.
-
-        Args:
-            layer: with its dense weight [d_out, d_in].
-
-        Raises:
-            MoonshotError: parts of the weight were not in the files, or it was packed before.
-        """
+        """Pack the weight [d_out, d_in]; vLLM calls this when the layer is complete, and again when all layers are."""
         if getattr(layer, _DONE, False):
             self.tally.report()
             return
         setattr(layer, _DONE, True)
-        with naming(self.prefix):  # a captured graph keeps the old plan
-            require(self.codec is None, "it is packed and cannot be reloaded", hint="create a new engine")
-        weight = layer.weight
-        read = get_layerwise_info(layer).load_numel
-        complete = self.random or read >= weight.numel()
         with naming(self.prefix):
+            # A captured graph keeps the old plan.
+            require(self.codec is None, "it is packed and cannot be reloaded", hint="create a new engine")
+            weight, read = layer.weight, get_layerwise_info(layer).load_numel
+            complete = self.random or read >= weight.numel()
             require(complete, f"only {read} of its {weight.numel()} weights were read from the files")
         packed = pack_if_smaller(weight.data) if weight.ndim == 2 else None
         self.codec = None if packed is None else packed.codec
@@ -118,13 +152,6 @@ class PackedLinearMethod(LinearMethodBase):
         self.tally.add(weight.nbytes, sum(part.nbytes for part in parts.values()))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., d_in] → [..., d_out].
-
-        Args:
-            layer: after `process_weights_after_loading`.
-            x: [..., d_in].
-            bias: [d_out], or None.
-        """
         if self.codec is None:
             return self.dense.apply(layer, x, bias)
         return self.codec.linear(x, packed_parts(layer, self.codec), self.shape, bias, self.plan)

@@ -11,11 +11,10 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ..checkpoint.packed_format import METHOD, check_config_entry
+from ..checkpoint.weight_files import METHOD, check_config_entry
 
 if TYPE_CHECKING:
     from .vllm_linear import Tally
-
 
 _EXPERTS = ("FusedMoE", "RoutedExperts")  # vLLM's layers of fused experts, in earlier releases and in later ones
 
@@ -45,25 +44,15 @@ class MoonshotQuantization(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "MoonshotQuantization":
-        """Read the entry in config.json.
-
-        Raises:
-            MoonshotError: a version that this release does not read, or an unknown field.
-        """
+        """Read the entry in config.json; `MoonshotError` if this release does not read it."""
         check_config_entry(config)
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the linear method of a layer; embeddings and fused experts stay dense.
-
-        Args:
-            layer: of the model under construction.
-            prefix: its name.
-        """
+        """Return the linear method of a layer, whose name is `prefix`; embeddings and fused experts stay dense."""
         from vllm.model_executor.layers.linear import LinearBase
 
-        from .vllm_linear import PackedLinearMethod, Tally
-        from .vllm_loading import unpack_while_loading
+        from .vllm_linear import PackedLinearMethod, Tally, unpack_while_loading
 
         unpack_while_loading()
         self.tally = self.tally or Tally()

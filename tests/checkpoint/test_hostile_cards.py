@@ -13,9 +13,8 @@ from markdown_it import MarkdownIt
 from models import make
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, PruneReport, convert
-from optimum_moonshot.checkpoint.base_card import MARKER, find_base, parted
+from optimum_moonshot.checkpoint.base_card import MARKER, code, code_block, escaped, find_base, parted, unescaped
 from optimum_moonshot.checkpoint.card import Facts, render
-from optimum_moonshot.checkpoint.markdown import code, code_block, escaped, unescaped
 from optimum_moonshot.checkpoint.saving import record
 from optimum_moonshot.evaluation.text import Perplexity
 

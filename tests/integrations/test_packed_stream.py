@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from optimum_moonshot import MoonshotError, convert
-from optimum_moonshot.checkpoint.packed_format import Description
-from optimum_moonshot.integrations.packed_stream import unpacked
+from optimum_moonshot.checkpoint.weight_files import Description
+from optimum_moonshot.integrations.conversion import unpacked
 from optimum_moonshot.objective.patterns import NM
 from optimum_moonshot.runtime.smallest import find_pattern, pack_if_smaller
 

@@ -14,8 +14,7 @@ from models import make, token_batches
 from training_runs import CONFIG, HALF, samples, trainer
 
 from optimum_moonshot import MoonshotCallback, MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.integrations.trainer import own_random_state
-from optimum_moonshot.integrations.training_data import labelled, training_inputs
+from optimum_moonshot.integrations.trainer import labelled, own_random_state, training_inputs
 from optimum_moonshot.masks import find_pruned
 
 

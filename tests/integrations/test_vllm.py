@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.checkpoint.packed_format import METHOD, Description
+from optimum_moonshot.checkpoint.weight_files import METHOD, Description
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: errors come as they are
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
