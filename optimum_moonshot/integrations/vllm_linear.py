@@ -10,8 +10,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
+from ..devices import trim_host_memory
 from ..errors import naming, require
-from ..malloc_trim import trim_host_memory
 from ..packing import Codec
 from ..runtime.packed_linear import held_parts
 from ..runtime.smallest import pack_if_smaller

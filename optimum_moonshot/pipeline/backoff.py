@@ -33,11 +33,10 @@ from ..calibration.mixture_sums import MixtureObserver
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
-from ..devices import is_out_of_memory, release_unused
+from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.group import one_line
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, Text
-from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import cutting
 
 Value = TypeVar("Value")

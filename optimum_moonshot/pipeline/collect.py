@@ -7,8 +7,8 @@ from functools import partial
 from ..calibration.accumulators import GradientPlan
 from ..calibration.layer_statistics import LayerStatistics
 from ..calibration.observer import Observer
+from ..devices import trim_host_memory
 from ..errors import MoonshotError, Text
-from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
 from .partition import Part

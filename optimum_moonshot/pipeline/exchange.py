@@ -1,6 +1,7 @@
 """Results that several processes have found, each of some layers: afterwards all have all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -10,6 +11,8 @@ from ..reports.prune_report import LayerReport
 from ..rotation.learning import Learned
 from .inputs import Prepared
 from .variant import Variant
+
+Value = TypeVar("Value")
 
 
 def share_results(prepared: Prepared, variants: Sequence[Variant], solved: Sequence[PrunableLayer]) -> int:
@@ -93,14 +96,17 @@ def share_recovered(prepared: Prepared, variant: Variant) -> None:
             store.put_block(report, weights)
 
 
-def of_the_first(prepared: Prepared, state: Learned | None) -> Learned | None:
-    """How far the first process has come with learning a rotation, in all of them.
-
-    Args:
-        prepared: with the processes.
-        state: of this one; of the others it does not matter.
-    """
-    if prepared.ranks.size == 1:
+def learned_in_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
+    """The state of a rotation that the first process learns or has stored, in all processes."""
+    ranks = prepared.ranks
+    state = learn() if ranks.is_main else None
+    if ranks.size == 1:
         return state
-    saved = prepared.ranks.broadcast_object(None if state is None else state.saved())
+    saved = ranks.broadcast_object(None if state is None else state.saved())
     return None if saved is None else Learned.load(*saved)
+
+
+def broadcast_first(prepared: Prepared, work: Callable[[], Value]) -> Value:
+    """The result of work that the first process does while the others wait, in all processes."""
+    ranks = prepared.ranks
+    return ranks.broadcast_object(cast(Value, work() if ranks.is_main else None))

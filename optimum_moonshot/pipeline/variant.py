@@ -7,18 +7,15 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ..config import MoonshotConfig
-from ..distributed.ranks import Ranks
 from ..model.layers import PrunableLayer
 from ..model.offload import Changes, Offloaded, is_on_disk
 from ..objective.allocation_rules import METHODS
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.environment import versions
 from ..reports.prune_report import LayerReport, PruneReport
-from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint
 from ..rotation.model_rotation import ModelRotation
 from .inputs import Prepared
+from .run_report import attach_report
 from .selection import Selection
 
 
@@ -134,48 +131,30 @@ class Variant:
                 dense.restore()
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
-        """What was done; it is noted in the model's configuration too.
-
-        Args:
-            prepared: the model and the data.
-            seconds: calibration, solver, recovery (where there was one), total.
-        """
-        structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
+        """The report, whose record is attached to the model; `seconds` by phase, with the total."""
+        structure, store = self.selection.structure, self.store
         layers = [store.reports[layer.name] for layer in self.layers]
-        notes = [
-            *self.notes,
-            *prepared.backoff.notes,
-            *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
-        ]
-        if prepared.block_probe is not None:
-            place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
-            notes.append(f"blocks stayed {place}: one at a time was brought")
-        notes += divided(prepared.ranks, self.selection.config)
-        report = PruneReport(
-            config={**self.selection.config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
-            layers=layers,
-            skipped={**structure.skipped, **self.skipped},
-            calibration=None if prepared.data is None else prepared.data.describe(),
-            seconds=seconds,
-            peak_memory=max(layer.peak_memory for layer in layers),
-            versions=versions(),
-            notes=notes,
-            parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
-            recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
-            rotation=None if self.rotated is None else self.rotated.report,
+        place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
+        rotation = None if self.rotated is None else self.rotated.report
+        return attach_report(
+            prepared,
+            self.selection,
+            layers,
+            seconds,
+            self.notes,
+            None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was brought",
+            {
+                "skipped": {**structure.skipped, **self.skipped},
+                "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
+                "recovery": [store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+                "rotation": rotation,
+            },
+            {
+                "dense": tuple(self.skipped),
+                "rotation": None if rotation is None else rotation.summary(),
+                "allocated": self._allocated(layers),
+            },
         )
-        PruningRecord(
-            config=report.config,
-            solver_options=self.selection.config.hyperparameters(),
-            lam=self.selection.lam,
-            sparsity=report.sparsity,
-            calibration=report.calibration,
-            versions=report.versions,
-            dense=tuple(self.skipped),
-            rotation=None if self.rotated is None else self.rotated.report.summary(),
-            allocated=self._allocated(layers),
-        ).attach(prepared.model)
-        return report
 
     def _allocated(self, layers: list[LayerReport]) -> dict[str, float]:
         """Layer → the sparsity that a method gave it."""
@@ -206,21 +185,6 @@ def open_store(
         known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
     spilling = is_on_disk(selection.structure.blocks)
     return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
-
-
-def divided(ranks: Ranks, config: MoonshotConfig) -> list[str]:
-    """What several processes had of a run, as a note for its report; none of one process.
-
-    Args:
-        ranks: the processes.
-        config: of the run.
-    """
-    if ranks.size == 1:
-        return []
-    alone = ["the rotation was learned"] if config.rotation is not None else []
-    alone += ["the blocks were recovered"] if config.recover is not None else []
-    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
-    return [f"{ranks.size} processes shared the samples and the layers{by_one}"]
 
 
 class Dense:
@@ -268,7 +232,7 @@ def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> Dense:
             if block is not None and isinstance(block.weights, Offloaded):
                 dense.elsewhere.append((block.weights, block.weights.changes()))
                 for layer in layers:
-                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer)))
+                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer.name)))
                 continue
             with nullcontext() if block is None else block.onloaded():
                 for layer in layers:

@@ -92,7 +92,7 @@ def test_images_and_n_of_m():
     assert bool(((layer.weight.view(-1, 4) == 0).sum(1) >= 2).all())
 
 
-@pytest.mark.parametrize("moment", ["find", "check_invariance", "gather", "learn", "check_same", "solve"])
+@pytest.mark.parametrize("moment", ["find_spaces", "check_invariance", "gather", "learn", "check_same", "solve"])
 def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
