@@ -15,12 +15,9 @@ from torch import Tensor
 
 
 def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """An uninitialised tensor whose memory is a file on disk, for as long as the tensor lives.
+    """An uninitialised tensor whose memory is a file, deleted with it, in a folder that is created if missing.
 
-    Args:
-        shape: any.
-        dtype: any.
-        folder: of the file, created if missing; None: the system's folder for temporary files.
+    None: the system's folder for temporary files.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -48,11 +45,7 @@ def _reserve(handle: int, path: str, size: int) -> None:
 
 
 class SpillFile:
-    """Tensors stored one after another in a temporary file, which use no memory until they are read.
-
-    Args:
-        folder: of the file, created if missing; None: the system's folder for temporary files.
-    """
+    """Tensors stored one after another in a temporary file; `folder` as for `mapped_tensor`."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None):
         self.folder = folder
@@ -61,13 +54,7 @@ class SpillFile:
         self._lock = Lock()
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Write a tensor.
-
-        Args:
-            tensor: of any shape, in host memory.
-
-        Returns:
-            A function that reads it back, into new host memory.
+        """Write a tensor in host memory; returns a function that reads it into new host memory.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.

@@ -6,29 +6,25 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint.in_memory import is_packed, to_runtime
+from .checkpoint.in_memory import to_runtime
 from .checkpoint.pretrained import load_dense, load_meta
 from .checkpoint.publishing import Repository, publish, save_result
 from .config import MoonshotConfig
 from .errors import MoonshotError, require
-from .model.compaction import Compaction, compact_model
-from .objective.patterns import Experts
 from .pipeline.inputs import Subject
-from .pipeline.run_context import PACKED, run_context
+from .pipeline.run_context import run_context
 from .planning.plan import Room, make_plan
-from .reports.record import PruningRecord
-from .runs.prune import prune_model, rotate_model
+from .runs.prune import compact_pruned, note_rotation, prune_model, rotate_model
 from .runs.sparsity_path import SparsityPath, prune_path
 from .runs.sweep import Sweep, sweep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from .model.calls import Forward
+    from .model.compaction import Compaction
     from .model.losses import Loss
     from .reports.plan import Plan
     from .reports.prune_report import PruneReport
@@ -348,14 +344,8 @@ class MoonshotPruner:
         Raises:
             MoonshotError: nothing was pruned, no neuron or head is dead, or the smaller model gives other outputs.
         """
-        report = self._pruned()
-        if report.config["pattern"] == Experts.kind and report.compaction is not None:
-            return Compaction.from_dict(report.compaction)
-        require(not is_packed(self.model), PACKED)
-        model, done = compact_model(cast("PreTrainedModel", self.model))  # which refuses another
-        dataclasses.replace(PruningRecord.require_of(model), compaction=done.to_dict()).attach(model)
-        self.model, report.compaction = model, done.to_dict()
-        return done
+        self.model, compaction = compact_pruned(self.model, self._pruned())
+        return compaction
 
     def to_runtime(self, runtime: str = "auto", *, batch_shape: tuple[int, int] = (1, 1)) -> dict[str, str]:
         """Convert the pruned layers for inference, in place, as `load_pruned` does.
@@ -446,12 +436,10 @@ class MoonshotPruner:
         return self.report
 
     def _reported(self, report: PruneReport) -> PruneReport:
-        """Keep the report of a pruning; add an earlier rotation to it and to the record of the model."""
+        """Keep the report of a pruning, with an earlier rotation."""
         self.report = report
         if self.rotation is not None:
-            report.rotation, record = self.rotation, PruningRecord.of(self.model)
-            if record is not None:
-                dataclasses.replace(record, rotation=self.rotation.summary()).attach(self.model)
+            note_rotation(self.model, report, self.rotation)
         return report
 
     def _discard_results(self) -> None:

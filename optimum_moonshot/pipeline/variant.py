@@ -165,26 +165,23 @@ class Variant:
 def open_store(
     prepared: Prepared, selection: Selection, folder: str | os.PathLike[str] | None, field: str
 ) -> ResultStore:
-    """A store in `folder`, or in memory without one; of several processes the first one's is in the folder.
-
-    Args:
-        prepared: as for `Variant.open`.
-        selection: as for `Variant.open`.
-        folder: as for `Variant.open`.
-        field: as for `Variant.open`.
+    """A store in `folder`, or in memory without one; of several processes, only the first uses the folder.
 
     Raises:
         MoonshotError: the folder holds other files, or cannot be written.
     """
-    ranks, known = prepared.ranks, ""
+    ranks, digest = prepared.ranks, ""
     folder = ranks.broadcast_object(folder)
     if folder is not None and ranks.is_main:
-        digest = prepared.data.digest if prepared.data else ""
+        data = prepared.data.digest if prepared.data else ""
         block_probe = prepared.block_probe
         layers = selection.structure.layers_onloaded() if block_probe is None else block_probe.sums
-        known = fingerprint(selection.config.fingerprint(), digest, layers=layers)
+        digest = fingerprint(selection.config.fingerprint(), data, layers=layers)
     spilling = is_on_disk(selection.structure.blocks)
-    return ResultStore.of_all(ranks, folder, known, field, spilling, selection.config.offload_dir)
+    store = ResultStore(folder if ranks.is_main else None, digest, field, spilling, selection.config.offload_dir)
+    if folder is not None and ranks.size > 1:
+        store.share(ranks)
+    return store
 
 
 class Dense:

@@ -117,27 +117,14 @@ class ResultStore:
         """Store a weight without a folder, and return a function that reads it."""
         return (lambda: weight) if self.spill is None else spill_matrix(self.spill, name, weight)
 
-    @classmethod
-    def of_all(
-        cls,
-        ranks: Ranks,
-        folder: str | os.PathLike[str] | None,
-        fingerprint: str,
-        field: str = "resume_dir",
-        spilling: bool = False,
-        spill_to: str | None = None,
-    ) -> "ResultStore":
-        """The stores of several processes: only the first uses the folder, but all start with its results."""
-        store = cls(folder if ranks.is_main else None, fingerprint, field, spilling, spill_to)
-        if ranks.size == 1 or folder is None:
-            return store
-        restored = ranks.broadcast_object((store.reports, store.blocks, store.curves, store.notes))
-        store.reports, store.blocks, store.curves, store.notes = restored
-        for name in store.reports:
-            weight = ranks.broadcast_object(store.loader(name)() if ranks.is_main else None)
+    def share(self, ranks: Ranks) -> None:
+        """Give all processes the results of an interrupted run, which only the first has read."""
+        restored = ranks.broadcast_object((self.reports, self.blocks, self.curves, self.notes))
+        self.reports, self.blocks, self.curves, self.notes = restored
+        for name in self.reports:
+            weight = ranks.broadcast_object(self.loader(name)() if ranks.is_main else None)
             if weight is not None and not ranks.is_main:
-                store.weights[name] = store._reader(name, weight)
-        return store
+                self.weights[name] = self._reader(name, weight)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
         """Store the losses of a layer at several sparsities.
@@ -204,9 +191,9 @@ class ResultStore:
 
     def pop(self, layer: PrunableLayer) -> Tensor:
         """As `weight`, and release it from memory."""
-        weight = self.weight(layer)
+        load = self.loader(layer.name)
         self.weights.pop(layer.name, None)
-        return weight
+        return load()
 
     def release(self) -> None:
         """Release the lock of the folder; the files remain until `discard`."""
