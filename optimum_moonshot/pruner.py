@@ -18,7 +18,8 @@ from .errors import MoonshotError, require
 from .pipeline.inputs import Subject
 from .pipeline.run_context import run_context
 from .planning.plan import Room, make_plan
-from .runs.prune import compact_pruned, note_rotation, prune_model, rotate_model
+from .runs.prune import prune_model, rotate_model
+from .runs.record import compact_pruned, note_rotation
 from .runs.sparsity_path import SparsityPath, prune_path
 from .runs.sweep import Sweep, sweep
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
 
 from ..checkpoint.in_memory import is_packed
 from ..distributed.ranks import SINGLE_PROCESS, processes
@@ -15,10 +14,7 @@ from ..model.layers import rest_onloaded
 from ..model.offload import write_to
 from .inputs import Subject
 
-
-def check_unpacked(model: nn.Module) -> None:
-    """Raise `MoonshotError` for a model that is packed in memory."""
-    require(not is_packed(model), 'the model is packed in memory: call pruner.to_runtime("dense") first')
+PACKED = 'the model is packed in memory: call pruner.to_runtime("dense") first'
 
 
 @contextmanager
@@ -37,7 +33,7 @@ def run_context(
     message = "torch.inference_mode() forbids gradients: prune outside of it"
     require(not torch.is_inference_mode_enabled(), message)
     require(loss is None or callable(loss), "give a function of output and inputs", field="loss", value=loss)
-    check_unpacked(model)
+    require(not is_packed(model), PACKED)
     together = nullcontext(SINGLE_PROCESS) if alone else processes()
     with together as ranks, called_by(model, forward), rest_onloaded(model):
         write_to(model, offload_dir)

@@ -32,7 +32,10 @@ def attach_report(
         report: further fields of the `PruneReport`.
         record: further fields of the `PruningRecord`.
     """
-    config, spilled = selection.config, prepared.storage.spilled
+    config, spilled, processes = selection.config, prepared.storage.spilled, prepared.ranks.size
+    alone = ["the rotation was learned"] if config.rotation is not None else []
+    alone += ["the blocks were recovered"] if config.recover is not None else []
+    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
     pruned = PruneReport(
         config={**config.to_dict(), "offload_dir": None},  # a published report contains no local folders
         layers=layers,
@@ -45,7 +48,7 @@ def attach_report(
             *prepared.backoff.notes,
             *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
             *([offload_note] if offload_note else []),
-            *_divided(prepared, selection),
+            *([f"{processes} processes shared the samples and the layers{by_one}"] if processes > 1 else []),
         ],
         **(report or {}),
     )
@@ -59,14 +62,3 @@ def attach_report(
         **(record or {}),
     ).attach(prepared.model)
     return pruned
-
-
-def _divided(prepared: Prepared, selection: Selection) -> list[str]:
-    """A note on the division of a run among several processes."""
-    processes, config = prepared.ranks.size, selection.config
-    if processes == 1:
-        return []
-    alone = ["the rotation was learned"] if config.rotation is not None else []
-    alone += ["the blocks were recovered"] if config.recover is not None else []
-    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
-    return [f"{processes} processes shared the samples and the layers{by_one}"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..allocation.fisher import ROWS, SHARE, SPARSITIES, sampled_count
+from ..allocation.loss_curves import ROWS, SHARE, SPARSITIES, sampled_count
 from ..calibration.accumulators import STAGED, GradientPlan, numbers_per_row
 from ..calibration.observer import Observer
 from ..calibration.storage import Storage

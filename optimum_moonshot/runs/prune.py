@@ -1,6 +1,5 @@
 """Prune or rotate a model: select → prepare → solve every layer → recover → commit."""
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -8,18 +7,15 @@ from typing import Any
 
 from ..config import MoonshotConfig
 from ..model.calls import frozen
-from ..model.compaction import Compaction, compact_model
 from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
 from ..pipeline.exchange import broadcast_first, share_recovered
-from ..pipeline.inputs import Prepared, Subject, prepare, sample_folder
-from ..pipeline.run_context import check_unpacked
+from ..pipeline.inputs import Subject, prepare, sample_folder
 from ..pipeline.selection import select
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..recovery.blockwise import Recovery
 from ..reports.prune_report import PruneReport
-from ..reports.record import PruningRecord
 from ..reports.rotation_report import RotationReport
 from .expert_pruning import prune_experts
 from .layers import prune_layers
@@ -40,7 +36,9 @@ def prune_model(
     if config.pattern == Experts.kind:
         return prune_experts(subject, config, calibration, resume_dir)
     started, recovering = time.perf_counter(), 0.0
-    prepared, variant = _open(subject, config, calibration, resume_dir)
+    selection = select(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
         with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
@@ -72,7 +70,9 @@ def rotate_model(
         MoonshotError: bad data, or as `rotate`.
     """
     calibration = config.calibration if calibration is None else calibration
-    prepared, variant = _open(subject, config, calibration, resume_dir)
+    selection = select(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
     try:
         with rotated(prepared, [variant], stays=True):
             pass
@@ -80,33 +80,3 @@ def rotate_model(
         variant.store.release()
     assert variant.rotated is not None
     return variant.rotated.report, variant.store.discard
-
-
-def _open(
-    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
-) -> tuple[Prepared, Variant]:
-    selection = select(subject.model, config)
-    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
-    return prepared, Variant.open(prepared, selection, resume_dir, "resume_dir")
-
-
-def compact_pruned(model: Any, report: PruneReport) -> tuple[Any, Compaction]:
-    """As `compact_model`, noted in the report and the record; a model with fewer experts is compact already.
-
-    Raises:
-        MoonshotError: as `compact_model`, or the model is packed.
-    """
-    if report.config["pattern"] == Experts.kind and report.compaction is not None:
-        return model, Compaction.from_dict(report.compaction)
-    check_unpacked(model)
-    model, compaction = compact_model(model)
-    dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(model)
-    report.compaction = compaction.to_dict()
-    return model, compaction
-
-
-def note_rotation(model: Any, report: PruneReport, rotation: RotationReport) -> None:
-    """Add an earlier rotation to the report of a pruned model, and to its record."""
-    report.rotation, record = rotation, PruningRecord.of(model)
-    if record is not None:
-        dataclasses.replace(record, rotation=rotation.summary()).attach(model)

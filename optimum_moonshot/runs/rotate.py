@@ -4,30 +4,35 @@ Afterwards the model is another checkpoint of the same function; `ModelRotation.
 failure.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..devices import trim_host_memory
 from ..errors import Text, require
-from ..model.layers import PrunableLayer
-from ..objective.patterns import Pattern
 from ..pipeline.backoff import SMALLER, enough_memory
 from ..pipeline.exchange import learned_in_first
 from ..pipeline.inputs import Prepared
-from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.rotation_report import RotationReport
-from ..results.store import ResultStore
 from ..rotation.basis import Basis
 from ..rotation.channel_permutation import permute_channels
 from ..rotation.learning import Learned, learn, rotations
 from ..rotation.model_rotation import ModelRotation
-from ..rotation.objective import Objective
 from ..rotation.scaling import scale
 from ..rotation.search import check_invariance, check_same, outputs
 from .rotation_objective import WHERE, PatternsOf, find_spaces, gather, is_rotated, offload_inverses
+
+if TYPE_CHECKING:
+    from ..model.layers import PrunableLayer
+    from ..objective.patterns import Pattern
+    from ..pipeline.variant import Variant
+    from ..results.store import ResultStore
+    from ..rotation.objective import Objective
 
 # Steps of learning between two states that survive an interruption.
 SAVED_EVERY = 10

@@ -1,8 +1,11 @@
 """The objective of a rotation: inverse Gram matrices of a model whose norms' gains are folded, from one pass."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,13 +19,15 @@ from ..objective.patterns import Pattern, Unstructured
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import ModelPipeline
-from ..pipeline.stages import Stage
 from ..rotation.objective import Group, Matrix, Objective, sampled, set_totals, widest
 from ..rotation.permutation_search import competing
 from ..rotation.scaling import OutputMoments
 from ..rotation.search import find
-from ..rotation.spaces import Space
 from ..rotation.statistics import FisherAtZero, coordinates, inverse
+
+if TYPE_CHECKING:
+    from ..pipeline.stages import Stage
+    from ..rotation.spaces import Space
 
 # In messages: the phase of the run, and its cached tensors.
 WHERE, INVERSE = "the rotation", "inverse for the rotation"

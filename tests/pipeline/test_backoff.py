@@ -20,8 +20,8 @@ from optimum_moonshot.recovery import tuning
 from optimum_moonshot.recovery.student import Task
 from optimum_moonshot.rotation import channel_permutation as ordering
 from optimum_moonshot.rotation import learning, objective
+from optimum_moonshot.runs import layer, rotation_objective
 from optimum_moonshot.runs import layers as solving
-from optimum_moonshot.runs import rotation_objective
 from optimum_moonshot.solvers.ranked import Ranked
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
@@ -106,7 +106,7 @@ PLACES = {
     "squares": (InputSquares, "add"),
     "gradients": (GradientSums, "add"),
     "allocation": (Storage, "empty"),
-    "solver": (solving, "solve_layer"),
+    "solver": (layer, "solve_layer"),
     "slices": (layer_solving, "weight_losses"),
     "ranking": (Ranked, "rank"),
     "curve": (fisher_allocation, "loss_curve"),
