@@ -94,8 +94,9 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     require(listed, "give a list of numbers", field="sparsities", value=sparsities)
     for sparsity in sparsities:
         check_number("sparsities", sparsity)
-    unique = len(set(sparsities)) == len(sparsities)
-    require(unique, "a value is given twice", field="sparsities", value=list(sparsities))
+    require(
+        len(set(sparsities)) == len(sparsities), "a value is given twice", field="sparsities", value=list(sparsities)
+    )
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:

@@ -25,23 +25,20 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     count = torch.Size(shape).numel()
+    size = max(count * dtype.itemsize, 1)
     handle, path = tempfile.mkstemp(prefix="moonshot-", suffix=".cache", dir=folder)
     try:
-        _reserve(handle, path, max(count * dtype.itemsize, 1))
+        # Allocate the whole file: on a full disk, writing to a mapped hole raises SIGBUS, which kills the process.
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(handle, 0, size)
+        elif shutil.disk_usage(path).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flat = torch.from_file(path, shared=True, size=count, dtype=dtype)
     finally:
         os.close(handle)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     return flat.view(shape)
-
-
-def _reserve(handle: int, path: str, size: int) -> None:
-    """Allocate the whole file: on a full disk, writing to a mapped hole raises SIGBUS, which kills the process."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        os.posix_fallocate(handle, 0, size)
-    elif shutil.disk_usage(path).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class SpillFile:

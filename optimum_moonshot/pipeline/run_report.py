@@ -20,17 +20,10 @@ def attach_report(
     report: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> PruneReport:
-    """The report of a run, whose record is attached to the model.
+    """The report of a run; its record is attached to the pruned model.
 
-    Args:
-        prepared: the model, already pruned, and the data.
-        selection: of the result.
-        layers: their reports.
-        seconds: by phase, with the total.
-        notes: of the run, before those on memory and processes.
-        offload_note: on offloaded blocks.
-        report: further fields of the `PruneReport`.
-        record: further fields of the `PruningRecord`.
+    `layers` are the reports of the layers, `seconds` by phase with the total, and `notes` precede those on memory and
+    processes; `report` and `record` are further fields of the `PruneReport` and the `PruningRecord`.
     """
     config, spilled, processes = selection.config, prepared.storage.spilled, prepared.ranks.size
     alone = ["the rotation was learned"] if config.rotation is not None else []

@@ -106,9 +106,12 @@ def sweep(
         entries = [_entry(prepared, variant, metric) for variant in bar]
     seconds, spent = time.perf_counter() - started, sum(entry.seconds for entry in entries)
     lead = prepared.selection.config
+    name = "calibration perplexity" if _has_perplexity(prepared) else "calibration loss"
+    if callable(metric):
+        name = getattr(metric, "__name__", "metric").replace("_", " ")
     report = SweepReport(
         solver=lead.solver,
-        metric=_metric_name(prepared, metric),
+        metric="metric" if name == "<lambda>" else name,
         maximize=maximize,
         dense=dense[0],
         entries=entries,
@@ -118,13 +121,6 @@ def sweep(
         versions=versions(),
     )
     return Sweep(solved, report)
-
-
-def _metric_name(prepared: Prepared, metric: str | Metric) -> str:
-    if callable(metric):
-        name = getattr(metric, "__name__", "metric")
-        return "metric" if name == "<lambda>" else name.replace("_", " ")
-    return "calibration perplexity" if _has_perplexity(prepared) else "calibration loss"
 
 
 def _has_perplexity(prepared: Prepared) -> bool:

@@ -135,7 +135,10 @@ def solve_variants(
     variants: list[Variant] = []
     with released_on_failure(variants):
         for selection in selections:
-            folder = None if work_dir is None else Path(work_dir) / _folder(selection)
+            config = selection.config
+            sparsity = "" if config.sparsity is None else f"-{config.sparsity:g}"
+            name = f"{config.pattern.replace(':', 'of')}{sparsity}-lam{selection.lam:g}"
+            folder = None if work_dir is None else Path(work_dir) / name
             variants.append(Variant.open(prepared, selection, folder, "work_dir"))
         measure(prepared)
         with rotated(prepared, variants, stays=False):
@@ -150,12 +153,6 @@ def _solve(prepared: Prepared, variants: list[Variant]) -> ModelPipeline:
         source = prune_layers(prepared, variants, bar)
         prepared.backoff.share()
         return source
-
-
-def _folder(selection: Selection) -> str:
-    config = selection.config
-    sparsity = "" if config.sparsity is None else f"-{config.sparsity:g}"
-    return f"{config.pattern.replace(':', 'of')}{sparsity}-lam{selection.lam:g}"
 
 
 @contextmanager
