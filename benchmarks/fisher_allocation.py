@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_moonshot import MoonshotConfig, MoonshotPruner, perplexity
+from optimum_moonshot.allocation import allocate
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.objective.loss_allocation import LossCurve
 from optimum_moonshot.objective.patterns import Unstructured
@@ -27,7 +28,6 @@ from optimum_moonshot.pipeline.selection import Subject, select
 from optimum_moonshot.pipeline.statistics_source import StatisticsSource
 from optimum_moonshot.pipeline.variant import Variant
 from optimum_moonshot.results.store import ResultStore
-from optimum_moonshot.runs import layers as solving
 
 SIX = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 
@@ -90,17 +90,17 @@ class Bench:
     def six(self, config: MoonshotConfig) -> dict:
         """Prune with curves from six full solves, which replace those of the run."""
         curves = self.six_curves(dataclasses.replace(config, sparsity=0.5))
-        original = solving.gather_curves
+        original = allocate.gather_curves
 
         def lend(_, variants):
             for variant in variants:
                 variant.store.curves.update(curves)
 
-        solving.gather_curves = lend
+        allocate.gather_curves = lend
         try:
             return self.run(dataclasses.replace(config, allocation="fisher"))
         finally:
-            solving.gather_curves = original
+            allocate.gather_curves = original
 
     def run(self, config: MoonshotConfig) -> dict:
         pruner = MoonshotPruner(copy.deepcopy(self.model), config, self.tokenizer)

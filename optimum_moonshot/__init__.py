@@ -9,53 +9,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .integrations.registration import register_soon
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .checkpoint.loading import load_pruned
-    from .checkpoint.saving import convert
-    from .checkpoint.verification import Verification, verify
-    from .config import MoonshotConfig
-    from .data.self_calibration import SelfCalibration
-    from .errors import MoonshotError
-    from .evaluation.images import accuracy
-    from .evaluation.text import perplexity
-    from .evaluation.zeroshot import zero_shot
-    from .functional import prune_weight, prune_weight_path
-    from .integrations.trainer import MoonshotCallback
-    from .integrations.transformers import MoonshotPrunedCheckpoint
-    from .masks import keep_sparsity
-    from .model.compaction import Compaction, compact_model
-    from .pruner import MoonshotPruner
-    from .reports.prune_report import LayerReport, PruneReport
-    from .reports.sweep_report import SweepReport
-    from .solvers import register_solver
-
-__all__ = [
-    "Compaction",
-    "LayerReport",
-    "MoonshotCallback",
-    "MoonshotConfig",
-    "MoonshotError",
-    "MoonshotPrunedCheckpoint",
-    "MoonshotPruner",
-    "PruneReport",
-    "SelfCalibration",
-    "SweepReport",
-    "Verification",
-    "__version__",
-    "accuracy",
-    "compact_model",
-    "convert",
-    "keep_sparsity",
-    "load_pruned",
-    "perplexity",
-    "prune_weight",
-    "prune_weight_path",
-    "register_solver",
-    "verify",
-    "zero_shot",
-]
+    from .checkpoint.loading import load_pruned as load_pruned
+    from .checkpoint.saving import convert as convert
+    from .checkpoint.verification import Verification as Verification
+    from .checkpoint.verification import verify as verify
+    from .config import MoonshotConfig as MoonshotConfig
+    from .data.self_calibration import SelfCalibration as SelfCalibration
+    from .errors import MoonshotError as MoonshotError
+    from .evaluation.images import accuracy as accuracy
+    from .evaluation.text import perplexity as perplexity
+    from .evaluation.zeroshot import zero_shot as zero_shot
+    from .functional import prune_weight as prune_weight
+    from .functional import prune_weight_path as prune_weight_path
+    from .integrations.trainer import MoonshotCallback as MoonshotCallback
+    from .integrations.transformers import MoonshotPrunedCheckpoint as MoonshotPrunedCheckpoint
+    from .masks import keep_sparsity as keep_sparsity
+    from .model.compaction import Compaction as Compaction
+    from .model.compaction import compact_model as compact_model
+    from .pruner import MoonshotPruner as MoonshotPruner
+    from .reports.prune_report import LayerReport as LayerReport
+    from .reports.prune_report import PruneReport as PruneReport
+    from .reports.sweep_report import SweepReport as SweepReport
+    from .solvers import register_solver as register_solver
 
 _MODULES = {
     "Compaction": "model.compaction",
@@ -81,6 +59,7 @@ _MODULES = {
     "verify": "checkpoint.verification",
     "zero_shot": "evaluation.zeroshot",
 }
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""What is asked of an accelerator: its memory, its random state, and which one there is.
+"""The only queries of an accelerator: its memory, random state and synchronization; and memory freed on the host.
 
-Everything else asks here, so that one place knows CUDA, and a stand-in for it (tests/support/other_device.py) shows a
-tensor that was left on the host.
+Tests replace them by those of another device (tests/support/other_device.py), which reveals tensors left on the host.
 """
 
+import ctypes
 import gc
 import re
 import resource
@@ -13,27 +13,37 @@ from contextlib import contextmanager
 
 import torch
 
-# What torch and the libraries below it say, where the error has no class of its own.
+# Errors of torch and the libraries below it without a class for them.
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: |you tried to allocate|out of memory|_STATUS_ALLOC_FAILED")
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def default_device() -> torch.device:
-    """A GPU where there is one, else the CPU."""
+    """A GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device has memory of its own, and does much at once."""
+    """Whether a device has separate memory and runs asynchronously."""
     return device.type not in ("cpu", "meta")
 
 
+def trim_host_memory() -> None:
+    """Return the memory of freed tensors to the system, else the next phase is charged with it.
+
+    glibc keeps freed memory below any live allocation, such as packed weights or calibration caches.
+    """
+    if _TRIM is not None:
+        _TRIM(0)
+
+
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nobody uses."""
+    """Free memory of a GPU."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Bytes: on a GPU the most allocated since `reset_peak`, on a CPU the process's largest resident size so far."""
+    """Peak bytes: allocated on a GPU since `reset_peak`, or resident in the process so far."""
     if is_gpu(device):
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -41,38 +51,34 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no more memory."""
+    """Whether a device, or the host, is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def release_unused(device: torch.device) -> None:
-    """Return what nothing refers to any more, so that larger pieces can be had of it."""
+    """Release unreachable tensors and the GPU's cached segments, which are too small for larger tensors."""
     gc.collect()
     if is_gpu(device):
         torch.cuda.empty_cache()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count a GPU's peak from here on."""
+    """Start to measure a GPU's peak."""
     if is_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a GPU has done what it was asked to."""
+    """Wait for all kernels of a GPU."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def own_random_numbers(device: torch.device | None = None) -> Iterator[None]:
-    """What torch draws inside leaves no trace outside.
-
-    Args:
-        device: beside the CPU; None is every GPU.
-    """
+    """Restore torch's random state on exit: of the CPU, and of `device`, or of every GPU."""
     gpus = range(torch.cuda.device_count()) if device is None else [device] if is_gpu(device) else []
     with torch.random.fork_rng(devices=gpus):
         yield

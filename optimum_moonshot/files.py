@@ -1,4 +1,4 @@
-"""Write files into a folder all at once: they appear when every one of them is complete."""
+"""Write files atomically: those of a folder appear together once all are complete."""
 
 import contextlib
 import json
@@ -34,15 +34,9 @@ _CONFIG, _LOCK = "config.json", ".lock"
 
 @contextmanager
 def staged(field: str, directory: str | os.PathLike[str], model: bool = True) -> Iterator[Path]:
-    """A temporary folder whose files move to `directory` when the block succeeds, and are deleted when it fails.
+    """A temporary folder whose files move to `directory`, created if missing, if the block succeeds.
 
-    Args:
-        field: the argument that names the folder, for messages.
-        directory: the folder, created if missing.
-        model: whether the files are a model, which replaces all weight files of `directory`.
-
-    Yields:
-        The temporary folder.
+    The files of a `model` replace all weight files of `directory`, which `field` names in messages.
 
     Raises:
         MoonshotError: the folder cannot be written, or the disk is full.
@@ -78,9 +72,7 @@ def _serialized(directory: Path) -> Iterator[None]:
 def locked(path: Path, timeout: float = 0) -> Iterator[None]:
     """Hold a lock file, which is deleted at the end; the system releases the lock of a process that dies.
 
-    Args:
-        path: of the lock file, in a folder that exists.
-        timeout: seconds to wait for another holder; negative: without limit.
+    A negative timeout, in seconds, waits without limit.
 
     Raises:
         filelock.Timeout: another process or thread holds it.
@@ -95,12 +87,7 @@ def locked(path: Path, timeout: float = 0) -> Iterator[None]:
 
 
 def check_folder(field: str, path: Any) -> None:
-    """Raise `MoonshotError` for a path that is not a folder and cannot become one.
-
-    Args:
-        field: the argument that names the path.
-        path: of a folder that exists or not.
-    """
+    """Raise `MoonshotError` for a path that is not a folder and cannot become one."""
     check_path(field, path)
     folder = Path(path)
     with writing(field, path):  # a name may be too long for `exists`
@@ -112,12 +99,7 @@ def check_folder(field: str, path: Any) -> None:
 
 
 def replace_file(path: str | os.PathLike[str], content: str) -> None:
-    """Write a text file atomically.
-
-    Args:
-        path: of the file.
-        content: its text; lone surrogates, as file names may contain them, are escaped as in JSON.
-    """
+    """Write a text file atomically; lone surrogates, as file names may contain them, are escaped as in JSON."""
     path = Path(path)
     partial = path.with_name(path.name + UNFINISHED)
     partial.write_text(content, encoding="utf-8", errors="backslashreplace")
@@ -130,7 +112,7 @@ def is_weights(path: Path) -> bool:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Delete the temporary folders of saves that were killed: a save that is running holds the lock of its own."""
+    """Delete the temporary folders of killed saves: one that still runs holds the lock of its folder."""
     for path in directory.glob(STAGING_PREFIX + "*"):
         with contextlib.suppress(OSError), locked(path / _LOCK):
             shutil.rmtree(path)
@@ -157,15 +139,7 @@ def _move(staging: Path, directory: Path) -> None:
 
 @contextmanager
 def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert the errors of a full disk or of missing permissions to `MoonshotError`.
-
-    Args:
-        field: the argument that names the path, for the message.
-        path: the file or folder that is written.
-
-    Raises:
-        MoonshotError: the block raises such an error.
-    """
+    """Convert the block's errors of a full disk or of missing permissions to `MoonshotError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -173,13 +147,7 @@ def writing(field: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The object in it.
+    """The object in a JSON file.
 
     Raises:
         MoonshotError: the file does not exist, or does not contain a JSON object.

@@ -78,15 +78,7 @@ def prune_weight_path(
 
 
 def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
-    """Raise `MoonshotError` unless the configuration supports several sparsities by one elimination.
-
-    Args:
-        config: its solver must rank removals, and its pattern must be unstructured.
-        sparsities: distinct numbers.
-
-    Raises:
-        MoonshotError: another solver or pattern, or sparsities that are no list of distinct numbers.
-    """
+    """Raise `MoonshotError` unless the solver ranks removals, the pattern is unstructured, the sparsities distinct."""
     ranking = [name for name in solver_names() if solver_class(name).ranks_removals]
     require(
         config.solver in ranking,
@@ -102,12 +94,12 @@ def check_ranked(config: MoonshotConfig, sparsities: Sequence[float]) -> None:
     require(listed, "give a list of numbers", field="sparsities", value=sparsities)
     for sparsity in sparsities:
         check_number("sparsities", sparsity)
-    unique = len(set(sparsities)) == len(sparsities)
-    require(unique, "a value is given twice", field="sparsities", value=list(sparsities))
+    require(
+        len(set(sparsities)) == len(sparsities), "a value is given twice", field="sparsities", value=list(sparsities)
+    )
 
 
 def _in_dtype(result: PrunedWeight, weight: Tensor) -> PrunedWeight:
-    """The result in the dtype of the dense weight."""
     return PrunedWeight(result.weight.to(weight.dtype), result.keep, result.damping, result.notes)
 
 
@@ -157,15 +149,9 @@ def _problem(
 def build_objective(
     solver: Solver, pattern: Pattern, weight: Tensor, gram: Tensor, gradients: Tensor | None, lam: float
 ) -> Objective:
-    """Build the objective that a solver requires from full statistics.
+    """The objective that a solver requires, from full statistics.
 
-    Args:
-        solver: its `objective` and `column_block` determine the objective.
-        pattern: the pruning pattern.
-        weight: dense weight, [d_out, d_in].
-        gram: G, [d_in, d_in] or [groups, d_in, d_in] in float32.
-        gradients: A_n, [N, d_out, d_in]; None at λ = 1.
-        lam: λ in [0, 1].
+    These are G, [d_in, d_in] or [groups, d_in, d_in] in float32, and A_n, [N, d_out, d_in] (None at λ = 1).
 
     Raises:
         FactorizationError: G is far from positive semidefinite.
@@ -183,17 +169,12 @@ def _check_config(config: Any) -> None:
     require(isinstance(config, MoonshotConfig), f"config is a {type(config).__name__}: give a MoonshotConfig")
 
 
-def _kind(tensor: Tensor) -> str:
-    """The kind of a tensor that is not plain, for a message."""
-    if tensor.is_quantized:
-        return "quantized"
-    return "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-
-
 def _check_tensor(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None:
     require(isinstance(tensor, Tensor), f"{name} is a {type(tensor).__name__}: give a torch.Tensor")
-    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    require(plain, f"{name} is {_kind(tensor)}: give a plain, dense tensor")
+    kinds = {"quantized": tensor.is_quantized, "nested": tensor.is_nested}
+    kinds[f"of layout {tensor.layout}"] = tensor.layout is not torch.strided
+    for kind, holds in kinds.items():
+        require(not holds, f"{name} is {kind}: give a plain, dense tensor")
     require(not tensor.is_meta, f"{name} is on the meta device, which has no values: give a tensor with values")
     wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     require(wide, f"{name} has dtype {tensor.dtype}: give a floating-point tensor of at least 16 bits")

@@ -15,12 +15,9 @@ from torch import Tensor
 
 
 def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """An uninitialised tensor whose memory is a file on disk, for as long as the tensor lives.
+    """An uninitialised tensor whose memory is a file, deleted with it, in a folder that is created if missing.
 
-    Args:
-        shape: any.
-        dtype: any.
-        folder: of the file, created if missing; None: the system's folder for temporary files.
+    None: the system's folder for temporary files.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -28,9 +25,14 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     count = torch.Size(shape).numel()
+    size = max(count * dtype.itemsize, 1)
     handle, path = tempfile.mkstemp(prefix="moonshot-", suffix=".cache", dir=folder)
     try:
-        _reserve(handle, path, max(count * dtype.itemsize, 1))
+        # Allocate the whole file: on a full disk, writing to a mapped hole raises SIGBUS, which kills the process.
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(handle, 0, size)
+        elif shutil.disk_usage(path).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flat = torch.from_file(path, shared=True, size=count, dtype=dtype)
     finally:
         os.close(handle)
@@ -39,20 +41,8 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, folder: str | os.P
     return flat.view(shape)
 
 
-def _reserve(handle: int, path: str, size: int) -> None:
-    """Allocate the whole file: on a full disk, writing to a mapped hole raises SIGBUS, which kills the process."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        os.posix_fallocate(handle, 0, size)
-    elif shutil.disk_usage(path).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 class SpillFile:
-    """Tensors stored one after another in a temporary file, which use no memory until they are read.
-
-    Args:
-        folder: of the file, created if missing; None: the system's folder for temporary files.
-    """
+    """Tensors stored one after another in a temporary file; `folder` as for `mapped_tensor`."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None):
         self.folder = folder
@@ -61,13 +51,7 @@ class SpillFile:
         self._lock = Lock()
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Write a tensor.
-
-        Args:
-            tensor: of any shape, in host memory.
-
-        Returns:
-            A function that reads it back, into new host memory.
+        """Write a tensor in host memory; returns a function that reads it into new host memory.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full.

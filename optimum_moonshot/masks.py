@@ -123,11 +123,7 @@ def _selected_layers(
 
 
 class Masks:
-    """The masks of some layers, taken from the current zeros of their weights.
-
-    Args:
-        layers: the layers.
-    """
+    """The masks of some layers, taken from the current zeros of their weights."""
 
     def __init__(self, layers: list[PrunableLayer]):
         self.layers = layers
@@ -216,12 +212,8 @@ def torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 def clear(tensor: Tensor, keep: Tensor) -> None:
     """Set a tensor to +0 where `keep` is False, in place.
 
-    It multiplies the bit patterns as integers: NaN, infinity and -0 become +0 too, and on a CPU this takes a quarter of
-    the time, since torch converts bool to int much faster than to float.
-
-    Args:
-        tensor: any shape, may be sharded.
-        keep: bool, like the local shard of the tensor.
+    The mask is like the local shard of the tensor. Bit patterns are multiplied as integers: NaN, infinity and -0 become
+    +0 too, and a CPU takes a quarter of the time, since torch converts bool to int much faster than to float.
     """
     local = _local(tensor)
     local.view(INTEGERS[local.itemsize]).mul_(keep)
@@ -233,12 +225,7 @@ def layer_follows(layer: PrunableLayer, pattern: NM) -> bool:
 
 
 def follows(matrix: Tensor, pattern: NM) -> bool:
-    """Whether at most n of every m consecutive inputs are nonzero; False if m does not divide d_in.
-
-    Args:
-        matrix: a weight, [d_out, d_in].
-        pattern: n:m.
-    """
+    """Whether at most n of every m consecutive inputs of [d_out, d_in] are nonzero; False if m does not divide d_in."""
     d_out, d_in = matrix.shape
     if not pattern.fits((d_out, d_in)):
         return False

@@ -13,13 +13,7 @@ T = TypeVar("T")
 
 
 def progress_bar(iterable: Iterable[T] | None = None, *, shown: bool, **options: Any) -> "tqdm[T]":
-    """A tqdm bar, disabled unless in a notebook or a terminal: a log file would get hundreds of lines.
-
-    Args:
-        iterable: to count; without one, `update` advances the bar.
-        shown: False disables the bar everywhere.
-        options: of tqdm.
-    """
+    """A tqdm bar, disabled unless `shown` in a notebook or a terminal: a log file would get hundreds of lines."""
     return tqdm(iterable, disable=not (shown and bars_are_wanted()), **options)
 
 
@@ -30,7 +24,8 @@ def bars_are_wanted() -> bool:
     transformers = sys.modules.get("transformers.utils.logging")  # not imported: not switched off
     if transformers is not None and not transformers.is_progress_bar_enabled():
         return False
-    return _in_notebook() or bool(getattr(sys.stderr, "isatty", lambda: False)())
+    notebook = any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)  # as `tqdm.auto` has selected
+    return notebook or bool(getattr(sys.stderr, "isatty", lambda: False)())
 
 
 @contextmanager
@@ -45,8 +40,3 @@ def without_transformers_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _in_notebook() -> bool:
-    """Whether `tqdm.auto` selected the notebook widget."""
-    return any(cls.__module__ == "tqdm.notebook" for cls in tqdm.__mro__)

@@ -21,12 +21,7 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def recipe(pattern: str | float, budget: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration; see `MoonshotConfig.recipe`.
-
-    Args:
-        pattern: a sparsity, or "n:m".
-        budget: one of `BUDGETS`.
-        changes: fields with other values.
+    """The fields of a configuration for a sparsity or an n:m pattern, with changes; see `MoonshotConfig.recipe`.
 
     Raises:
         MoonshotError: an unknown budget, or a pattern without a recipe.

@@ -9,7 +9,7 @@ import optimum_moonshot
 PACKAGE = Path(optimum_moonshot.__file__).parent
 # What stands on a floor imports what stands below it, or in the same folder.
 FLOORS = (
-    ("version", "errors", "devices", "malloc_trim"),
+    ("version", "errors", "devices"),
     ("files", "progress", "mapped"),
     ("objective", "distributed"),
     ("solvers", "recipes"),

@@ -1,12 +1,12 @@
-"""How much every layer loses: the same everywhere, by outliers (OWL), by spectra (AlphaPruning), or as the user says.
+"""Sparsities of decoder layers by outliers (OWL) or by spectra (AlphaPruning).
 
-OWL (Yin et al., arXiv 2310.05175) keeps more of the decoder layers with many outliers among |W|·‖x‖₂; AlphaPruning (Lu
-et al., arXiv 2410.10912) keeps more of those whose singular values have the heavier tail. Both score decoder layers;
-all matrices of one get the same sparsity, up to one weight. A layer outside of the decoder layers is scored alone.
+OWL (Yin et al., arXiv 2310.05175) prunes decoder layers less that have many outliers among |W|·‖x‖₂; AlphaPruning (Lu
+et al., arXiv 2410.10912) those whose singular values have the heavier tail. All matrices of a decoder layer get the
+same sparsity, up to one weight; a layer outside of them is scored alone.
 
-Whatever the scores, exactly ``round(sparsity · total)`` of all weights go: the blocks' sparsities are shifted (OWL) or
-scaled (AlphaPruning) until their clipped values have the wanted mean over the weights, then each layer's share is
-rounded down and the largest remainders up. Every layer's comparison groups share its count without a remainder.
+Exactly ``round(sparsity · total)`` of all weights are removed for any scores: the blocks' sparsities are shifted (OWL)
+or scaled (AlphaPruning) until their clipped values have the target mean over the weights; then the layers' counts are
+rounded by largest remainders. Comparison groups divide the count of a layer without a remainder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ..config import MoonshotConfig
     from ..model.layers import PrunableLayer
 
-# AlphaPruning: bins of the histogram whose peak bounds the search for the tail's start, and those bounds.
+# AlphaPruning: bins of the histogram, and bounds, relative to its peak, of the start of the tail.
 BINS, LOWEST, HIGHEST = 100, 0.95, 1.5
-# Rows of the matrix of Kolmogorov-Smirnov distances pass in slices of about this many bytes.
+# Size of a slice of rows of the matrix of Kolmogorov-Smirnov distances.
 SLICE_BYTES = 64 * 2**20
 
 
@@ -39,22 +39,18 @@ def block_scores(
     input_squares: dict[str, Tensor],
     progress: bool = False,
 ) -> list[float]:
-    """OWL's or AlphaPruning's score of every block of the dense model; no sparsity enters it.
+    """The score of every block of the dense model by OWL or AlphaPruning, for any sparsity.
 
-    Args:
-        config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
-        blocks: the layers that get the same sparsity, their weights present until the next ones are asked for.
-        input_squares: layer → Σ x² of its inputs in the dense model, [d_in]; OWL alone uses them.
-        progress: show a bar: AlphaPruning takes the singular values of every matrix.
+    The layers of a block are onloaded until the next block. `input_squares` are Σ x² of a layer's inputs [d_in], for
+    OWL.
 
     Raises:
         MoonshotError: AlphaPruning on a block whose spectra have no tail.
     """
     if config.allocation == "owl":
+        threshold = config.owl_threshold
         return [
-            outlier_share(
-                [layer.matrix for layer in block], [input_squares[layer.name] for layer in block], config.owl_threshold
-            )
+            outlier_share([each.matrix for each in block], [input_squares[each.name] for each in block], threshold)
             for block in blocks
         ]
     bar = progress_bar(blocks, desc="singular values", unit="block", leave=False, shown=progress)
@@ -64,13 +60,7 @@ def block_scores(
 def allocate(
     config: MoonshotConfig, blocks: Sequence[Sequence[PrunableLayer]], scores: list[float]
 ) -> tuple[dict[str, Unstructured], str]:
-    """The pattern of every layer at the configuration's sparsity by the blocks' scores, and a note for the report.
-
-    Args:
-        config: ``allocation="owl"`` or ``"alpha"``, and the method's parameters.
-        blocks: the layers that get the same sparsity.
-        scores: of `block_scores`, one for each.
-    """
+    """The pattern of every layer at the configuration's sparsity by the scores of its blocks, and a note."""
     sizes = {layer.name: layer.shape[0] * layer.shape[1] for block in blocks for layer in block}
     sparsity = config.sparsity
     assert sparsity is not None  # the pattern is unstructured
@@ -87,8 +77,8 @@ def allocate(
 
 
 def _mean_exponent(block: Sequence[PrunableLayer]) -> float:
-    found = [exponent for layer in block if (exponent := tail_exponent(layer.matrix)) is not None]
-    if not found:
+    exponents = [exponent for layer in block if (exponent := tail_exponent(layer.matrix)) is not None]
+    if not exponents:
         names = ", ".join(layer.name for layer in block)
         raise MoonshotError(
             f"the singular values of {names} have no tail to fit",
@@ -96,16 +86,13 @@ def _mean_exponent(block: Sequence[PrunableLayer]) -> float:
             value="alpha",
             hint=Text("{} layers of zeros, or use {}", "ignore", Option("allocation", "owl")),
         )
-    return sum(found) / len(found)
+    return sum(exponents) / len(exponents)
 
 
 def outlier_share(weights: list[Tensor], input_squares: list[Tensor], threshold: float) -> float:
-    """OWL's score of a block, in percent: the |W|·‖x‖₂ above `threshold` times the mean of them all.
+    """OWL's score of a block, in percent: the |W|·‖x‖₂ above `threshold` (M) times their mean.
 
-    Args:
-        weights: the block's matrices, [d_out, d_in] each.
-        input_squares: Σ x² over every token, [d_in] each, or [groups, d_in] where rows read inputs of their own.
-        threshold: M.
+    `input_squares` are Σ x² over all tokens, [d_in], or [groups, d_in] for groups of rows with separate inputs.
     """
     total, size = 0.0, sum(weight.numel() for weight in weights)
     for weight, squares in zip(weights, input_squares, strict=True):
@@ -125,8 +112,8 @@ def _magnitudes(weight: Tensor, squares: Tensor) -> Tensor:
 def tail_exponent(weight: Tensor) -> float | None:
     """AlphaPruning's exponent of a power law fitted to the tail of the squared singular values of [d_out, d_in].
 
-    The tail starts at the value, among those near the peak of the log-histogram, from which on the fit has the least
-    Kolmogorov-Smirnov distance. None where no two different singular values allow a fit.
+    The tail starts at the value, among those near the peak of the log-histogram, with the least Kolmogorov-Smirnov
+    distance of the fit. None without two different singular values.
     """
     gram = weight.double()
     gram = gram @ gram.T if len(gram) <= gram.shape[1] else gram.T @ gram
@@ -150,60 +137,51 @@ def _tail_starts(values: Tensor) -> Tensor:
     logs = values.log10()
     low, high = logs[0].item(), logs[-1].item()
     peak = 10 ** torch.linspace(low, high, BINS + 1, dtype=logs.dtype)[torch.histc(logs, BINS, low, high).argmax()]
-    # The lower bound is a logarithm compared with values that are none: so it is in the authors' code.
+    # The lower bound compares a logarithm with values, as in the authors' code.
     fits = (values[:-1] >= (LOWEST * peak).log10()) & (values[:-1] <= HIGHEST * peak)
     return fits.nonzero().squeeze(1)
 
 
 def _distances(logs: Tensor, starts: Tensor, exponents: Tensor) -> Tensor:
-    """Kolmogorov-Smirnov distances of the tails from `starts` on to their power laws."""
+    """Kolmogorov-Smirnov distances between the tails that begin at `starts` and their power laws."""
     index = torch.arange(len(logs))
-    found = []
+    distances = []
     for part in torch.arange(len(starts)).split(max(1, SLICE_BYTES // (8 * len(logs)))):
         start, exponent = starts[part, None], exponents[part, None]
         fitted = 1 - ((logs - logs[start]) * (1 - exponent)).exp()
         observed = (index - start) / (len(logs) - start)
-        found.append((fitted - observed).abs().masked_fill(index < start, 0).amax(1))
-    return torch.cat(found)
+        distances.append((fitted - observed).abs().masked_fill(index < start, 0).amax(1))
+    return torch.cat(distances)
 
 
 def owl_sparsities(scores: list[float], sizes: list[int], sparsity: float, spread: float) -> list[float]:
-    """Sparsities of blocks: densities 1 - s spread over 2·`spread`, more where the share of outliers is larger.
+    """Sparsities of blocks by `outlier_share`: linear, over a range of 2·`spread` (λ_OWL), lower for more outliers.
 
-    Args:
-        scores: of `outlier_share`.
-        sizes: weights of each block.
-        sparsity: the mean over all weights.
-        spread: λ_OWL.
+    `sizes` are the weights of each block, over all of which `sparsity` is the mean.
     """
-    unit = _unit(scores)
-    asked = [sparsity - 2 * spread * value for value in unit]
-    return _meet(lambda shift: [value + shift for value in asked], -1 - spread, 1 + 2 * spread, sizes, sparsity)
+    targets = [sparsity - 2 * spread * value for value in _unit(scores)]
+    return _at_mean(lambda shift: [value + shift for value in targets], -1 - spread, 1 + 2 * spread, sizes, sparsity)
 
 
 def alpha_sparsities(exponents: list[float], sizes: list[int], sparsity: float, spread: float) -> list[float]:
-    """Sparsities of blocks in proportion to 1 - `spread` … 1 + `spread`, less where the tail is heavier.
+    """As `owl_sparsities`, in proportion to 1 - `spread` … 1 + `spread` (τ), lower for a heavier tail.
 
-    Args:
-        exponents: the mean of the matrices' `tail_exponent` per block.
-        sizes: weights of each block.
-        sparsity: the mean over all weights.
-        spread: τ.
+    `exponents` are the mean `tail_exponent` of each block.
     """
     weights = [1 - spread + 2 * spread * value for value in _unit(exponents)]
-    return _meet(lambda factor: [factor * value for value in weights], 0.0, 1 / (1 - spread), sizes, sparsity)
+    return _at_mean(lambda factor: [factor * value for value in weights], 0.0, 1 / (1 - spread), sizes, sparsity)
 
 
 def _unit(scores: list[float]) -> list[float]:
-    """Mapped linearly to [0, 1]; equal scores to the middle."""
+    """Scores mapped linearly to [0, 1]; equal ones to 0.5."""
     low, high = min(scores), max(scores)
     return [(score - low) / (high - low) if high > low else 0.5 for score in scores]
 
 
-def _meet(
+def _at_mean(
     values: Callable[[float], list[float]], low: float, high: float, sizes: list[int], mean: float
 ) -> list[float]:
-    """`values(x)`, growing in x, clipped to [0, 1], at the x in [low, high] where their mean by `sizes` is `mean`."""
+    """`values(x)`, increasing in x and clipped to [0, 1], at the x in [low, high] with a weighted mean of `mean`."""
     total = mean * sum(sizes)
     clipped: list[float] = []
     for _ in range(200):
@@ -216,28 +194,17 @@ def _meet(
     return clipped
 
 
-def apportion(shares: list[float], total: int) -> list[int]:
-    """Whole numbers near shares, with a given sum: shares are rounded down, those with the largest remainders up.
-
-    Args:
-        shares: at least 0; together within rounding of the total.
-        total: what the numbers add up to.
-    """
-    counts = [math.floor(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda k: counts[k] - shares[k])
+def apportion(quotas: list[float], total: int) -> list[int]:
+    """Round quotas to integers with a given sum, by largest remainders; the quotas have that sum up to rounding."""
+    counts = [math.floor(quota) for quota in quotas]
+    order = sorted(range(len(quotas)), key=lambda k: counts[k] - quotas[k])
     for k in order[: total - sum(counts)]:
         counts[k] += 1
     return counts
 
 
 def exact_patterns(sizes: dict[str, int], sparsities: dict[str, float], sparsity: float) -> dict[str, Unstructured]:
-    """Patterns of layers that together remove ``round(sparsity · total)`` weights.
-
-    Args:
-        sizes: layer → its number of weights.
-        sparsities: layer → the share that it should lose, in [0, 1].
-        sparsity: the mean of these over all weights.
-    """
-    shares = [sizes[name] * sparsities[name] for name in sizes]
-    counts = apportion(shares, round(sparsity * sum(sizes.values())))
+    """Patterns near the sparsities of layers that together remove ``round(sparsity · total)`` weights."""
+    quotas = [sizes[name] * sparsities[name] for name in sizes]
+    counts = apportion(quotas, round(sparsity * sum(sizes.values())))
     return {name: Unstructured(count / sizes[name], exact=True) for name, count in zip(sizes, counts, strict=True)}

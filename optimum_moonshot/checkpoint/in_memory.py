@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensor
 from transformers import PreTrainedModel
 
+from ..devices import trim_host_memory
 from ..errors import MoonshotError, check_choice, naming, require
 from ..files import staged
-from ..malloc_trim import trim_host_memory
 from ..model.layer_kinds import find_layer
 from ..model.offload import visiting
 from ..packing import PackedLayer

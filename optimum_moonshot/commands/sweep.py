@@ -128,14 +128,14 @@ def _sweep(
 def _config(args: argparse.Namespace, seed: int) -> "MoonshotConfig":
     """The configuration that the variants of a seed share; checks all variants before anything is loaded."""
     from ..objective.patterns import own_sparsity
-    from ..runs.sweep import variants
+    from ..runs.variants import combinations
 
     single = {"seed": seed, "pattern": args.patterns[0]}
     if not own_sparsity(args.patterns[0]):
         single["sparsity"] = args.sparsities[0]
     config = make_config(argparse.Namespace(**{**vars(args), **single}))
     with usage_errors():
-        variants(config, *_variants(args).values())
+        combinations(config, *_variants(args).values())
     return config
 
 

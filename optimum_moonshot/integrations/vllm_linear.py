@@ -22,8 +22,8 @@ from vllm.model_executor.model_loader.weight_utils import download_safetensors_i
 
 from ..checkpoint.file_integrity import check_files, checksums_wanted
 from ..checkpoint.weight_files import METHOD, PACKED_INDEX, Layers, described_layers, read_header
+from ..devices import trim_host_memory
 from ..errors import MoonshotError, naming, require
-from ..malloc_trim import trim_host_memory
 from ..packing import Codec
 from ..runtime.packed_linear import packed_parts
 from ..runtime.smallest import pack_if_smaller

@@ -31,10 +31,9 @@ import torch
 from ..calibration.merging import Owner, merge_statistics
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
-from ..devices import is_out_of_memory, release_unused
+from ..devices import is_out_of_memory, release_unused, trim_host_memory
 from ..distributed.ranks import SINGLE_PROCESS, Ranks
 from ..errors import MoonshotError, Text, one_line
-from ..malloc_trim import trim_host_memory
 from ..objective.row_slices import SliceLimit
 
 Value = TypeVar("Value")

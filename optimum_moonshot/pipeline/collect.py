@@ -8,8 +8,8 @@ from functools import partial
 from ..calibration.accumulators import GradientPlan
 from ..calibration.merging import merge_statistics
 from ..calibration.observer import LayerStatistics, Observer
+from ..devices import trim_host_memory
 from ..errors import MoonshotError, Text
-from ..malloc_trim import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
 from .partition import Part

@@ -78,11 +78,16 @@ class Prepared:
         return to_device(shorten(self.calibration.batches[0]), model_device(self.model))
 
 
-def sample_folder(subject: Subject, resume_dir: str | os.PathLike[str] | None) -> RunFolder | None:
-    """The folder for samples that the model generates; None in memory, or where another process writes."""
-    if resume_dir is None or not subject.is_main:
+def sample_folder(
+    subject: Subject, folder: str | os.PathLike[str] | None, field: str = "resume_dir"
+) -> RunFolder | None:
+    """The folder of generated samples in that of a run ("resume_dir") or of variants ("work_dir").
+
+    None: in memory, or this process does not write.
+    """
+    if folder is None or not subject.is_main:
         return None
-    return RunFolder(resume_dir, "resume_dir").for_samples()
+    return RunFolder(folder, field).for_samples(of_one_run=field == "resume_dir")
 
 
 @enough_memory()

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from ..calibration.observer import LayerStatistics
 from ..data.batches import Batch
-from ..malloc_trim import trim_host_memory
+from ..devices import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
 from .collect import collect

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..calibration.storage import Storage
 from ..data.batches import Batch, batch_size
-from ..malloc_trim import trim_host_memory
+from ..devices import trim_host_memory
 from ..model.calls import (
     Arguments,
     BlockCall,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ from ..model.offload import Changes, Offloaded
 from ..objective.allocation_rules import METHODS
 from ..objective.loss_allocation import LossCurve
 from ..objective.patterns import MixedNM, Pattern
-from ..reports.measurement import versions
 from ..reports.prune_report import LayerReport, PruneReport
-from ..reports.record import PruningRecord
 from ..results.store import ResultStore, fingerprint
 from ..rotation.basis import ModelRotation
 from ..rotation.learning import Learned
 from .inputs import Prepared
+from .run_report import attach_report
 from .selection import Selection
+
+Value = TypeVar("Value")
 
 
 class Variant:
@@ -95,59 +97,32 @@ class Variant:
                 dense.restore()
 
     def report(self, prepared: Prepared, seconds: dict[str, float]) -> PruneReport:
-        """The report of the run, which is attached to the model's configuration too.
-
-        `seconds` are those of calibration, solver, recovery (where there was one) and total.
-        """
-        structure, store, spilled = self.selection.structure, self.store, prepared.storage.spilled
-        config = self.selection.config
+        """The report, whose record is attached to the model; `seconds` by phase, with the total."""
+        structure, store = self.selection.structure, self.store
         layers = [store.reports[layer.name] for layer in self.layers]
-        notes = [
-            *self.notes,
-            *prepared.backoff.notes,
-            *([f"{spilled / 2**30:.2f} GiB of caches went to disk"] if spilled else []),
-        ]
-        if prepared.block_probe is not None:
-            place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
-            notes.append(f"blocks stayed {place}: one at a time was brought")
-        report = PruneReport(
-            config={**config.to_dict(), "offload_dir": None},  # nobody's folders in what is published
-            layers=layers,
-            skipped={**structure.skipped, **self.skipped},
-            calibration=None if prepared.data is None else prepared.data.describe(),
-            seconds=seconds,
-            peak_memory=max(layer.peak_memory for layer in layers),
-            versions=versions(),
-            notes=notes + process_notes(prepared),
-            parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),  # tied ones once
-            recovery=[store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
-            rotation=None if self.rotated is None else self.rotated.report,
-        )
-        allocated = layers if config.allocation in METHODS[1:] else ()
+        place = "on disk" if is_on_disk(structure.blocks) else "in host memory"
+        rotation = None if self.rotated is None else self.rotated.report
+        allocated = layers if self.selection.config.allocation in METHODS[1:] else ()
         targets = {layer.name: layer.target_sparsity for layer in allocated if layer.target_sparsity is not None}
-        PruningRecord(
-            config=report.config,
-            solver_options=config.hyperparameters(),
-            lam=self.selection.lam,
-            sparsity=report.sparsity,
-            calibration=report.calibration,
-            versions=report.versions,
-            dense=tuple(self.skipped),
-            rotation=None if self.rotated is None else self.rotated.report.summary(),
-            allocated=targets,
-        ).attach(prepared.model)
-        return report
-
-
-def process_notes(prepared: Prepared) -> list[str]:
-    """A note on the work of several processes, for the report; none of one process."""
-    config, size = prepared.selection.config, prepared.backoff.processes
-    if size == 1:
-        return []
-    alone = ["the rotation was learned"] if config.rotation is not None else []
-    alone += ["the blocks were recovered"] if config.recover is not None else []
-    by_one = f"; {' and '.join(alone)} by one of them" if alone else ""
-    return [f"{size} processes shared the samples and the layers{by_one}"]
+        return attach_report(
+            prepared,
+            self.selection,
+            layers,
+            seconds,
+            self.notes,
+            None if prepared.block_probe is None else f"blocks stayed {place}: one at a time was brought",
+            {
+                "skipped": {**structure.skipped, **self.skipped},
+                "parameters": sum(each.numel() for each in prepared.model.parameters()),  # tied ones once
+                "recovery": [store.blocks[block.name] for block in structure.blocks if block.name in store.blocks],
+                "rotation": rotation,
+            },
+            {
+                "dense": tuple(self.skipped),
+                "rotation": None if rotation is None else rotation.summary(),
+                "allocated": targets,
+            },
+        )
 
 
 @dataclass
@@ -183,7 +158,7 @@ def _swap(variant: Variant, weight: Callable[[PrunableLayer], Tensor]) -> _Dense
             if block is not None and isinstance(block.weights, Offloaded):
                 dense.offloaded.append((block.weights, block.weights.changes()))
                 for layer in layers:
-                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer)))
+                    block.weights.replace(layer.parameter, _parameter(layer, variant.store.loader(layer.name)))
                 continue
             with nullcontext() if block is None else block.onloaded():
                 for layer in layers:
@@ -275,10 +250,17 @@ def share_recovered(prepared: Prepared, variant: Variant) -> None:
             store.put_block(report, weights)
 
 
-def share_rotation(prepared: Prepared, state: Learned | None) -> Learned | None:
-    """The first process's state of learning a rotation, in all processes."""
+def learned_in_first(prepared: Prepared, learn: Callable[[], Learned | None]) -> Learned | None:
+    """The state of a rotation that the first process learns or has stored, in all processes."""
     ranks = prepared.subject.ranks
+    state = learn() if ranks.is_main else None
     if ranks.size == 1:
         return state
     saved = ranks.broadcast_object(None if state is None else state.saved())
     return None if saved is None else Learned.load(*saved)
+
+
+def broadcast_first(prepared: Prepared, work: Callable[[], Value]) -> Value:
+    """The result of work that the first process does while the others wait, in all processes."""
+    ranks = prepared.subject.ranks
+    return ranks.broadcast_object(cast(Value, work() if ranks.is_main else None))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..calibration.storage import Storage, free_memory
+from ..config import memory_size
 from ..data.batches import Batch, batch_size, split_batches
 from ..data.text import LONGEST, CalibrationData, load_calibration
 from ..errors import MoonshotError, Text, reason, require
@@ -32,6 +33,13 @@ class Room:
 
     device: int | None = None  # bytes of the device in total, including the model
     host: int | None = None  # bytes of host memory that are free
+
+    @classmethod
+    def of(cls, device_memory: int | str | None, host_memory: int | str | None) -> "Room | None":
+        """The sizes of another machine, in bytes or as text; None if neither is given."""
+        sizes = {"device_memory": device_memory, "host_memory": host_memory}
+        numbers = {name: None if size is None else memory_size(name, size) for name, size in sizes.items()}
+        return None if not any(numbers.values()) else cls(numbers["device_memory"], numbers["host_memory"])
 
 
 def build_spec(

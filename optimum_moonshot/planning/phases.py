@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import nn
 
-from ..allocation.fisher import SampledRows, sampled_count, sampled_rows, trial_patterns
+from ..allocation.loss_curves import SampledRows, sampled_count, sampled_rows, trial_patterns
 from ..calibration.accumulators import GradientPlan
 from ..model.layers import Block, PrunableLayer
 from ..pipeline.spec import StatisticsSpec

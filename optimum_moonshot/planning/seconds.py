@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..allocation.fisher import ROWS, SHARE, SPARSITIES, sampled_count
+from ..allocation.loss_curves import ROWS, SHARE, SPARSITIES, sampled_count
 from ..data.text import CalibrationData
 from ..devices import wait_for
 from ..model.calls import frozen, model_device

@@ -1,83 +1,69 @@
-"""Recovery, without labels: tune the weights that survived until each block does again what it did dense.
+"""Recovery without labels: tune the surviving weights of each block to reproduce the dense block.
 
-Two streams of hidden states run forward over the blocks, in a cache each. The dense model's, d, gives every block g its
-targets; those of the recovered prefix, h, are its inputs, exactly as it will see them in the pruned model:
+Two streams of hidden states pass the blocks, each in a cache. Those of the dense model, d, give each block g its
+targets; those of the recovered prefix, h, are its inputs, exactly as in the pruned model:
 
     min over the surviving weights of block f:   mean over tokens of |f(h) - g(d)|² / |g(d)|²
 
-"blockwise" begins with the weights that the run pruned, "gradual" prunes each block once more, in stages (gradual.py);
-neither changes the results of the run, so that a killed recovery resumes at its block. One block's
-optimizer state is alive at a time. Norms and biases stay as they are.
+"blockwise" starts from the pruned weights of the run, "gradual" prunes each block again in stages (gradual.py). The
+results of the run remain unchanged, so that an interrupted recovery resumes at its block. Only one block's optimizer
+state is in memory. Norms and biases are not tuned.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-
-from torch import Tensor
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..data.batches import Batch, batch_size, split_batches
 from ..errors import Option, Text, require
 from ..model.calls import frozen
-from ..model.layers import Block, all_onloaded
-from ..model.losses import token_mask
+from ..model.layers import Block, PrunableLayer, all_onloaded
 from ..pipeline.block_sequences import BlockSequences, find_block_sequences
 from ..pipeline.inputs import Prepared
 from ..pipeline.loop import run_pipeline
 from ..pipeline.model_pipeline import block_pipeline, streamed
-from ..pipeline.stages import BlockPipeline
 from ..pipeline.variant import Variant
 from ..progress import progress_bar
 from ..reports.prune_report import BlockReport
 from .gradual import Gradual
-from .student import Student, Task, Tensors, positions
+from .student import Student, Task, Tensors, padding_mask
 from .tuning import Tuner, part_size
 
 
+@dataclass(eq=False)
 class RecoveryStage:
-    """A block, with the inputs and the targets of its recovery.
+    """A block of the dense model, with the inputs and targets of its recovery."""
 
-    Args:
-        block: of the dense model.
-        number: of the block.
-        task: its inputs and targets.
-        student: gives the block with its pruned weights, as the store has them.
-        leads_on: whether another stage follows.
-    """
-
-    def __init__(self, block: Block, number: int, task: Task, student: Callable[[Block], Student], leads_on: bool):
-        self.block, self.number, self.task, self.leads_on = block, number, task, leads_on
-        self.layers, self._make, self._student = block.layers, student, list[Student]()
-
-    def onloaded(self) -> AbstractContextManager[None]:
-        """As `Stage.onloaded`."""
-        return self.block.onloaded()
+    block: Block
+    number: int
+    task: Task
+    make: Callable[[Block], Student]  # from the pruned weights in the store
+    last: bool
 
     @property
-    def student(self) -> Student:
-        """The block that is trained."""
-        if not self._student:
-            self._student.append(self._make(self.block))
-        return self._student[0]
+    def layers(self) -> tuple[PrunableLayer, ...]:
+        return self.block.layers
 
-    def advance_targets(self) -> None:
-        """Replace the dense model's inputs of the block by its outputs, the targets."""
-        self.task.advance(self.task.targets, Student(self.block, [], set()).rounded())
+    def onloaded(self) -> AbstractContextManager[None]:
+        return self.block.onloaded()
+
+    @cached_property
+    def student(self) -> Student:
+        """Created while the block is onloaded."""
+        return self.make(self.block)
 
     def advance(self) -> None:
-        """As `Stage.advance`: the outputs of the recovered block are the next one's inputs."""
-        if self.leads_on:
+        """The outputs of the recovered block are the inputs of the next."""
+        if not self.last:
             self.task.advance(self.task.inputs, self.student.rounded())
 
 
 class Recovery:
-    """The recovery of one run's results; as a pipeline, the stages of its blocks.
+    """A pipeline over the sequential blocks of a dense, frozen model, which recovers the results of a run.
 
-    Args:
-        prepared: the model, dense and frozen, and the data.
-        sequence: the sequential blocks.
-        variant: of the run: how many steps, at which rate, and the seed of their order; the pruned weights in its
-            store, which gets the recovered ones.
+    The store of the variant has the pruned weights, and receives the recovered ones.
     """
 
     def __init__(self, prepared: Prepared, sequence: tuple[Block, ...], variant: Variant):
@@ -88,24 +74,18 @@ class Recovery:
         self.whole_batches = split_batches(data.batches, part_size(data.num_samples))
         self.gradual: Gradual | None = None
         if self.config.recover == "gradual":
-            arguments = variant.pattern_of, self.config.recover_steps, self.batches, self.backoff
-            self.gradual = Gradual(variant.selection.solver, *arguments)
+            solver, steps = variant.selection.solver, self.config.recover_steps
+            self.gradual = Gradual(solver, variant.pattern_of, steps, self.batches, self.backoff)
         self.where = sequence[0].name  # the current block
 
     @classmethod
-    def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery | None":
-        """The recovery that follows a run, if one was asked for; what it cannot do is found here, before any work.
-
-        Args:
-            prepared: the model and the data.
-            variant: of the run, which gets a note on what is not recovered.
+    def plan(cls, prepared: Prepared, variant: Variant) -> "Recovery":
+        """The recovery after a run that is configured with one; layers outside of the blocks are noted in the variant.
 
         Raises:
-            MoonshotError: no data, or no pruned layers inside of a chain of blocks.
+            MoonshotError: no data, or no pruned layers in sequential blocks.
         """
         model, config, structure = prepared.model, variant.selection.config, variant.selection.structure
-        if config.recover is None:
-            return None
         recover = Option("recover", config.recover)
         require(prepared.data is not None, Text("{} needs data", recover), field="calibration", value=None)
         part_size(prepared.calibration.num_samples)
@@ -128,12 +108,12 @@ class Recovery:
         return cls(prepared, sequences.sequential[0], variant)
 
     def batches(self) -> list[Batch]:
-        """The batches, as small as backoff has made them."""
+        """The batches, which become smaller by backoff."""
         samples = self.backoff.samples
         return self.whole_batches if samples is None else split_batches(self.whole_batches, samples)
 
     def run(self) -> float:
-        """Recover every block that is not recovered yet, under a bar; returns the seconds it took."""
+        """Recover every block that is not recovered yet; returns the seconds."""
         started = time.perf_counter()
         total, shown = sum(bool(block.layers) for block in self.blocks), self.prepared.subject.progress
         with progress_bar(total=total, desc="recovering", unit="block", shown=shown) as bar:
@@ -142,7 +122,9 @@ class Recovery:
                 self.where = stage.block.name
                 bar.set_postfix_str(self.where)
                 with self.backoff.together():
-                    self.recover(stage)
+                    stage.task.advance(stage.task.targets, Student(stage.block, [], set()).rounded())
+                    if stage.student.trained and stage.block.name not in self.store.blocks:
+                        self.store.put_block(*self._recover(stage))
                 bar.update(bool(stage.layers))
 
             run_pipeline(self, visit, self.backoff, self.batches, lambda: self.where)
@@ -150,48 +132,24 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveryStage]:
         prepared, batches = self.prepared, self.batches()
-        pipeline: BlockPipeline
-        if prepared.block_probe is not None:
-            pipeline = streamed(prepared, batches, False)
-        else:
-            pipeline = block_pipeline(prepared, self.blocks, batches, False)
+        offloaded = prepared.block_probe is not None
+        pipeline = (
+            streamed(prepared, batches, False) if offloaded else block_pipeline(prepared, self.blocks, batches, False)
+        )
         pipeline.capture()
         dense = [call.hidden for call in pipeline.calls[pipeline.lowest]]
         inputs = [self.storage.put(hidden, "inputs of recovered blocks") for hidden in dense]
-        masks = [self._mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
+        masks = [padding_mask(batch, hidden) for batch, hidden in zip(batches, dense, strict=True)]
         for i in range(pipeline.lowest, pipeline.highest + 1):
             task = Task(self.blocks[i].module, pipeline.calls[i], inputs, dense, masks)
-            yield RecoveryStage(self.blocks[i], i, task, self._student, i < pipeline.highest)
-
-    def recover(self, stage: RecoveryStage) -> None:
-        """Recover a block, if it is not recovered yet.
-
-        Args:
-            stage: onloaded.
-        """
-        stage.advance_targets()
-        if stage.student.trained and stage.block.name not in self.store.blocks:
-            self.store.put_block(*self._recover(stage))
-
-    def _mask(self, batch: Batch, hidden: Tensor) -> Tensor | None:
-        """Which of a hidden state's positions are no padding; None for all."""
-        mask = token_mask(batch)
-        if mask is None or bool(mask.all()):
-            return None
-        require(
-            positions(hidden).shape[:2] == mask.shape,
-            f"hidden states of shape {list(hidden.shape)} do not show which tokens are padding",
-            field="recover",
-            hint="use samples of equal length",
-        )
-        return mask
+            yield RecoveryStage(self.blocks[i], i, task, self._student, i == pipeline.highest)
 
     def _student(self, block: Block) -> Student:
-        """The block with its pruned weights. A layer that other blocks share is not tuned."""
-        inside, here = set(map(id, block.module.parameters())), set(block.module.modules())
+        """The block with its pruned weights. A layer that is shared with other blocks is not tuned."""
+        parameters, modules = set(map(id, block.module.parameters())), set(block.module.modules())
         solved = [layer for layer in self.structure.layers() if layer in self.store]
-        layers = [layer for layer in solved if id(layer.parameter) in inside]
-        tuned = {layer.name for layer in layers if here.issuperset(layer.modules)}
+        layers = [layer for layer in solved if id(layer.parameter) in parameters]
+        tuned = {layer.name for layer in layers if modules.issuperset(layer.modules)}
         return Student(block, [(layer, self.store.weight(layer)) for layer in layers], tuned)
 
     def _recover(self, stage: RecoveryStage) -> tuple[BlockReport, Tensors]:

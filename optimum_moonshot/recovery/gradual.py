@@ -1,13 +1,13 @@
-"""Pruning a block in stages while it is tuned: each time to more of its sparsity, from the weights that it has by then.
+"""Gradual recovery: prune a block in stages of increasing sparsity, and tune it between them.
 
-A layer that loses most of its weights at once has no way back: its survivors were chosen for a block that no longer is.
-Here the block begins dense again. Stage q of `STAGES` removes the share 1 - (1 - q/STAGES)³ of what the layer is to
-lose (the schedule of Zhu and Gupta, arXiv 1710.01878), by the run's solver, with the Gram matrix of what the layer
-reads *now*, behind the recovered blocks and in this block as it was tuned; then the survivors are tuned towards the
-dense block's output. n:m patterns keep fewer and fewer of every m. A weight that is gone may come back later.
+The survivors of a layer that loses most of its weights at once were selected for a block that no longer exists. Here
+the block starts dense. Stage q of `STAGES` removes the fraction 1 - (1 - q/STAGES)³ of the layer's sparsity (the
+schedule of Zhu and Gupta, arXiv 1710.01878) by the run's solver, with the Gram matrix of the *current* inputs, behind
+the recovered blocks and in this block as tuned so far; then the survivors are tuned towards the dense block's outputs.
+n:m patterns keep fewer and fewer of every m. Removed weights may return in a later stage.
 
-The reconstruction error is the only objective: tuning is towards the outputs, and the gradients of the whole model's
-loss were those of the dense model (what λ < 1 gains in one shot is gone after a recovery, docs/measured.md).
+The reconstruction error is the only objective: the Fisher gradients belong to the dense model, and recovery removes the
+gain of λ < 1 in one shot (docs/measured.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,36 +28,24 @@ from ..solvers import Solver
 from .student import Student, Task, Tensors
 from .tuning import Tuner
 
-STAGES = 6  # fewer lose, and each costs a pass of the data through the block and a solution of its layers
+STAGES = 6  # fewer lose accuracy; each costs a pass of the data through the block and a solution of its layers
 
 
 def stage_patterns(pattern: Pattern) -> list[Pattern]:
-    """What a layer is pruned by in each stage; the last is its pattern.
-
-    Args:
-        pattern: that it ends with.
-    """
-    shares = [1 - (1 - q / STAGES) ** 3 for q in range(1, STAGES)]
+    """The patterns of a layer in each stage; the last is its final pattern."""
+    fractions = [1 - (1 - q / STAGES) ** 3 for q in range(1, STAGES)]
     if isinstance(pattern, NM):
-        before: list[Pattern] = [NM(pattern.m - round(share * (pattern.m - pattern.n)), pattern.m) for share in shares]
-    else:
-        assert not isinstance(pattern, Experts)  # which are removed in a run of their own
-        before = [pattern.times(share) for share in shares]
-    return [*before, pattern]
+        removed = [round(fraction * (pattern.m - pattern.n)) for fraction in fractions]
+        return [*(NM(pattern.m - count, pattern.m) for count in removed), pattern]
+    assert not isinstance(pattern, Experts)  # a separate run removes them
+    return [*(pattern.times(fraction) for fraction in fractions), pattern]
 
 
 class StagePruning(StatisticsTask):
-    """Solves the layers of a student by their statistics in the block as it is.
+    """Solves the layers of a student for their patterns, from statistics of the current block.
 
-    No result is written to the student before all are solved: a pass over the data for some layers, where the memory
-    takes no more, observes the block that the first pass did.
-
-    Args:
-        solver: of the run.
-        patterns: layer → its pattern in this stage of the pruning.
-        samples: N.
-        backoff: of the recovery, with the storage of the statistics.
-        batches: of the recovery.
+    No result is written to the student before all are solved, so that every pass observes the same block even if the
+    memory requires several.
     """
 
     def __init__(
@@ -76,15 +64,13 @@ class StagePruning(StatisticsTask):
         self.unreached: set[str] = set()
 
     def lacks(self, layer: PrunableLayer) -> bool:
-        """As `Task.lacks`."""
         return layer.name not in self.weights and layer.name not in self.unreached
 
     def skip(self, layer: PrunableLayer) -> None:
-        """As `Task.skip`: the layer keeps its weight."""
+        """Keep the layer's weight."""
         self.unreached.add(layer.name)
 
     def solve(self, layer: PrunableLayer, statistics: Statistics) -> None:
-        """As `Task.solve`."""
         try:
             (solved,) = solve_layer(self.spec.solver, layer, self.spec.patterns[layer.name], statistics, 1.0)
         except FactorizationError as error:
@@ -94,14 +80,9 @@ class StagePruning(StatisticsTask):
 
 
 class Gradual:
-    """Prunes and tunes one block after another in stages.
+    """Prunes and tunes blocks in stages; half of the steps of a block follow the last stage, the others the rest.
 
-    Args:
-        solver: of the run.
-        patterns: gives the pattern that a layer ends with.
-        steps: of a block in all; half of them follow the last stage, the others are between stages.
-        batches: of the recovery, as small as backoff has made them.
-        backoff: of the recovery, with the storage of the statistics.
+    `patterns` has the final pattern of a layer; `batches` may become smaller by backoff.
     """
 
     def __init__(
@@ -116,17 +97,12 @@ class Gradual:
         self.between = steps // (2 * (STAGES - 1))
 
     def tune(self, student: Student, task: Task, tuner: Tuner) -> list[str]:
-        """Recover a block from its dense weights on; returns notes.
-
-        Args:
-            student: with the weights that the run pruned; a layer that the data no longer reach keeps those.
-            task: the block's inputs and targets.
-            tuner: of both.
+        """Recover a block from its dense weights; returns notes. A layer without data keeps its pruned weight.
 
         Raises:
             MoonshotError: activations that are not finite, or too little memory for the statistics.
-            FactorizationError: a layer's quadratic stays singular at the largest damping, with the layer's name.
-            Restart: the recovery has to start over with smaller batches.
+            FactorizationError: a layer's quadratic stays singular at the largest damping; it names the layer.
+            Restart: the recovery has to restart with smaller batches.
         """
         pruned = {layer.name: layer.matrix.clone() for layer in student.layers}
         student.to_dense()
@@ -135,13 +111,13 @@ class Gradual:
             if stage:
                 tuner.settle(self.between)
             patterns = {layer.name: stage_patterns(self.patterns(layer))[stage] for layer in student.layers}
-            weights, damped = self._solve(student, task, patterns)
+            weights, solver_notes = self._solve(student, task, patterns)
             student.prune({**pruned, **weights})
-            notes += damped
+            notes += solver_notes
         return [*dict.fromkeys(notes), *tuner.finish()]
 
     def _solve(self, student: Student, task: Task, patterns: Mapping[str, Pattern]) -> tuple[Tensors, list[str]]:
-        """Every layer's weight [d_out, d_in] by its statistics in the block as it is, and notes of the solver."""
+        """The weights [d_out, d_in] of all layers from statistics of the current block, and notes of the solver."""
         sizes = [batch_size(batch) for batch in self.batches()]
         pruning = StagePruning(self.solver, patterns, sum(sizes), self.backoff, self.batches)
         solve_parts(pruning, OpenStage(student.layers, partial(self._observe, student, task, sizes)))
@@ -149,7 +125,6 @@ class Gradual:
 
     @torch.no_grad()
     def _observe(self, student: Student, task: Task, sizes: Sequence[int], observer: PassObserver) -> None:
-        """Pass all data through the student."""
         tensors, first = student.tensors, 0
         device = student.parameters[0].device
         for index, (inputs, mask) in enumerate(zip(task.inputs, task.masks, strict=True)):

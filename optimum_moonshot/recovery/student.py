@@ -1,7 +1,6 @@
-"""A block that learns: its tensors with pruned weights in float32, and what it has to do again.
+"""A trained block: float32 copies of its tensors with the pruned weights, its inputs and its targets.
 
-The user's model only lends its code: a block runs with copies of its weights put in place of its own for the call
-(`torch.func.functional_call`).
+The user's model is not changed: `torch.func.functional_call` runs its code with these copies.
 """
 
 from dataclasses import dataclass, replace
@@ -12,21 +11,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from ..data.batches import Batch
+from ..errors import require
 from ..model.calls import BlockCall, first_tensor, join_hidden, to_device
 from ..model.layers import Block, PrunableLayer
+from ..model.losses import token_mask
 
-TINY = 1e-12  # |target|² below which a token's error is no longer relative
+TINY = 1e-12  # lower bound of |target|² in the relative error
 
 Tensors = dict[str, Tensor]
 
 
 class Student:
-    """A block's tensors with its pruned weights in float32, and which of them train.
+    """The tensors of a dense block with its pruned weights in float32.
 
-    Args:
-        block: of the dense model.
-        weights: the pruned matrices [d_out, d_in] of all layers with a part in the block.
-        tuned: names of the layers that train.
+    `weights` has the pruned matrix [d_out, d_in] of every layer with a parameter in the block; only those of `tuned`
+    are trained.
     """
 
     def __init__(self, block: Block, weights: list[tuple[PrunableLayer, Tensor]], tuned: set[str]):
@@ -57,21 +57,21 @@ class Student:
         return [layer.parameter for layer in self.layers]
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """For an optimizer: every layer's rate is `lr` times the root mean square of its surviving weights."""
+        """Optimizer groups: the rate of a layer is `lr` times the root mean square of its surviving weights."""
         return [
             {"params": [layer.parameter], "lr": lr * float(layer.parameter.detach()[keep].square().mean().sqrt())}
             for layer, keep in zip(self.layers, self.keep.values(), strict=True)
         ]
 
     def mask_gradients(self) -> None:
-        """Weights at zero get no gradient, and Adam leaves them there exactly."""
+        """Set the gradients of removed weights to zero, so that Adam does not change them."""
         for name, layer in self.trained.items():
             gradient = layer.parameter.grad
             assert gradient is not None  # a backward pass has run
             gradient.mul_(self.keep[name])
 
     def rounded(self) -> Tensors:
-        """The block's tensors as they will be in the model, in its dtypes."""
+        """The block's tensors in the dtypes of the model."""
         return {name: tensor.detach().to(self.dense[name].dtype) for name, tensor in self.tensors.items()}
 
     def matrices(self) -> Tensors:
@@ -81,17 +81,13 @@ class Student:
 
     @torch.no_grad()
     def to_dense(self) -> None:
-        """Start anew: every layer that trains has its dense weight."""
+        """Reset every trained layer to its dense weight."""
         for name, layer in self.trained.items():
             layer.parameter.copy_(self.dense[name])
 
     @torch.no_grad()
     def prune(self, weights: Tensors) -> None:
-        """Give layers new weights, whose zeros stay from here on.
-
-        Args:
-            weights: layer → [d_out, d_in].
-        """
+        """Replace the weights [d_out, d_in] of layers; their zeros are the new masks."""
         for name, layer in self.trained.items():
             if layer.name in weights:
                 layer.assign(weights[layer.name])
@@ -112,36 +108,27 @@ def _float32(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Task:
-    """What a block has to learn: its inputs and targets on every batch, in caches, and how both are compared."""
+    """The cached inputs and targets of a block on every batch, and the relative error between outputs and targets.
+
+    `tensors` replace the block's parameters and buffers by name; hidden states are [B, T, D], or of another shape that
+    the block reads.
+    """
 
     module: nn.Module
     calls: list[BlockCall]
-    inputs: list[Tensor]  # h, [B, T, D] or of any shape that the block reads
-    targets: list[Tensor]  # g(d), of the same shape
-    masks: list[Tensor | None]  # bool [B, T], True where a token counts; None for all
+    inputs: list[Tensor]  # h
+    targets: list[Tensor]  # g(d)
+    masks: list[Tensor | None]  # bool [B, T], True where a token counts; None: everywhere
 
     def output(self, index: int, tensors: Tensors, hidden: Tensor, widen: bool = False) -> Tensor:
-        """The block's output on a batch, of the shape of `hidden`.
-
-        Args:
-            index: the batch's number.
-            tensors: in place of the block's own parameters and buffers, by their names.
-            hidden: what the block reads, [B, T, D] or of any shape that it takes.
-            widen: compute in float32, whatever the dtype of the inputs.
-        """
+        """The block's output for a hidden state of batch `index`; `widen` computes in float32."""
         device = next(iter(tensors.values())).device
         arguments = to_device(join_hidden(hidden, self.calls[index]), device)
         args, kwargs = tree_map_only(Tensor, _float32, arguments) if widen else arguments
         return first_tensor(functional_call(self.module, tensors, args, kwargs))
 
     def error(self, index: int, tensors: Tensors, widen: bool = False) -> Tensor:
-        """Σ |output - target|² / |target|² over a batch's tokens, padding left out: a number, with its graph.
-
-        Args:
-            index: as for `output`.
-            tensors: as for `output`.
-            widen: as for `output`.
-        """
+        """Σ |output - target|² / |target|² over the tokens of a batch without padding: a scalar with its graph."""
         output = positions(self.output(index, tensors, self.inputs[index], widen)).float()
         target = positions(self.targets[index]).to(output.device).float()
         errors = (output - target).square().sum(-1) / target.square().sum(-1).clamp_min(TINY)
@@ -149,32 +136,36 @@ class Task:
         return errors.sum() if mask is None else errors[mask.to(errors.device)].sum()
 
     def tokens(self, indices: list[int]) -> int:
-        """How many tokens count in these batches."""
+        """The number of tokens in some batches without padding."""
         pairs = ((self.masks[index], self.targets[index]) for index in indices)
         return sum(positions(target)[..., 0].numel() if mask is None else int(mask.sum()) for mask, target in pairs)
 
     @torch.no_grad()
     def loss(self, indices: list[int], tensors: Tensors) -> float:
-        """The mean relative squared error over the tokens of some batches.
-
-        Args:
-            indices: the batches' numbers.
-            tensors: as for `output`.
-        """
+        """The mean relative squared error over the tokens of some batches."""
         return sum(self.error(index, tensors).item() for index in indices) / self.tokens(indices)
 
     @torch.no_grad()
     def advance(self, states: list[Tensor], tensors: Tensors) -> None:
-        """Replace the block's inputs by its outputs.
-
-        Args:
-            states: what the block reads, for every batch, [B, T, D] or of any shape that it takes; changed in place.
-            tensors: as for `output`.
-        """
+        """Replace the hidden states of all batches by the block's outputs, in place."""
         for index, state in enumerate(states):
             state.copy_(self.output(index, tensors, state))
 
 
 def positions(hidden: Tensor) -> Tensor:
-    """[B, T, D]; a hidden state of another rank is one position per sample."""
+    """A hidden state as [B, T, D]; one of another number of dimensions has one position per sample."""
     return hidden if hidden.ndim == 3 else hidden.flatten(1)[:, None]
+
+
+def padding_mask(batch: Batch, hidden: Tensor) -> Tensor | None:
+    """True at the positions of a hidden state without padding; None: everywhere."""
+    mask = token_mask(batch)
+    if mask is None or bool(mask.all()):
+        return None
+    require(
+        positions(hidden).shape[:2] == mask.shape,
+        f"hidden states of shape {list(hidden.shape)} do not show which tokens are padding",
+        field="recover",
+        hint="use samples of equal length",
+    )
+    return mask

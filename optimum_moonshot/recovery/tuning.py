@@ -1,7 +1,7 @@
-"""Optimizer steps on one block: the surviving weights learn, a share of the samples watches.
+"""Train the surviving weights of one block by Adam on its relative error, without labels.
 
-Adam on the block's relative error, without labels. The samples that are held out decide what is kept: a phase of steps
-never ends in a state that is worse on them than the one that it began with.
+A part of the samples is held out for validation: no phase of training ends in a state with a larger error on them than
+its first.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from ..errors import require
 from .student import Student, Task
 
 STEP_SAMPLES = 8  # samples of one optimizer step
-HELDOUT_SHARE = 8  # one in so many samples is not trained on: it decides when to stop, and whether a block gained
+HELDOUT_SHARE = 8  # one in so many samples is held out, to stop the training and to reject a block without gain
 EVALUATIONS = 10  # of the held-out samples, spread evenly over the steps
-PATIENCE = 3  # evaluations without a new best after which a block is done
+PATIENCE = 3  # evaluations without a new best before training stops
 BETAS = (0.9, 0.95)
 
 
 def part_size(num_samples: int) -> int:
-    """Samples that calibration batches should have at most, so that a share of them can be held out.
+    """The largest number of samples in a batch with which a fraction of them can be held out.
 
     Raises:
-        MoonshotError: there are too few.
+        MoonshotError: fewer than 2 samples.
     """
     message = "recovery holds a fraction of them out, give at least 2"
     require(num_samples >= 2, message, field="num_samples", value=num_samples)
@@ -33,11 +33,7 @@ def part_size(num_samples: int) -> int:
 
 
 def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
-    """Batches by index: those that each optimizer step takes, and the held-out ones, the last.
-
-    Args:
-        sizes: samples of each batch.
-    """
+    """The indices of the batches for each optimizer step, and of the held-out ones, the last, by their samples."""
     heldout: list[int] = []
     while len(heldout) + 1 < len(sizes) and sum(sizes[i] for i in heldout) < max(1, sum(sizes) // HELDOUT_SHARE):
         heldout.insert(0, len(sizes) - len(heldout) - 1)
@@ -50,31 +46,23 @@ def divide(sizes: list[int]) -> tuple[list[list[int]], list[int]]:
 
 
 def divide_parts(sizes: list[int], samples: int | None) -> tuple[list[list[int]], list[int]]:
-    """As `divide`, by the numbers of parts of the batches, each where its batch is.
-
-    Args:
-        sizes: samples of each batch, before it was split.
-        samples: of a part, at most; None leaves the batches whole.
-    """
+    """As `divide`, with the indices of the parts after batches are split into parts of at most `samples` samples."""
     counts = [1 if samples is None else -(-size // samples) for size in sizes]
     ends = list(itertools.accumulate(counts))
     parts = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
     steps, heldout = divide(sizes)
-    return [[part for index in step for part in parts[index]] for step in steps], [
-        part for index in heldout for part in parts[index]
-    ]
+
+    def split(batches: list[int]) -> list[int]:
+        return [part for index in batches for part in parts[index]]
+
+    return [split(step) for step in steps], split(heldout)
 
 
 class Tuner:
-    """Trains one block.
+    """Trains a student on a task.
 
-    Args:
-        student: what learns.
-        task: what it has to learn.
-        config: how many steps, at which rate, and the seed of their order.
-        number: of the block in its chain; blocks have orders of their own.
-        sizes: samples of each batch.
-        samples: of each part that the task has of a batch, at most; None where it has the batches whole.
+    The batches are visited in random orders, which differ by block, of index `number`. `sizes` are their samples; the
+    task has them in parts of at most `samples` samples, or whole (None).
     """
 
     def __init__(
@@ -89,15 +77,15 @@ class Tuner:
         self.student, self.task, self.lr = student, task, config.recover_lr
         self.total = config.recover_steps
         self.groups, self.heldout = divide_parts(sizes, samples)
-        self.order = self._order((config.seed + number) % 2**63)
-        self.taken = 0  # steps, of all phases
+        self.order = self._batches((config.seed + number) % 2**63)
+        self.taken = 0  # steps in all phases
 
     def loss(self) -> float:
-        """The held-out error of the weights as they will be in the model."""
+        """The held-out error of the weights in the dtypes of the model."""
         return self.task.loss(self.heldout, self.student.rounded())
 
     def finish(self) -> list[str]:
-        """The steps that are left, along a cosine; ends at the best of the evaluated states. Returns notes."""
+        """Take the remaining steps with a cosine schedule, and restore the best evaluated state; returns notes."""
         total = self.total - self.taken
         every = max(1, total // EVALUATIONS)
         best, kept, since, step = math.inf, self.student.snapshot(), 0, 0
@@ -114,11 +102,7 @@ class Tuner:
         return [] if step == total else [f"stopped after {self.taken} of {self.total} steps"]
 
     def settle(self, steps: int) -> None:
-        """Some steps at the first rate, undone where the held-out samples gain nothing.
-
-        Args:
-            steps: how many.
-        """
+        """Take some steps at the initial rate; undo them without a gain on the held-out samples."""
         before, kept = self.loss(), self.student.snapshot()
         for _ in self._steps(steps, lambda step: 1.0):
             pass
@@ -126,7 +110,7 @@ class Tuner:
             self.student.restore(kept)
 
     def _steps(self, total: int, rate: Callable[[int], float]) -> Iterator[int]:
-        """Optimizer steps, each yielded once it is taken, with its number from 1 on."""
+        """Take optimizer steps; yields the number of each, from 1 on, after it."""
         optimizer = torch.optim.Adam(self.student.parameter_groups(self.lr), betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         for step in range(1, total + 1):
@@ -141,8 +125,8 @@ class Tuner:
             self.taken += 1
             yield step
 
-    def _order(self, seed: int) -> Iterator[list[int]]:
-        """The batches of step after step: all of them in a new order, again and again."""
+    def _batches(self, seed: int) -> Iterator[list[int]]:
+        """The batches of each step: all of them in a new random order, endlessly."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             for index in torch.randperm(len(self.groups), generator=generator).tolist():

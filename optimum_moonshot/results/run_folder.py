@@ -55,9 +55,6 @@ class RunFolder:
     def open(self, fingerprint: str) -> bool | None:
         """Lock the folder for a run, and delete the results of any other run.
 
-        Args:
-            fingerprint: of everything that the results depend on.
-
         Returns:
             True if the folder contains results of the same run, False if those of another one were deleted, None if
             there were none.
@@ -70,7 +67,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             resumes = self._check_contents()
             self._acquire()
-            same = self._stored_fingerprint() == fingerprint if resumes else None
+            try:
+                same = read_json(self.path / _MANIFEST).get("fingerprint") == fingerprint if resumes else None
+            except MoonshotError as error:
+                raise self._error(str(error), "remove the folder to start again") from None
             self._clear(_INCOMPLETE if same else _WRITTEN)
             if not same:
                 replace_file(self.path / _MANIFEST, json.dumps({"fingerprint": fingerprint}))
@@ -78,7 +78,7 @@ class RunFolder:
         return same
 
     def _check_contents(self) -> bool:
-        """Whether the folder is that of a run; raises where it contains files of anything else."""
+        """Whether the folder is that of a run; raises for other files."""
         resumes = (self.path / _MANIFEST).exists()
         foreign = {path.name for path in self.path.iterdir()} - {_LOCK, _MANIFEST + UNFINISHED, OF_THE_SYSTEM, SAMPLES}
         if foreign and not resumes:
@@ -88,13 +88,13 @@ class RunFolder:
     def _error(self, message: str, hint: str) -> MoonshotError:
         return MoonshotError(message, field=self.field, value=self.path, hint=hint)
 
-    def for_samples(self) -> "RunFolder":
+    def for_samples(self, of_one_run: bool = True) -> "RunFolder":
         """The folder inside this one for generated samples, which exist before the run's fingerprint does.
 
         Raises:
-            MoonshotError: this folder contains other files.
+            MoonshotError: this is the folder of one run, and contains other files.
         """
-        if self.path.is_dir():
+        if of_one_run and self.path.is_dir():
             with writing(self.field, self.path):
                 self._check_contents()
         return RunFolder(self.path / SAMPLES, self.field)
@@ -105,23 +105,10 @@ class RunFolder:
         except Timeout:
             raise self._error("another run writes there", "wait for its end, or give another folder") from None
 
-    def _stored_fingerprint(self) -> Any:
-        try:
-            return read_json(self.path / _MANIFEST).get("fingerprint")
-        except MoonshotError as error:
-            raise self._error(str(error), "remove the folder to start again") from None
-
     def save(self, kind: str, name: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> Path:
-        """Write tensors and a report atomically.
+        """Write contiguous tensors in host memory with a report, atomically; returns the path of the file.
 
-        Args:
-            kind: `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
-            name: of the layer or block, "state", or of the samples.
-            tensors: of any shape, contiguous, in host memory.
-            report: as JSON types.
-
-        Returns:
-            The path of the file.
+        `kind` is `CURVES`, `LAYERS`, `RECOVERED`, `ROTATION` or `SAMPLES`.
 
         Raises:
             MoonshotError: the disk is full, or the folder cannot be written.
@@ -136,14 +123,7 @@ class RunFolder:
         return path
 
     def saved(self, kind: str) -> Iterator[tuple[Path, dict[str, Any] | None, dict[str, Tensor]]]:
-        """Read all results of a kind; damaged files are deleted.
-
-        Args:
-            kind: as for `save`.
-
-        Yields:
-            The path, the report and the tensors; of a damaged file None and {}.
-        """
+        """The path, report and tensors of all results of a kind; None and {} for a damaged file, which is deleted."""
         for path in sorted((self.path / kind).glob("*.safetensors")):
             try:
                 with safe_open(path, "pt") as file:
@@ -163,16 +143,13 @@ class RunFolder:
 
     def discard(self) -> None:
         """Delete the run's files, and the folder if it is empty then; keep those of another run that started since."""
-        try:
+        with contextlib.suppress(OSError, MoonshotError):
             self._acquire()
-        except (MoonshotError, OSError):
-            return
-        try:
-            with contextlib.suppress(OSError, MoonshotError):
+            try:
                 if read_json(self.path / _MANIFEST).get("fingerprint") == self.fingerprint:
                     self._remove()
-        finally:
-            self.release()
+            finally:
+                self.release()
 
     def _remove(self) -> None:
         self._clear()

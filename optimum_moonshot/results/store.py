@@ -29,14 +29,10 @@ _EXPERTS = "experts"  # the losses of each expert, in the file of a mixture's cu
 
 
 class ResultStore:
-    """Pruned weights in the model's dtype, in host memory or in `folder`.
+    """Pruned weights in the model's dtype: in files of `folder`, named by `field` in messages, or in host memory.
 
-    Args:
-        folder: of a file for each result; None keeps them in memory.
-        fingerprint: of everything that the results depend on. Files of another run are deleted, with a note.
-        field: the argument that names the folder, for messages.
-        spilling: without a folder, keep them in an unlinked temporary file.
-        spill_to: the folder of that file; None: the system's folder for temporary files.
+    The fingerprint is that of everything that the results depend on: files of another run are deleted, with a note.
+    Without a folder, `spilling` keeps the weights in an unlinked temporary file in `spill_to` (None: the system's).
 
     Raises:
         MoonshotError: the folder contains other files, or cannot be written.
@@ -85,7 +81,7 @@ class ResultStore:
             if values is None or not all(name in self.reports for name in names):
                 damaged += 1
                 continue
-            weights = {name: self._read(name, tensors) for name in names}
+            weights = {name: self._decoded(name, set(tensors), tensors.__getitem__) for name in names}
             self._recovered(BlockReport.from_dict(values), weights, path)
         if self.reports:
             blocks = f", {len(self.blocks)} recovered blocks" if self.blocks else ""
@@ -103,11 +99,7 @@ class ResultStore:
         return layer.name in self.reports
 
     def put(self, report: LayerReport, weight: Tensor) -> None:
-        """Store a layer's result.
-
-        Args:
-            report: of the layer.
-            weight: the pruned weight, [d_out, d_in], on any device.
+        """Store the report and the pruned weight [d_out, d_in] of a layer.
 
         Raises:
             MoonshotError: the folder cannot be written, or the disk is full.
@@ -134,19 +126,15 @@ class ResultStore:
         restored = broadcast((self.reports, self.blocks, self.curves, self.notes))
         self.reports, self.blocks, self.curves, self.notes = restored
         for name in self.reports:
-            weight = broadcast(None if self.folder is None else self._saved(name)())
+            weight = broadcast(None if self.folder is None else self.loader(name)())
             if weight is not None and self.folder is None:
                 self.weights[name] = self._reader(name, weight)
 
     def put_curve(self, name: str, curve: LossCurve) -> None:
-        """Store a layer's losses at several sparsities.
-
-        Args:
-            name: of the layer.
-            curve: replaces an earlier one.
+        """Store the losses of a layer at several sparsities.
 
         Raises:
-            MoonshotError: the folder cannot be written, or the disk is full.
+            MoonshotError: as `put`.
         """
         if self.folder is not None:
             points = {field: torch.tensor(getattr(curve, field), dtype=torch.float64) for field in _POINTS}
@@ -159,7 +147,7 @@ class ResultStore:
         """Store the state of learning a rotation.
 
         Raises:
-            MoonshotError: the folder cannot be written, or the disk is full.
+            MoonshotError: as `put`.
         """
         if self.folder is not None:
             self.folder.save(ROTATION, "state", *state.saved())
@@ -169,14 +157,10 @@ class ResultStore:
         return self._rotation
 
     def put_block(self, report: BlockReport, weights: dict[str, Tensor]) -> None:
-        """Store the recovered weights of a block's layers, which replace their pruned ones.
-
-        Args:
-            report: of the block.
-            weights: layer → its weight, [d_out, d_in], on any device.
+        """Store the recovered weights [d_out, d_in] of a block's layers, which replace their pruned ones.
 
         Raises:
-            MoonshotError: the folder cannot be written, or the disk is full.
+            MoonshotError: as `put`.
         """
         weights = {name: weight.cpu().contiguous() for name, weight in weights.items()}
         path = None
@@ -195,21 +179,15 @@ class ResultStore:
             self.files.update(dict.fromkeys(weights, path))
 
     def weight(self, layer: PrunableLayer) -> Tensor:
-        """A layer's final weight, [d_out, d_in] in host memory."""
-        return self.loader(layer)()
+        """The final weight of a layer, [d_out, d_in] in host memory."""
+        return self.loader(layer.name)()
 
-    def loader(self, layer: PrunableLayer) -> Callable[[], Tensor]:
-        """A function that returns `weight`, even after the folder was discarded."""
-        return self._saved(layer.name)
-
-    def _saved(self, name: str) -> Callable[[], Tensor]:
+    def loader(self, name: str) -> Callable[[], Tensor]:
+        """A function that returns the weight of a layer, even after the folder was discarded."""
         if name in self.weights:
             return self.weights[name]
         file = safe_open(self.files[name], "pt")  # mapped: readable after the file was deleted
         return lambda: self._decoded(name, set(file.keys()), file.get_tensor)
-
-    def _read(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        return self._decoded(name, set(tensors), tensors.__getitem__)
 
     def _decoded(self, name: str, parts: set[str], read: Callable[[str], Tensor]) -> Tensor:
         rows, columns = self.reports[name].shape
@@ -217,9 +195,9 @@ class ResultStore:
 
     def pop(self, layer: PrunableLayer) -> Tensor:
         """As `weight`, and release it from memory."""
-        weight = self.weight(layer)
+        load = self.loader(layer.name)
         self.weights.pop(layer.name, None)
-        return weight
+        return load()
 
     def release(self) -> None:
         """Release the lock of the folder; the files remain until `discard`."""
@@ -238,12 +216,7 @@ def sparsity_of(weight: Tensor) -> float:
 
 
 def fingerprint(*parts: str, layers: Iterable[PrunableLayer | str]) -> str:
-    """SHA-256 of the settings and of the dense weights, by two float64 sums per layer.
-
-    Args:
-        parts: the settings, and everything else that the results depend on.
-        layers: with their dense weights, or their `weight_sums`.
-    """
+    """SHA-256 of the settings and of the dense weights, of which each layer, or its `weight_sums`, gives two sums."""
     digest = hashlib.sha256("\n".join(parts).encode())
     for layer in layers:
         digest.update((layer if isinstance(layer, str) else weight_sums(layer)).encode())

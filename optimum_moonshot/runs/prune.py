@@ -1,7 +1,8 @@
-"""A pruning: select → prepare → solve every layer → recover → commit; until then the model stays dense."""
+"""Prune or rotate a model: select → prepare → solve every layer → recover → commit."""
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..config import MoonshotConfig
@@ -10,35 +11,29 @@ from ..objective.patterns import Experts
 from ..pipeline.backoff import enough_memory
 from ..pipeline.inputs import prepare, sample_folder
 from ..pipeline.selection import Subject, select
-from ..pipeline.variant import Variant, share_recovered
+from ..pipeline.variant import Variant, broadcast_first, share_recovered
 from ..progress import progress_bar
 from ..recovery.blockwise import Recovery
 from ..reports.prune_report import PruneReport
-from ..results.store import ResultStore
-from .expert_pruning import run_removal
+from ..reports.rotation_report import RotationReport
+from .expert_pruning import prune_experts
 from .layers import prune_layers
 from .rotate import rotated
+
+Discard = Callable[[], None]  # deletes the files of a run, which outlive it until the model is saved
 
 
 def prune_model(
     subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
-) -> tuple[PruneReport, ResultStore]:
-    """Prune a model.
-
-    Args:
-        subject: the model and what belongs to it.
-        config: how.
-        calibration: what `MoonshotPruner.prune` takes.
-        resume_dir: a folder that keeps each layer's result, or None.
-
-    Returns:
-        The report, and what holds the results: its files outlive the run, to be discarded once the model is saved.
+) -> tuple[PruneReport, Discard]:
+    """Prune a model as `MoonshotPruner.prune`; it stays dense until every layer is solved.
 
     Raises:
-        MoonshotError: bad data, layers or statistics, or too little memory; the model is as it was.
+        MoonshotError: bad data, layers or statistics, or too little memory; the model is unchanged.
     """
+    calibration = config.calibration if calibration is None else calibration
     if config.pattern == Experts.kind:
-        return run_removal(subject, config, calibration, resume_dir)
+        return prune_experts(subject, config, calibration, resume_dir)
     started, recovering = time.perf_counter(), 0.0
     selection = select(subject.model, config)
     prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
@@ -46,11 +41,11 @@ def prune_model(
     bar = progress_bar(total=len(variant.selection.layers), desc="pruning", unit="layer", shown=subject.progress)
     try:
         with rotated(prepared, [variant], stays=True) as rotating, enough_memory():
-            recovery = Recovery.plan(prepared, variant)
+            recovery = None if config.recover is None else Recovery.plan(prepared, variant)
             with frozen(subject.model), bar:
                 prune_layers(prepared, [variant], bar)
                 if recovery is not None:
-                    recovering = recovery.run() if subject.is_main else 0.0
+                    recovering = broadcast_first(prepared, recovery.run)
                     share_recovered(prepared, variant)
             prepared.backoff.share()
             variant.commit()
@@ -59,7 +54,28 @@ def prune_model(
     total = time.perf_counter() - started
     calibrating = total - rotating - variant.allocating - variant.solving - recovering
     seconds = {"rotation": rotating} if config.rotation is not None else {}
-    seconds |= {"allocation": variant.allocating} if selection.config.allocation == "fisher" else {}
+    seconds |= {"allocation": variant.allocating} if config.allocation == "fisher" else {}
     seconds |= {"calibration": calibrating, "solver": variant.solving}
     seconds |= {"recovery": recovering} if config.recover is not None else {}
-    return variant.report(prepared, {**seconds, "total": total}), variant.store
+    return variant.report(prepared, {**seconds, "total": total}), variant.store.discard
+
+
+def rotate_model(
+    subject: Subject, config: MoonshotConfig, calibration: Any, resume_dir: str | os.PathLike[str] | None
+) -> tuple[RotationReport, Discard]:
+    """Rotate a model as `MoonshotPruner.rotate`.
+
+    Raises:
+        MoonshotError: bad data, or as `rotate`.
+    """
+    calibration = config.calibration if calibration is None else calibration
+    selection = select(subject.model, config)
+    prepared = prepare(subject, selection, calibration, sample_folder(subject, resume_dir))
+    variant = Variant.open(prepared, selection, resume_dir, "resume_dir")
+    try:
+        with rotated(prepared, [variant], stays=True):
+            pass
+    finally:
+        variant.store.release()
+    assert variant.rotated is not None
+    return variant.rotated.report, variant.store.discard

@@ -1,26 +1,25 @@
 """A model at several sparsities from one calibration and one elimination per layer (OBC, CAP).
 
-A solver that ranks removals (`solvers/ranked.py`) removes everything once: each sparsity is a first part of the same
-ranking, and needs nothing but its surviving weights computed.
+A solver that ranks removals (`solvers/ranked.py`) removes all weights once: each sparsity is a prefix of this ranking,
+and requires only the values of its surviving weights.
 """
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..config import MoonshotConfig
 from ..errors import require
+from ..functional import check_ranked
 from ..pipeline.selection import Subject
 from ..pipeline.variant import Variant
 from ..reports.prune_report import PruneReport
-from .rotate import rotated
-from .sweep import Solved, choose_layers, open_variants, released_on_failure, solve_variants
+from .variants import Solved, combinations, select_layers, solve_variants
 
 
 class SparsityPath:
-    """What `MoonshotPruner.prune_path` returns. The model is dense until `apply`.
+    """The results of `MoonshotPruner.prune_path`. The model is dense until `apply`.
 
     ```python
     path = pruner.prune_path("c4", [0.5, 0.7, 0.9])
@@ -32,12 +31,10 @@ class SparsityPath:
     ```
     """
 
-    def __init__(self, solved: Solved, report: Callable[[PruneReport], None]):
+    def __init__(self, solved: Solved, report: Callable[[PruneReport], PruneReport]):
         self._solved, self._report = solved, report
         sparsities = [(variant.selection.config.sparsity, variant) for variant in solved.variants]
         self._variants = {sparsity: variant for sparsity, variant in sparsities if sparsity is not None}
-        # The passes over the data, shared by all, and the time of the solver, which the variants have divided.
-        self._calibrating = solved.seconds - sum(variant.solving for variant in solved.variants)
 
     @property
     def sparsities(self) -> list[float]:
@@ -48,20 +45,20 @@ class SparsityPath:
         return self._variant(sparsity).applied()
 
     def apply(self, sparsity: float) -> PruneReport:
-        """Write the weights of one sparsity into the model, to be saved; the others may follow.
+        """Write the weights of one sparsity into the model; others can be applied later.
 
         Returns:
             The report, also kept as the pruner's.
         """
         variant = self._variant(sparsity)
         variant.commit(keep=True)
-        seconds = {"calibration": self._calibrating, "solver": variant.solving}
-        report = variant.report(self._solved.prepared, {**seconds, "total": self._calibrating + variant.solving})
-        self._report(report)
-        return report
+        # The calibration passes are shared; the variants have divided the time of the solver.
+        calibrating = self._solved.seconds - sum(each.solving for each in self._solved.variants)
+        seconds = {"calibration": calibrating, "solver": variant.solving, "total": calibrating + variant.solving}
+        return self._report(variant.report(self._solved.prepared, seconds))
 
     def discard(self) -> None:
-        """Remove the folder of the results, if they are in one."""
+        """Delete the folder of the results, if there is one."""
         self._solved.discard()
 
     def _variant(self, sparsity: float) -> Variant:
@@ -72,23 +69,13 @@ class SparsityPath:
 
 def prune_path(
     subject: Subject,
-    configs: list[MoonshotConfig],
+    config: MoonshotConfig,
     calibration: Any,
+    sparsities: Sequence[float],
     work_dir: str | os.PathLike[str] | None,
-    report: Callable[[PruneReport], None],
+    report: Callable[[PruneReport], PruneReport],
 ) -> SparsityPath:
-    """Calibrate and solve.
-
-    Args:
-        subject: the model, which stays dense, and what belongs to it.
-        configs: they differ in sparsity alone.
-        calibration: as for `MoonshotPruner.prune_path`.
-        work_dir: as for `MoonshotPruner.prune_path`.
-        report: gets the report of every sparsity that is applied.
-    """
-    selections = choose_layers(subject.model, configs)
-    started = time.perf_counter()
-    prepared, variants = open_variants(subject, selections, calibration, work_dir)
-    with released_on_failure(variants), rotated(prepared, variants, stays=False):
-        source = solve_variants(prepared, variants)
-    return SparsityPath(Solved(prepared, variants, source, time.perf_counter() - started), report)
+    """Solve as `MoonshotPruner.prune_path`; `report` receives the report of every sparsity that is applied."""
+    check_ranked(config, sparsities)
+    selections = select_layers(subject.model, combinations(config, [config.lam], sparsities, None))
+    return SparsityPath(solve_variants(subject, selections, calibration, work_dir), report)

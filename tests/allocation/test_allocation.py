@@ -16,6 +16,7 @@ from models import image_batches, make, token_batches
 from safetensors import safe_open
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
+from optimum_moonshot.allocation.allocate import input_squares
 from optimum_moonshot.allocation.block_scores import (
     alpha_sparsities,
     apportion,
@@ -24,7 +25,6 @@ from optimum_moonshot.allocation.block_scores import (
     owl_sparsities,
     tail_exponent,
 )
-from optimum_moonshot.allocation.outliers import input_squares
 from optimum_moonshot.functional import build_objective
 from optimum_moonshot.model.calls import frozen
 from optimum_moonshot.model.layers import find_structure

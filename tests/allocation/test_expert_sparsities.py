@@ -8,7 +8,8 @@ from reference_allocation import expert_losses, least_division
 from tiny_mixtures import experts, mixtral, observe, prune, same, starving
 
 from optimum_moonshot import MoonshotConfig, load_pruned
-from optimum_moonshot.allocation.fisher import ONE_N, SPARSITIES, fisher_patterns
+from optimum_moonshot.allocation.fisher import ONE_N, fisher_patterns
+from optimum_moonshot.allocation.loss_curves import SPARSITIES
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import split_batches
 from optimum_moonshot.objective.loss_allocation import LossCurve, bounds, divide_sparsity

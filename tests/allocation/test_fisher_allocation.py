@@ -10,7 +10,8 @@ from models import image_batches, make, token_batches
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, load_pruned
 from optimum_moonshot.allocation import fisher as fisher_allocation
-from optimum_moonshot.allocation.fisher import SPARSITIES
+from optimum_moonshot.allocation import loss_curves
+from optimum_moonshot.allocation.loss_curves import SPARSITIES
 from optimum_moonshot.checkpoint.verification import verify
 from optimum_moonshot.data.batches import spread_samples
 from optimum_moonshot.model.layers import find_structure
@@ -134,7 +135,7 @@ def test_recovery_keeps_the_allocation():
 
 def test_rows_are_sampled_alike_each_time_and_stand_for_all(monkeypatch):
     whole = curves_of(uneven(), solver="magnitude")
-    monkeypatch.setattr(fisher_allocation, "ROWS", 8)
+    monkeypatch.setattr(loss_curves, "ROWS", 8)
     some = curves_of(uneven(), solver="magnitude")
     assert some == curves_of(uneven(), solver="magnitude") != whole
     for name, curve in whole.items():

@@ -23,7 +23,7 @@ from optimum_moonshot.planning.footprint import LiveBytes
 from optimum_moonshot.planning.probe import extrapolate
 from optimum_moonshot.recovery.student import Student
 from optimum_moonshot.results.store import weight_sums
-from optimum_moonshot.runs.layers import solve
+from optimum_moonshot.runs.layer import solve
 from optimum_moonshot.solvers import make_solver
 
 EXPERTS = 64

@@ -14,7 +14,6 @@ from packaging import version
 from tiny_architectures import made
 
 from optimum_moonshot import MoonshotPruner, load_pruned
-from optimum_moonshot.distributed.ranks import SINGLE_PROCESS
 from optimum_moonshot.errors import MoonshotError
 from optimum_moonshot.model.layers import find_blocks, visited
 from optimum_moonshot.model.offload import Offloaded, is_offloaded, mark_written
@@ -250,7 +249,8 @@ def test_what_fails_while_weights_are_brought_or_kept_leaves_the_model_as_it_was
     assert torch.equal(pruner.model(ids).logits, before)
     (tmp_path / "cache").rename(tmp_path / "away")
     (tmp_path / "cache").write_text("no folder")
-    pruner._subject(None, False, SINGLE_PROCESS)
+    with pruner._run(None, None, False):
+        pass
     with pytest.raises(MoonshotError, match="offload_dir=.*cannot be written"), block.onloaded(), torch.no_grad():
         block.module.mlp.up_proj.weight.zero_()
         mark_written(block.module.mlp.up_proj, "weight")

@@ -13,7 +13,7 @@ from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.devices import is_out_of_memory
 from optimum_moonshot.objective import row_slices
-from optimum_moonshot.pipeline import backoff
+from optimum_moonshot.pipeline import backoff, calibration_loss
 from optimum_moonshot.pipeline import solve as layer_solving
 from optimum_moonshot.pipeline import stages as passes
 from optimum_moonshot.pipeline.backoff import Backoff
@@ -21,9 +21,8 @@ from optimum_moonshot.recovery import tuning
 from optimum_moonshot.recovery.student import Task
 from optimum_moonshot.rotation import channel_permutation as ordering
 from optimum_moonshot.rotation import learning, objective
+from optimum_moonshot.runs import layer, rotation_objective
 from optimum_moonshot.runs import layers as solving
-from optimum_moonshot.runs import rotate as rotating
-from optimum_moonshot.runs import sweep
 from optimum_moonshot.solvers.ranked import Ranked
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
@@ -108,19 +107,19 @@ PLACES = {
     "squares": (InputSquares, "add"),
     "gradients": (GradientSums, "add"),
     "allocation": (Storage, "empty"),
-    "solver": (solving, "solve_layer"),
+    "solver": (layer, "solve_layer"),
     "slices": (layer_solving, "weight_losses"),
     "ranking": (Ranked, "rank_removals"),
     "curve": (fisher_allocation, "loss_curve"),
     "tuning": (Task, "error"),
     "mixture": (MixtureSums, "add"),
-    "rotation": (rotating, "coordinates"),
+    "rotation": (rotation_objective, "coordinates"),
     "totals": (objective, "scores"),
     "learning": (objective, "removed"),
     "Cayley": (learning, "_orthogonal"),
     "Adam": (learning, "_adam"),
     "order": (ordering, "best_permutation"),
-    "loss": (sweep, "sample_losses"),
+    "loss": (calibration_loss, "sample_losses"),
 }
 SETTINGS = {
     "sparsegpt": {},

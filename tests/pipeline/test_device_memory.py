@@ -6,9 +6,9 @@ from models import make, token_batches
 from tiny_mixtures import mixtral
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner
-from optimum_moonshot.runs import expert_pruning as removing
+from optimum_moonshot.runs import expert_choice as choosing
 from optimum_moonshot.runs import prune as run
-from optimum_moonshot.runs import sweep
+from optimum_moonshot.runs import variants
 
 ALL = "out of device memory: lower max_memory, batch_size or num_samples (CUDA out of memory)"
 SWEPT = "out of device memory: lower max_memory or num_samples (CUDA out of memory)"
@@ -30,8 +30,8 @@ def swept(pruner):
     ("place", "pattern", "work", "told"),
     [
         ((run, "prune_layers"), "unstructured", prune, ALL),
-        ((removing._Choices, "gather"), "experts", prune, ALL),
-        ((sweep, "prune_layers"), "unstructured", swept, SWEPT),
+        ((choosing.ExpertSelection, "run"), "experts", prune, ALL),
+        ((variants, "prune_layers"), "unstructured", swept, SWEPT),
     ],
     ids=["prune", "experts", "sweep"],
 )

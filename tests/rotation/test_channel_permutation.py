@@ -13,6 +13,7 @@ from rotation_runs import prune, pruner, same, weights
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.objective.patterns import NM, Unstructured
 from optimum_moonshot.reports.rotation_report import RotationReport
+from optimum_moonshot.results.store import ResultStore
 from optimum_moonshot.rotation import permutation_search
 from optimum_moonshot.rotation.learning import Learned, learn, rotations
 from optimum_moonshot.rotation.objective import removed, set_totals
@@ -228,7 +229,7 @@ def test_an_ordered_model_is_the_same_function_and_prunes_as_a_run_does(rotation
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeypatch):
     whole = prune(**N_OF_M)
-    put = rotating.ResultStore.put_rotation
+    put = ResultStore.put_rotation
 
     def kill(store, state):
         put(store, state)
@@ -236,7 +237,7 @@ def test_a_run_killed_between_orders_goes_on_bit_by_bit(count, tmp_path, monkeyp
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rotating.ResultStore, "put_rotation", kill)
+        patch.setattr(ResultStore, "put_rotation", kill)
         with pytest.raises(KeyboardInterrupt):
             pruner(**N_OF_M).prune(token_batches(), progress=False, resume_dir=tmp_path)
     if count == 3:

@@ -14,6 +14,7 @@ from optimum_moonshot.__main__ import main
 from optimum_moonshot.model.structured_groups import probe_inputs
 from optimum_moonshot.reports.record import PruningRecord
 from optimum_moonshot.reports.rotation_report import ROTATION_NAME, RotationReport
+from optimum_moonshot.results.store import ResultStore
 from optimum_moonshot.rotation.search import check_same, outputs
 from optimum_moonshot.runs import rotate as rotating
 
@@ -92,7 +93,7 @@ def test_images_and_n_of_m():
     assert bool(((layer.weight.view(-1, 4) == 0).sum(1) >= 2).all())
 
 
-@pytest.mark.parametrize("moment", ["find", "check_invariance", "gather", "learn", "check_same", "solve"])
+@pytest.mark.parametrize("moment", ["find_spaces", "check_invariance", "gather", "learn", "check_same", "solve"])
 def test_a_failure_leaves_the_model_as_it_was(moment, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
@@ -125,7 +126,7 @@ def test_too_little_device_memory_is_said(monkeypatch):
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
     whole = weights(prune().model)
-    put = rotating.ResultStore.put_rotation
+    put = ResultStore.put_rotation
     monkeypatch.setattr(rotating, "SAVED_EVERY", 1)
 
     def kill(store, state):
@@ -134,7 +135,7 @@ def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rotating.ResultStore, "put_rotation", kill)
+        patch.setattr(ResultStore, "put_rotation", kill)
         with pytest.raises(KeyboardInterrupt):
             pruner().prune(token_batches(), progress=False, resume_dir=tmp_path / "run")
     again = pruner()
@@ -147,7 +148,7 @@ def test_a_killed_run_goes_on_bit_by_bit(steps, tmp_path, monkeypatch):
 
 def test_a_run_killed_while_solving_takes_the_rotation_over(tmp_path, monkeypatch):
     whole = weights(prune().model)
-    put, count = rotating.ResultStore.put, []
+    put, count = ResultStore.put, []
 
     def kill(store, *args):
         put(store, *args)
@@ -156,7 +157,7 @@ def test_a_run_killed_while_solving_takes_the_rotation_over(tmp_path, monkeypatc
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rotating.ResultStore, "put", kill)
+        patch.setattr(ResultStore, "put", kill)
         with pytest.raises(KeyboardInterrupt):
             pruner().prune(token_batches(), progress=False, resume_dir=tmp_path)
     monkeypatch.setattr(rotating, "gather", lambda *_: pytest.fail("learned again"))

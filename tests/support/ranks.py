@@ -29,7 +29,7 @@ from optimum_moonshot.calibration.observer import GradientSums
 from optimum_moonshot.model.layers import all_onloaded, visited
 from optimum_moonshot.pipeline.stages import BlockPipeline
 from optimum_moonshot.recovery import tuning
-from optimum_moonshot.runs import layers as solving
+from optimum_moonshot.runs import layer as solving
 
 SIZES = (1, 2, 4)
 LOSSES = ("loss", "reconstruction", "fisher", "loss_masked", "reconstruction_masked", "fisher_masked")

@@ -1,0 +1,131 @@
+"""The loss of a layer at several sparsities, estimated on some rows and samples of the dense model."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..calibration.accumulators import GradientPlan
+from ..calibration.observer import LayerStatistics
+from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
+from ..objective.fisher import Fisher
+from ..objective.loss_allocation import LossCurve
+from ..objective.patterns import MixedNM, Pattern, Unstructured
+from ..pipeline.slices import ShardedExperts
+from ..pipeline.solve import ExpertStatistics, Statistics
+from ..pipeline.spec import Slicing, StatisticsSpec
+from ..pipeline.under_calibrated_experts import is_under_calibrated
+from ..solvers import Solver
+
+# The sparsities of a curve's points, which bound that of a matrix (`loss_allocation.bounds`).
+SPARSITIES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.985)
+# One in SHARE samples and rows is used, at least SAMPLES and ROWS.
+SHARE, SAMPLES, ROWS = 8, 16, 256
+
+
+def trial_patterns(pattern: Pattern | MixedNM) -> tuple[Pattern, ...]:
+    """The patterns of a curve's points in order of sparsity, by the class of the configured pattern."""
+    if isinstance(pattern, MixedNM):
+        return pattern.choices[1:]
+    return tuple(Unstructured(sparsity) for sparsity in SPARSITIES)
+
+
+def sampled_rows(layer: PrunableLayer) -> slice:
+    """The rows that a curve is measured on: all of experts and grouped convolutions."""
+    d_out = layer.shape[0]
+    step = 1 if layer.groups > 1 or layer.separate else min(SHARE, max(1, d_out // ROWS))
+    return slice(step // 2, d_out, step)
+
+
+@torch.no_grad()
+def loss_curve(solver: Solver, layer: PrunableLayer, statistics: Statistics, patterns: Sequence[Pattern]) -> LossCurve:
+    """The estimated losses of a dense layer at `trial_patterns`, and at sparsity 1 if these are unstructured.
+
+    The statistics are G, and the gradients A_n of `sampled_rows`. Each expert has a separate curve.
+
+    Raises:
+        FactorizationError: a matrix's quadratic stays singular at the largest damping; it names the layer.
+    """
+    weight = layer.matrix[sampled_rows(layer)].float()
+    try:
+        if layer.separate:
+            assert not hasattr(statistics, "solve")
+            return _expert_curves(solver, weight.unflatten(0, (layer.groups, -1)), statistics, patterns)
+        assert isinstance(statistics, LayerStatistics)
+        curve = _matrix_curve(solver, weight, statistics, patterns)
+    except FactorizationError as error:
+        raise error.within(layer.name) from None
+    scale = layer.shape[0] / len(weight)
+    losses = tuple(scale * loss for loss in curve.losses)
+    return dataclasses.replace(curve, size=layer.shape[0] * layer.shape[1], losses=losses)
+
+
+def _expert_curves(
+    solver: Solver, weights: Tensor, statistics: LayerStatistics | ExpertStatistics, patterns: Sequence[Pattern]
+) -> LossCurve:
+    """The curve of a layer of experts [E, d_out, d_in], with those of each.
+
+    An under-calibrated expert has the mean curve of the layer's others, and so no extreme sparsity.
+    """
+    size, points = weights[0].numel(), _points(patterns)
+    measured: list[tuple[LossCurve | None, bool]] = []  # with whether the expert is under-calibrated
+    for index, expert in enumerate(statistics.groups(len(weights))):
+        if expert is None:
+            continue  # another process solves it
+        curve = None if expert.gradients is None else _matrix_curve(solver, weights[index], expert, patterns)
+        few = expert.tokens is not None and is_under_calibrated(int(expert.tokens), expert.inputs.shape[-1])
+        measured.append((curve, curve is None or few))
+    if isinstance(statistics, ShardedExperts):
+        measured = statistics.all_gather(measured)
+    reliable = [curve for curve, few in measured if curve is not None and not few]
+    reliable = reliable or [curve for curve, _ in measured if curve is not None]
+    sums = [sum(losses) for losses in zip(*(curve.losses for curve in reliable), strict=True)] or [0.0] * len(points)
+    mean = LossCurve(size, points, tuple(loss / max(1, len(reliable)) for loss in sums))
+    experts = tuple(mean if few else curve or mean for curve, few in measured)
+    total = tuple(map(sum, zip(*(curve.losses for curve in experts), strict=True)))
+    return LossCurve(weights.numel(), points, total, experts)
+
+
+def _matrix_curve(
+    solver: Solver, weight: Tensor, statistics: LayerStatistics, patterns: Sequence[Pattern]
+) -> LossCurve:
+    """The curve of a matrix [d_out, d_in], or of some rows of one."""
+    gradients = statistics.gradients
+    assert isinstance(gradients, Fisher)
+    if solver.objective.diagonal_only:
+        squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
+        statistics = LayerStatistics(squares, None, statistics.samples, diagonal=True)
+    objective = statistics.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]))
+    trials = solver.trials(objective, patterns)
+    if isinstance(patterns[-1], Unstructured):
+        trials = [*trials, torch.zeros_like(weight)]
+    losses = gradients.losses(torch.stack([pruned - weight for pruned in trials]))
+    return LossCurve(weight.numel(), _points(patterns), tuple(losses.tolist()))
+
+
+def _points(patterns: Sequence[Pattern]) -> tuple[float, ...]:
+    """The sparsities of a curve's points."""
+    end = (1.0,) if isinstance(patterns[-1], Unstructured) else ()
+    return (*(pattern.sparsity for pattern in patterns), *end)
+
+
+class SampledRows(StatisticsSpec):
+    """G of every layer and the gradients of `sampled_rows`, for any solver; only experts are collected in slices."""
+
+    diagonal = False
+
+    def plan(self, layer: PrunableLayer) -> GradientPlan:
+        return GradientPlan(rows=sampled_rows(layer))
+
+    def slicing(self, layer: PrunableLayer, size: int) -> Slicing:
+        return super().slicing(layer, size) if layer.separate else Slicing(1, self.bytes_of(layer), 0)
+
+    def shards_rows(self, layer: PrunableLayer) -> bool:
+        return False
+
+
+def sampled_count(samples: int) -> int:
+    """The number of calibration samples for the curves."""
+    return min(samples, max(SAMPLES, samples // SHARE))

@@ -1,0 +1,71 @@
+"""Load a dense model, offloaded if wanted, with its tokenizer and image processor."""
+
+import os
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig
+
+from ..errors import MoonshotError, check_choice, check_path, require
+from ..model.model_info import load_processor, load_tokenizer
+from .file_integrity import check_complete
+from .meta_model import PLACES, folder_of_its_model, meta_device_model, model_class, offload_options
+
+# Options of a model that its configuration, tokenizer and processor share.
+_SHARED = ("revision", "token", "trust_remote_code")
+
+
+def load_dense(
+    name_or_path: str | os.PathLike[str], options: dict[str, Any], offload: str | None, offload_dir: str | None
+) -> tuple[Any, Any, Any]:
+    """A model of the class that its configuration names, its tokenizer, and its image processor, each None without one.
+
+    Raises:
+        MoonshotError: the checkpoint lacks weights of the model, is damaged or quantized.
+        OSError: there is no such model.
+    """
+    shared = {key: options[key] for key in _SHARED if key in options}
+    check_path("name_or_path", name_or_path)
+    message = "from_pretrained returns a pruner"
+    require("output_loading_info" not in options, message, field="output_loading_info")
+    model, info = _load(name_or_path, shared, options, offload, offload_dir)
+    check_complete(info["missing_keys"], (), info["mismatched_keys"])
+    return model, load_tokenizer(name_or_path, **shared), load_processor(model, name_or_path, **shared)
+
+
+def load_meta(name_or_config: Any, offload: str | None, options: dict[str, Any]) -> nn.Module:
+    """As `meta_device_model`, after a check of the place in which its blocks would be."""
+    if offload is not None:
+        check_choice("offload", offload, PLACES)
+    return meta_device_model(name_or_config, **options)
+
+
+def _load(
+    name_or_path: str | os.PathLike[str],
+    shared: dict[str, Any],
+    options: dict[str, Any],
+    offload: str | None,
+    folder: str | None,
+) -> tuple[Any, Any]:
+    """A model and the loading info of transformers; `shared` are the options of the configuration."""
+    quantized = None
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, **shared)
+        quantized = getattr(config, "quantization_config", None)
+        if offload is not None:
+            options = {**options, **offload_options(config, offload, options.get("device_map"), folder)}
+        with folder_of_its_model(options.get("offload_folder") if offload else None) as bind:
+            loaded = model_class(config).from_pretrained(name_or_path, output_loading_info=True, **options)
+            bind(loaded[0])
+        return loaded
+    except (MoonshotError, OSError):
+        raise
+    except Exception as error:  # a damaged file, or a library that is missing, fails anywhere in transformers
+        message = " ".join(str(error).split())[:300] or type(error).__name__
+        if quantized is None:
+            raise MoonshotError(f"{name_or_path}: cannot be loaded ({message})") from error
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise MoonshotError(
+            f"{name_or_path}: its weights are quantized ({method}) and cannot be loaded ({message}); "
+            "prune the model that they were made from"
+        ) from error

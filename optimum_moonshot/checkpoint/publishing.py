@@ -1,0 +1,68 @@
+"""Write the result of a pruner to a folder or to the Hub; the first of several processes does, the others wait."""
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..distributed.ranks import on_main_process
+from ..errors import require
+from ..reports.prune_report import PruneReport
+from ..reports.rotation_report import RotationReport
+from .hub import open_repository, upload
+from .saving import check_saving, save_model
+
+
+def save_result(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport | RotationReport,
+    directory: str | os.PathLike[str],
+    format: str | None,
+    options: dict[str, Any],
+) -> None:
+    """As `save_model`; a model that is only rotated has the dense format."""
+
+    def save() -> None:
+        if isinstance(report, PruneReport):
+            save_model(model, processors, report, directory, format, **options)
+        else:
+            message = "a rotated model has no zeros to pack; prune it first"
+            require(format in (None, "dense"), message, field="format", value=format)
+            save_model(model, processors, report, directory, "dense", **options)
+
+    on_main_process(save)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the Hub, with the options of `open_repository`."""
+
+    repo_id: str
+    private: bool | None = None
+    token: str | bool | None = None
+    exist_ok: bool = False
+
+
+def publish(
+    model: nn.Module,
+    processors: Iterable[Any],
+    report: PruneReport,
+    repository: Repository,
+    format: str | None,
+    commit_message: str | None,
+    options: dict[str, Any],
+) -> str:
+    """Upload the files of `save_model` in one commit; returns its address."""
+    check_saving(model, format, options)
+
+    def upload_model() -> str:
+        full = open_repository(**vars(repository))
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, processors, report, folder, format, name=full, **options)
+            return upload(folder, full, token=repository.token, commit_message=commit_message)
+
+    return on_main_process(upload_model)

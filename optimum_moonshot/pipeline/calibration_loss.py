@@ -1,0 +1,49 @@
+"""The mean loss ℓ_n of a model on the calibration data."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..data.batches import batch_size
+from ..errors import Text
+from ..model.calls import model_device, run_model, to_device
+from ..model.losses import sample_losses
+from .backoff import enough_memory
+from .inputs import Prepared
+
+
+@enough_memory(Text("lower {}", "batch_size"))
+def mean_loss(prepared: Prepared) -> float:
+    """The mean over all samples, by one forward pass of the model as it is.
+
+    Raises:
+        MoonshotError: too little memory for one sample.
+    """
+    backoff = prepared.backoff
+    losses = backoff.repeated("the calibration loss", partial(_sum_of_losses, prepared), lambda: prepared.batches)
+    sums = prepared.subject.ranks.all_gather_object(losses)
+    backoff.share()
+    return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+def _sum_of_losses(prepared: Prepared) -> tuple[float, int]:
+    """Σ ℓ_n over the samples of this process, and their number."""
+    total, count = 0.0, 0
+    for batch in prepared.batches:
+        batch = to_device(batch, model_device(prepared.model))
+        output = run_model(prepared.model, batch)
+        total += float(sample_losses(prepared.model, output, batch, prepared.subject.loss).sum())
+        count += batch_size(batch)
+    return total, count
+
+
+def mean_of(prepared: Prepared, losses: Sequence[Tensor | None]) -> float | None:
+    """The mean of losses that this and other processes have computed batch by batch; None if any is missing."""
+    ranks = prepared.subject.ranks
+    if ranks.size > 1:
+        gathered = ranks.all_gather_object([None if loss is None else loss.cpu() for loss in losses])
+        losses = [loss for of_process in gathered for loss in of_process]
+    present = [loss for loss in losses if loss is not None]
+    return float(torch.cat(present).mean()) if present and len(present) == len(losses) else None

@@ -1,0 +1,77 @@
+"""Solve one layer for one or several variants."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..calibration.observer import LayerStatistics
+from ..devices import peak_bytes, reset_peak
+from ..errors import FactorizationError
+from ..model.layers import PrunableLayer
+from ..objective.patterns import Pattern, PerExpert
+from ..pipeline.solve import Statistics, solve_layer
+from ..pipeline.variant import Variant
+from ..reports.prune_report import LayerReport, loss_fields
+from ..results.store import sparsity_of
+from ..solvers import Solver
+
+
+def prune_layer(layer: PrunableLayer, statistics: Statistics, variants: Sequence[Variant]) -> None:
+    """Solve a dense layer for several variants, all of one λ at once: one elimination serves several sparsities.
+
+    Variants with the same λ and pattern share the result, for example if the layer is excluded from the Fisher loss.
+
+    Raises:
+        FactorizationError: the quadratic stays singular at the largest damping; it names the layer.
+    """
+    for lam in dict.fromkeys(variant.selection.lam_of(layer) for variant in variants):
+        by_pattern: dict[Pattern, list[Variant]] = {}
+        for variant in variants:
+            if variant.selection.lam_of(layer) == lam:
+                by_pattern.setdefault(variant.pattern_of(layer), []).append(variant)
+        solver = variants[0].selection.solver
+        solved = solve(solver, layer, statistics, lam, list(by_pattern))
+        for sharing, (report, weight) in zip(by_pattern.values(), solved, strict=True):
+            for variant in sharing:
+                variant.put(dataclasses.replace(report, seconds=report.seconds / len(sharing)), weight)
+
+
+@torch.no_grad()
+def solve(
+    solver: Solver, layer: PrunableLayer, statistics: Statistics, lam: float, patterns: list[Pattern]
+) -> list[tuple[LayerReport, Tensor]]:
+    """The reports of a dense layer, and its weights [d_out, d_in] in its dtype, for several patterns.
+
+    Statistics of no samples belong to a solver without data.
+
+    Raises:
+        FactorizationError: as `prune_layer`.
+    """
+    device = layer.parameter.device
+    reset_peak(device)
+    started = time.perf_counter()
+    calibrated = not (isinstance(statistics, LayerStatistics) and statistics.samples == 0)
+    try:
+        solved = solve_layer(solver, layer, patterns, statistics, lam if calibrated else 1.0)
+    except FactorizationError as error:
+        raise error.within(layer.name) from None
+    seconds = (time.perf_counter() - started) / len(patterns)
+    results = []
+    for pattern, each in zip(patterns, solved, strict=True):
+        report = LayerReport(
+            name=layer.name,
+            shape=layer.shape,
+            sparsity=sparsity_of(each.weight),
+            damping=each.damping,
+            seconds=seconds,
+            peak_memory=peak_bytes(device),
+            notes=each.notes if calibrated else (),
+            target_sparsity=pattern.sparsity,
+            expert_targets=(min(pattern.experts), max(pattern.experts)) if isinstance(pattern, PerExpert) else None,
+            **(loss_fields(each.lam, each.masked, each.pruned) if calibrated else {"lam": None}),
+        )
+        results.append((report, each.weight))
+    return results

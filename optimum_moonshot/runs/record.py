@@ -1,0 +1,35 @@
+"""Note later changes of a pruned model in its report and in its record."""
+
+import dataclasses
+from typing import Any
+
+from ..checkpoint.in_memory import is_packed
+from ..errors import require
+from ..model.compaction import Compaction, compact_model
+from ..objective.patterns import Experts
+from ..pipeline.run_context import PACKED
+from ..reports.prune_report import PruneReport
+from ..reports.record import PruningRecord
+from ..reports.rotation_report import RotationReport
+
+
+def compact_pruned(model: Any, report: PruneReport) -> tuple[Any, Compaction]:
+    """As `compact_model`, noted in the report and the record; a model with fewer experts is compact already.
+
+    Raises:
+        MoonshotError: as `compact_model`, or the model is packed.
+    """
+    if report.config["pattern"] == Experts.kind and report.compaction is not None:
+        return model, Compaction.from_dict(report.compaction)
+    require(not is_packed(model), PACKED)
+    model, compaction = compact_model(model)
+    dataclasses.replace(PruningRecord.require_of(model), compaction=compaction.to_dict()).attach(model)
+    report.compaction = compaction.to_dict()
+    return model, compaction
+
+
+def note_rotation(model: Any, report: PruneReport, rotation: RotationReport) -> None:
+    """Add an earlier rotation to the report of a pruned model, and to its record."""
+    report.rotation, record = rotation, PruningRecord.of(model)
+    if record is not None:
+        dataclasses.replace(record, rotation=rotation.summary()).attach(model)
