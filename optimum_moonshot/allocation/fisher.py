@@ -27,8 +27,9 @@ from ..data.batches import batch_size, spread_samples
 from ..model.layers import PrunableLayer
 from ..objective.loss_allocation import LossCurve, divide_sparsity, divide_steps
 from ..objective.patterns import NM, MixedNM, Pattern, PerExpert
+from ..pipeline.collect import StatisticsTask
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
+from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.solve import Statistics
 from ..pipeline.variant import Variant, share_curves

@@ -96,12 +96,12 @@ def _matrix_curve(
     assert isinstance(gradients, Fisher)
     if solver.objective.diagonal_only:
         squares = statistics.inputs.diagonal(dim1=-2, dim2=-1)
-        statistics = LayerStatistics(squares, None, statistics.samples, diagonal=True)
+        statistics = LayerStatistics(squares, None, statistics.samples, diagonal=True, limit=statistics.limit)
     objective = statistics.objective(weight, 1.0, solver.column_block(weight.shape[1], patterns[0]))
     trials = solver.trials(objective, patterns)
     if isinstance(patterns[-1], Unstructured):
         trials = [*trials, torch.zeros_like(weight)]
-    losses = gradients.losses(torch.stack([pruned - weight for pruned in trials]))
+    losses = gradients.losses(torch.stack([pruned - weight for pruned in trials]), statistics.limit)
     return LossCurve(weight.numel(), _points(patterns), tuple(losses.tolist()))
 
 

@@ -1,7 +1,7 @@
 """Seam 1: the calibration statistics of a part, by one pass over the data, or by one for each slice."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +12,10 @@ from ..devices import trim_host_memory
 from ..errors import MoonshotError, Text
 from ..model.layers import PrunableLayer
 from .backoff import Backoff
+from .loop import PartitionedTask, Task
 from .partition import Part
 from .slices import CollectedExperts, CollectedRows, sharded
 from .solve import Statistics
-from .spec import StatisticsSpec
 from .stages import Stage
 from .under_calibrated_experts import UnderCalibratedExperts
 
@@ -58,74 +58,55 @@ class Collected:
         return statistics if self.experts is None else self.experts.complete(layer, statistics)
 
 
-def collect(
-    stage: Stage,
-    part: Part,
-    advance: bool,
-    *,
-    spec: StatisticsSpec,
-    backoff: Backoff,
-    notes: list[str],
-) -> Iterator[tuple[PrunableLayer, Statistics | None]]:
-    """The statistics of the layers of a part; of a layer in slices, an object that collects them.
+class StatisticsTask(PartitionedTask, Task[Statistics]):
+    """As `PartitionedTask`; it collects the statistics by passes over the data."""
 
-    With `advance` no other pass follows at this onloaded stage, so that this one also advances it. The report's notes
-    get those on slices and under-calibrated experts.
+    def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
+        """As `Task.collect`; of a layer in slices, an object that collects them.
 
-    Raises:
-        MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
-    """
-    once = partial(_collect_once, stage, spec=spec, backoff=backoff, notes=notes)
-    if part.slices:
-        return iter([(part.layers[0], _in_slices(part, spec, notes, once))])
-    return iter(once(part, advance=advance))
+        Raises:
+            MoonshotError: the data gave NaN or infinity, or there is no memory for the statistics.
+        """
+        once = partial(self._once, stage)
+        return [(part.layers[0], self._in_slices(part, once))] if part.slices else once(part, advance=advance)
 
+    def _once(
+        self, stage: Stage, part: Part, plans: Mapping[str, GradientPlan] | None = None, advance: bool = False
+    ) -> Collected:
+        """One pass; `plans` has forms of the gradients in place of the spec's."""
+        spec, backoff, layers = self.spec, self.backoff, part.layers
+        separate = any(layer.separate for layer in layers)
+        experts = UnderCalibratedExperts(spec, backoff, self.notes) if separate else None
+        gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
+        plans = {layer.name: spec.plan(layer) for layer in layers} if plans is None else plans
+        here = backoff.samples_here(spec.samples)
+        owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
+        observer = Observer(layers, spec.diagonal, gradients, spec.samples, backoff.storage, plans, here=here)
+        with backoff.passing(observer, partial(merge_statistics, owners=owners)):
+            stage.observe(observer, advance and (not separate or spec.keeps_routing))
+        if experts is not None:
+            experts.observe(stage, layers, observer)
+        trim_host_memory()
+        return Collected(part, observer, experts, backoff)
 
-def _collect_once(
-    stage: Stage,
-    part: Part,
-    plans: Mapping[str, GradientPlan] | None = None,
-    advance: bool = False,
-    *,
-    spec: StatisticsSpec,
-    backoff: Backoff,
-    notes: list[str],
-) -> Collected:
-    """One pass; `plans` has forms of the gradients in place of the spec's."""
-    layers, storage = part.layers, backoff.storage
-    separate = any(layer.separate for layer in layers)
-    experts = UnderCalibratedExperts(spec, backoff, notes) if separate else None
-    gradients = {layer.name for layer in layers if spec.needs_gradients(layer)}
-    plans = {layer.name: spec.plan(layer) for layer in layers} if plans is None else plans
-    here = backoff.samples_here(spec.samples)
-    owners = {layer.name: owner for layer, owner in zip(layers, part.owners, strict=True)}
-    observer = Observer(layers, spec.diagonal, gradients, spec.samples, storage, plans, here=here)
-    with backoff.passing(observer, partial(merge_statistics, owners=owners)):
-        stage.observe(observer, advance and (not separate or spec.keeps_routing))
-    if experts is not None:
-        experts.observe(stage, layers, observer)
-    trim_host_memory()
-    return Collected(part, observer, experts, backoff)
+    def _in_slices(self, part: Part, once: Callable[..., Collected]) -> Statistics:
+        """The statistics of a layer by one pass for each slice; every process collects all of them."""
+        (layer,), count, spec = part.layers, len(part.slices), self.spec
 
+        def some_experts(experts: PrunableLayer) -> LayerStatistics | None:
+            collected = once(Part((experts,), (None,)))
+            return collected.take(experts) if collected.observer.reached(experts) else None
 
-def _in_slices(part: Part, spec: StatisticsSpec, notes: list[str], once: Callable[..., Collected]) -> Statistics:
-    """The statistics of a layer by one pass for each slice; every process collects all of them."""
-    (layer,), count = part.layers, len(part.slices)
+        def some_rows(rows: slice, totals: int | None) -> LayerStatistics:
+            plan = dataclasses.replace(spec.plan(layer), rows=rows, totals=totals)
+            collected = once(Part((layer,), (None,)), {layer.name: plan})
+            if not collected.observer.reached(layer):
+                hint = Text("add its name to {}", "ignore")
+                raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)
+            return collected.take(layer)
 
-    def some_experts(experts: PrunableLayer) -> LayerStatistics | None:
-        collected = once(Part((experts,), (None,)))
-        return collected.take(experts) if collected.observer.reached(experts) else None
-
-    def some_rows(rows: slice, totals: int | None) -> LayerStatistics:
-        plan = dataclasses.replace(spec.plan(layer), rows=rows, totals=totals)
-        collected = once(Part((layer,), (None,)), {layer.name: plan})
-        if not collected.observer.reached(layer):
-            hint = Text("add its name to {}", "ignore")
-            raise MoonshotError("no calibration data reached it", hint=hint).within(layer.name)
-        return collected.take(layer)
-
-    if layer.separate:
-        notes.append(f"{layer.name}: its experts solved in {count} parts, for the sake of memory")
-        return CollectedExperts(layer, part.slices, some_experts, spec.samples, spec.diagonal)
-    notes.append(f"{layer.name}: solved in {count} chunks of rows, for the sake of memory")
-    return CollectedRows(layer, part.slices, some_rows)
+        if layer.separate:
+            self.notes.append(f"{layer.name}: its experts solved in {count} parts, for the sake of memory")
+            return CollectedExperts(layer, part.slices, some_experts, spec.samples, spec.diagonal)
+        self.notes.append(f"{layer.name}: solved in {count} chunks of rows, for the sake of memory")
+        return CollectedRows(layer, part.slices, some_rows)

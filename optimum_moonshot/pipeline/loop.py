@@ -19,9 +19,7 @@ from ..data.batches import Batch
 from ..devices import trim_host_memory
 from ..model.layers import PrunableLayer
 from .backoff import Backoff, PassTooLarge, Restart
-from .collect import collect
 from .partition import Part, halvings, partition
-from .solve import Statistics
 from .spec import StatisticsSpec
 from .stages import PipelineStage, Stage
 
@@ -138,10 +136,3 @@ class PartitionedTask:
 
     def exchange(self, solved: Sequence[PrunableLayer]) -> None:
         """Nothing to do for a single process."""
-
-
-class StatisticsTask(PartitionedTask, Task[Statistics]):
-    """As `PartitionedTask`; it collects the statistics by passes over the data."""
-
-    def collect(self, stage: Stage, part: Part, advance: bool, /) -> Iterable[tuple[PrunableLayer, Statistics | None]]:
-        return collect(stage, part, advance, spec=self.spec, backoff=self.backoff, notes=self.notes)

@@ -20,7 +20,8 @@ from ..errors import FactorizationError
 from ..model.layers import PrunableLayer
 from ..objective.patterns import NM, Experts, Pattern
 from ..pipeline.backoff import Backoff
-from ..pipeline.loop import StatisticsTask, solve_parts
+from ..pipeline.collect import StatisticsTask
+from ..pipeline.loop import solve_parts
 from ..pipeline.solve import Statistics, solve_layer
 from ..pipeline.spec import StatisticsSpec
 from ..pipeline.stages import OpenStage, PassObserver

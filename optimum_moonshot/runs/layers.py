@@ -10,8 +10,9 @@ from ..allocation.allocate import allocate_sparsity
 from ..calibration.observer import LayerStatistics
 from ..errors import require
 from ..model.layers import PrunableLayer
+from ..pipeline.collect import StatisticsTask
 from ..pipeline.inputs import Prepared
-from ..pipeline.loop import StatisticsTask, run_pipeline, solve_parts
+from ..pipeline.loop import run_pipeline, solve_parts
 from ..pipeline.model_pipeline import ModelPipeline
 from ..pipeline.partition import Part, assign
 from ..pipeline.solve import Statistics
