@@ -1,4 +1,4 @@
-"""What hooks hand on and what is made of it: statistics of one's own, shared inputs, calls that come to nothing."""
+"""The observer's hooks: custom statistics, shared inputs, calls without gradients, errors."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def storage():
 
 
 def observe(model, batches, gradients=True, diagonal=False, **options):
-    """The statistics of all layers, from passes of the whole model."""
+    """The statistics of all layers, from passes through the whole model."""
     layers = list(find_structure(model).layers())
     samples = sum(map(batch_size, batches))
     wanted = {layer.name for layer in layers} if gradients else set()
@@ -78,12 +78,12 @@ def observe(model, batches, gradients=True, diagonal=False, **options):
 
 
 def mean_inputs(model, layers, batches):
-    """Of all tokens' inputs at once, by layer."""
+    """Mean input over all tokens at once, by layer."""
     rows, masks = {layer.name: [] for layer in layers}, []
 
     def keep(layer, inputs):
-        form = find_layer(layer.modules[0])
-        rows[layer.name] += form.tokens(inputs, form.token_mask(inputs, masks[-1]))
+        kind = find_layer(layer.modules[0])
+        rows[layer.name] += kind.tokens(inputs, kind.token_mask(inputs, masks[-1]))
 
     handles = [
         layer.modules[0].register_forward_hook(lambda _, args, output, layer=layer: keep(layer, args[0].detach()))
@@ -94,7 +94,7 @@ def mean_inputs(model, layers, batches):
         run_model(model, batch)
     for handle in handles:
         handle.remove()
-    return {name: torch.cat(found, 1).mean(1) for name, found in rows.items()}
+    return {name: torch.cat(parts, 1).mean(1) for name, parts in rows.items()}
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
@@ -102,36 +102,36 @@ def mean_inputs(model, layers, batches):
 def test_a_statistic_is_one_class_and_one_argument(name, diagonal):
     model = make(name)
     batches = token_batches(padded=True) if name in ("llama", "gpt2") else image_batches()
-    layers, found = observe(model, batches, diagonal=diagonal, extra=(InputMean, FisherTrace))
-    _, plain = observe(model, batches, diagonal=diagonal)
+    layers, statistics = observe(model, batches, diagonal=diagonal, extra=(InputMean, FisherTrace))
+    _, defaults = observe(model, batches, diagonal=diagonal)
     means = mean_inputs(model, layers, batches)
     for layer in layers:
-        mine, usual = found[layer.name], plain[layer.name]
-        assert set(mine.extra) == {InputMean, FisherTrace} and not usual.extra
-        torch.testing.assert_close(mine.extra[InputMean], means[layer.name], rtol=1e-4, atol=1e-5)
-        squares = usual.gradients if diagonal else usual.gradients.gradients.square()
-        assert mine.extra[FisherTrace] == pytest.approx(float(squares.sum()) / 6, rel=1e-4)
-        assert torch.equal(mine.inputs, usual.inputs)
-        pair = (each.gradients if diagonal else each.gradients.gradients for each in (mine, usual))
+        extended, default = statistics[layer.name], defaults[layer.name]
+        assert set(extended.extra) == {InputMean, FisherTrace} and not default.extra
+        torch.testing.assert_close(extended.extra[InputMean], means[layer.name], rtol=1e-4, atol=1e-5)
+        squares = default.gradients if diagonal else default.gradients.gradients.square()
+        assert extended.extra[FisherTrace] == pytest.approx(float(squares.sum()) / 6, rel=1e-4)
+        assert torch.equal(extended.inputs, default.inputs)
+        pair = (each.gradients if diagonal else each.gradients.gradients for each in (extended, default))
         assert torch.equal(*pair)
 
 
 def test_without_gradients_only_inputs_are_gathered():
-    _, found = observe(make("llama"), token_batches(), gradients=False, extra=(InputMean, FisherTrace))
-    assert all(set(statistics.extra) == {InputMean} for statistics in found.values())
+    _, statistics = observe(make("llama"), token_batches(), gradients=False, extra=(InputMean, FisherTrace))
+    assert all(set(layer.extra) == {InputMean} for layer in statistics.values())
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_layers_that_read_a_tensor_have_one_statistic_of_it(share):
+def test_layers_with_a_common_input_share_its_statistic(share):
     InputMean.made = 0
     model = make("llama")
-    _, found = observe(model, token_batches(), extra=(InputMean,), share=share)
+    _, statistics = observe(model, token_batches(), extra=(InputMean,), share=share)
     assert InputMean.made == 3 * (4 if share else 7)
     block = "model.layers.1.self_attn"
-    together = found[f"{block}.q_proj"].inputs is found[f"{block}.v_proj"].inputs
-    assert together == share
-    assert torch.equal(found[f"{block}.q_proj"].inputs, found[f"{block}.v_proj"].inputs)
-    assert found[f"{block}.q_proj"].inputs is not found[f"{block}.o_proj"].inputs
+    shared = statistics[f"{block}.q_proj"].inputs is statistics[f"{block}.v_proj"].inputs
+    assert shared == share
+    assert torch.equal(statistics[f"{block}.q_proj"].inputs, statistics[f"{block}.v_proj"].inputs)
+    assert statistics[f"{block}.q_proj"].inputs is not statistics[f"{block}.o_proj"].inputs
 
 
 class Watched:
@@ -153,7 +153,7 @@ class Watched:
         return [self.observer.take(layer) for layer in self.layers]
 
 
-def test_a_tensor_that_was_changed_in_place_is_another():
+def test_a_tensor_changed_in_place_is_not_shared():
     inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     kept = inputs.flatten(0, 1).clone()
 
@@ -167,8 +167,8 @@ def test_a_tensor_that_was_changed_in_place_is_another():
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_a_call_whose_output_nothing_reads_adds_no_gradient(diagonal):
-    """Nor does it keep the others of its batch from being counted, each sample by itself."""
+def test_a_call_with_an_unused_output_adds_no_gradient(diagonal):
+    """The other calls of its batch still count, with one gradient per sample."""
     inputs = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(0))
 
     def call(part):
@@ -180,16 +180,16 @@ def test_a_call_whose_output_nothing_reads_adds_no_gradient(diagonal):
         return run
 
     watched = Watched(diagonal, gradients=True)
-    found, _ = watched.pass_on(call(inputs[:2]), call(inputs[2:]))
+    statistics, _ = watched.pass_on(call(inputs[:2]), call(inputs[2:]))
     exact = []
     for sample in inputs:
         (gradient,) = torch.autograd.grad(watched.modules[0](sample).tanh().sum(), watched.modules[0].weight)
         exact.append(gradient)
     exact = torch.stack(exact)
     if diagonal:
-        torch.testing.assert_close(found.gradients, exact.square().sum(0))
+        torch.testing.assert_close(statistics.gradients, exact.square().sum(0))
     else:
-        torch.testing.assert_close(found.gradients.gradients, exact)
+        torch.testing.assert_close(statistics.gradients.gradients, exact)
 
 
 def gram(*tensors):
@@ -202,20 +202,20 @@ def tensors(count):
 
 
 @pytest.mark.parametrize("order", ["aab", "aba", "baa"])
-def test_layers_that_read_a_tensor_together_and_others_alone(order):
+def test_shared_and_separate_inputs_are_both_counted(order):
     x, y = tensors(2)
 
     def call(a, b):
-        own = iter((x, y))
+        inputs = iter((x, y))
         for name in order:
-            a(next(own)) if name == "a" else b(x)
+            a(next(inputs)) if name == "a" else b(x)
 
     first, second = Watched().pass_on(call, call)
     torch.testing.assert_close(first.inputs, 2 * gram(x, y))
     torch.testing.assert_close(second.inputs, 2 * gram(x))
 
 
-def test_a_layer_that_is_reached_late_has_seen_nothing_before():
+def test_a_layer_reached_late_counts_only_its_own_calls():
     x, y = tensors(2)
     first, second = Watched().pass_on(lambda a, b: a(x), lambda a, b: (a(y), b(y)))
     torch.testing.assert_close(first.inputs, gram(x, y))
@@ -223,7 +223,7 @@ def test_a_layer_that_is_reached_late_has_seen_nothing_before():
 
 
 def test_empty_inputs_are_not_the_same_tensor():
-    """As those of experts that a batch has no token for."""
+    """Experts that receive no token of a batch read such tensors."""
     x, y = tensors(2)
     empty = torch.zeros(0, 4)
     first, second = Watched().pass_on(lambda a, b: (a(empty), b(empty)), lambda a, b: (a(x), b(y)))
@@ -242,13 +242,13 @@ def test_sharing_in_some_batches_only_is_an_error(later):
     assert not any(module._forward_hooks for module in watched.modules)
 
 
-def test_inputs_given_by_name_are_seen():
+def test_keyword_inputs_are_observed():
     x, y = tensors(2)
     first, _ = Watched().pass_on(lambda a, b: (a(input=x), b(y)))
     torch.testing.assert_close(first.inputs, gram(x))
 
 
-def test_a_layer_that_no_data_reach_is_named():
+def test_a_layer_without_data_is_named():
     with pytest.raises(MoonshotError, match="b: no calibration data reached this layer; add its name to ignore to"):
         Watched().pass_on(lambda a, b: a(torch.randn(2, 3, 4)))
 

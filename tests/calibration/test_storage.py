@@ -1,4 +1,4 @@
-"""Budgets: device first, then disk, and every byte given back."""
+"""Memory budgets: device first, then disk; freed tensors return their bytes."""
 
 import errno
 import gc
@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from optimum_moonshot import mapped as storage_module
+from optimum_moonshot import mapped
 from optimum_moonshot.calibration.storage import Storage
 from optimum_moonshot.errors import MoonshotError
 
@@ -22,7 +22,7 @@ def test_memory_is_counted_while_a_tensor_lives():
     assert storage.available() == 1000
 
 
-def test_what_exceeds_the_budget_is_an_error_or_a_file(tmp_path):
+def test_tensors_beyond_the_budget_are_an_error_or_a_file(tmp_path):
     with pytest.raises(MoonshotError, match="max_memory: y: cache needs .* set offload_dir"):
         Storage(CPU, max_memory=10).empty((100,), torch.float32, "y: cache")
     storage = Storage(CPU, max_memory=10, offload_dir=str(tmp_path / "new"))
@@ -40,10 +40,10 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if portable:
-        monkeypatch.delattr(storage_module.os, "posix_fallocate")
-        monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+        monkeypatch.delattr(mapped.os, "posix_fallocate")
+        monkeypatch.setattr(mapped.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     else:
-        monkeypatch.setattr(storage_module.os, "posix_fallocate", full)
+        monkeypatch.setattr(mapped.os, "posix_fallocate", full)
     with pytest.raises(MoonshotError, match="offload_dir=.*no room for z.*No space left"):
         Storage(CPU, max_memory=10, offload_dir=str(tmp_path)).empty((100,), torch.float32, "z")
     assert not list(tmp_path.iterdir())

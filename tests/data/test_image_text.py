@@ -1,4 +1,4 @@
-"""Images with text calibrate the tower and the language model: rows, model inputs as they are, packed patches."""
+"""Images with text calibrate the vision tower and the language model: rows, model inputs, packed patches."""
 
 import datasets
 import numpy as np
@@ -49,7 +49,7 @@ class Words:
 
 
 class Processor:
-    """What a vision–language model's processor does, by hand: pictures of 8×8 in patches of 4×4."""
+    """A vision–language processor in plain code: pictures of 8×8 in patches of 4×4."""
 
     image_processor, image_token, chat_template = object(), "<image>", None
 
@@ -65,18 +65,18 @@ class Processor:
         self.shown += text
         pixels = torch.stack([torch.tensor(np.array(image.resize((8, 8)))).permute(2, 0, 1) / 255 for image in images])
         ids = [token for token in self.tokenizer(text[0]) for _ in range(self.tokens if token == IMAGE else 1)]
-        found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         if not self.packed:
-            return {**found, "pixel_values": pixels}
+            return {**inputs, "pixel_values": pixels}
         grid = torch.tensor([[1, 2, 2]] * len(images))
-        types = (found["input_ids"] == IMAGE).long()
+        types = (inputs["input_ids"] == IMAGE).long()
         patches = pixels.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5)  # [image, row, column, channel, …]
         patches = patches[..., None, :, :].expand(*patches.shape[:4], 2, 4, 4).reshape(4 * len(images), -1)
-        return {**found, "mm_token_type_ids": types, "pixel_values": patches, "image_grid_thw": grid}
+        return {**inputs, "mm_token_type_ids": types, "pixel_values": patches, "image_grid_thw": grid}
 
     @property
     def tokens(self):
-        """Of an image."""
+        """Placeholder tokens of one image."""
         return 1 if self.packed else 4
 
 
@@ -119,28 +119,28 @@ def test_images_with_text_calibrate_the_tower_too(name, lam):
 
 def test_a_parquet_file_and_messages_are_rows_too(tmp_path):
     chat = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a picture"}]
-    own = processor("llava")
+    recorder = processor("llava")
     table = rows(messages=[chat] * 5)
-    _, report = prune("llava", table, with_processor=own)
-    assert own.shown[0] == "<image>what is it?|a picture" and parts(report) == {"visual", "text"}
+    _, report = prune("llava", table, with_processor=recorder)
+    assert recorder.shown[0] == "<image>what is it?|a picture" and parts(report) == {"visual", "text"}
     table.to_parquet(tmp_path / "rows.parquet")
     _, again = prune("llava", str(tmp_path / "rows.parquet"))
     assert [layer.loss for layer in again.layers] == [layer.loss for layer in report.layers]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_inputs_as_they_are_give_what_the_rows_give(name):
-    own, table = processor(name), rows(4)
-    items = [own([row["image"]], [f"<image>{row['text']}"], "pt") for row in table]
+def test_model_inputs_give_the_same_losses_as_rows(name):
+    prepare, table = processor(name), rows(4)
+    items = [prepare([row["image"]], [f"<image>{row['text']}"], "pt") for row in table]
     order = torch.randperm(4, generator=torch.Generator().manual_seed(0)).tolist()
     _, report = prune(name, [items[i] for i in order])
     _, expected = prune(name, table)
     assert [layer.loss for layer in report.layers] == [layer.loss for layer in expected.layers]
 
 
-def test_packed_patches_of_several_samples_are_told_apart():
-    own = processor("qwen2_vl")
-    items = [own([image], ["<image>abcdef"], "pt") for image in pictures(4)]
+def test_packed_patches_are_split_by_sample():
+    prepare = processor("qwen2_vl")
+    items = [prepare([image], ["<image>abcdef"], "pt") for image in pictures(4)]
     together = {name: torch.cat([item[name] for item in items]) for name in items[0]}
     single = [part for part in unpack(as_batch(together, "item 0", False), "item 0")]
     assert len(single) == 4 and all(batch_size(part) == 1 for part in single)
@@ -154,10 +154,10 @@ def test_packed_patches_of_several_samples_are_told_apart():
         prune("qwen2_vl", [together])
 
 
-def test_padded_texts_with_images_pass_one_by_one():
-    """The tower reads no padding, and its inputs do not show where the text has some."""
-    own = processor("llava")
-    items = [own([image], ["<image>" + "ab" * (3 + i)], "pt") for i, image in enumerate(pictures(4))]
+def test_padded_texts_with_images_are_split_into_single_samples():
+    """The vision tower has no padding mask: its inputs do not show where the text is padded."""
+    prepare = processor("llava")
+    items = [prepare([image], ["<image>" + "ab" * (3 + i)], "pt") for i, image in enumerate(pictures(4))]
     longest = max(item["input_ids"].shape[1] for item in items)
     padded = {"pixel_values": torch.cat([item["pixel_values"] for item in items])}
     for name in ("input_ids", "attention_mask"):
@@ -170,12 +170,12 @@ def test_padded_texts_with_images_pass_one_by_one():
         assert layer.loss == pytest.approx(other.loss, rel=1e-5)
 
 
-def test_nobody_predicts_a_placeholder():
+def test_placeholders_are_not_labels():
     ids = torch.tensor([[IMAGE, IMAGE, 5, 6]])
     assert labels_of(made("llava"), {"input_ids": ids}).tolist() == [[IGNORED, 5, 6, IGNORED]]
 
 
-def test_a_row_that_is_too_long_is_left_out():
+def test_rows_that_are_too_long_are_dropped():
     texts = ["ab", "x" * 80, "abcd", "ab", "abc"]
     _, report = prune("llava", rows(text=texts))
     assert "1 rows of more than 64 tokens left out" in report.notes
@@ -183,7 +183,7 @@ def test_a_row_that_is_too_long_is_left_out():
         prune("llava", rows(), sequence_length=3)
 
 
-def test_what_is_missing_is_said():
+def test_a_missing_processor_or_tokenizer_is_named():
     config = MoonshotConfig(pattern="2:4", num_samples=4)
     with pytest.raises(MoonshotError, match="processor: .* has images and text, which need the model's processor"):
         MoonshotPruner(made("llava"), config).prune(rows(), progress=False)
@@ -198,15 +198,10 @@ def test_the_processor_beside_a_model_is_loaded_and_saved(tmp_path, tokenizer):
     model = made("llava")
     model.resize_token_embeddings(len(tokenizer))
     model.config.image_token_index = model.config.image_token_id = tokenizer.image_token_id
-    sizes = dict(size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8})
-    pictures_to_pixels = hf.CLIPImageProcessorPil(**sizes)
-    real = hf.LlavaProcessor(
-        pictures_to_pixels,
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    size = {"height": 8, "width": 8}
+    pictures_to_pixels = hf.CLIPImageProcessorPil(size=size, crop_size=size)
+    options = dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    real = hf.LlavaProcessor(pictures_to_pixels, tokenizer, **options)
     model.save_pretrained(tmp_path / "dense")
     real.save_pretrained(tmp_path / "dense")
     pruner = MoonshotPruner.from_pretrained(tmp_path / "dense", MoonshotConfig(pattern="2:4", num_samples=4))

@@ -1,5 +1,5 @@
-"""Perplexity against a loop written out and the model's own loss, and what stops it; the named data sets of both
-calibration and evaluation, on a stand-in for the Hub."""
+"""Perplexity against an explicit loop and the model's own loss; its sources, errors and side effects; the named data
+sets of calibration and evaluation, on a stand-in for the Hub."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calibration_data import byte_tokenizer
 from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5ForConditionalGeneration as T5
@@ -38,20 +38,15 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32)
+    return byte_tokenizer(max_length=32)
 
 
 @torch.no_grad()
-def by_hand(model, tokenizer, text: str, length: int, most: int | None = None) -> float:
+def by_hand(model, tokenizer, text: str, length: int, max_windows: int | None = None) -> float:
     """One window and one token at a time."""
     ids = tokenizer(text)["input_ids"]
     losses = []
-    for start in list(range(0, len(ids) - length + 1, length))[:most]:
+    for start in list(range(0, len(ids) - length + 1, length))[:max_windows]:
         window = torch.tensor([ids[start : start + length]])
         probabilities = model(input_ids=window).logits[0].double().softmax(-1)
         losses += [-math.log(probabilities[i, window[0, i + 1]]) for i in range(length - 1)]
@@ -60,23 +55,23 @@ def by_hand(model, tokenizer, text: str, length: int, most: int | None = None) -
 
 class TestValue:
     @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
-    def test_against_a_loop_written_out(self, model, tokenizer, batch_size):
-        found = perplexity(model, tokenizer, [TEXT], sequence_length=24, batch_size=batch_size)
+    def test_equals_an_explicit_loop(self, model, tokenizer, batch_size):
+        result = perplexity(model, tokenizer, [TEXT], sequence_length=24, batch_size=batch_size)
         tokens = len(tokenizer(TEXT)["input_ids"])
-        assert tokens % 24 and found.windows == tokens // 24 and found.tokens == found.windows * 23
-        assert found.sequence_length == 24 and found.dataset == "list of 1 strings"
-        assert found.value == pytest.approx(by_hand(model, tokenizer, TEXT, 24), rel=1e-5)
+        assert tokens % 24 and result.windows == tokens // 24 and result.tokens == result.windows * 23
+        assert result.sequence_length == 24 and result.dataset == "list of 1 strings"
+        assert result.value == pytest.approx(by_hand(model, tokenizer, TEXT, 24), rel=1e-5)
 
     @torch.no_grad()
-    def test_against_the_models_own_loss(self, model, tokenizer):
+    def test_equals_the_models_own_loss(self, model, tokenizer):
         ids = torch.tensor(tokenizer(TEXT)["input_ids"])
         windows = ids[: len(ids) // 32 * 32].view(-1, 32)
         losses = [model(input_ids=window[None], labels=window[None]).loss for window in windows]
-        found = perplexity(model, tokenizer, [TEXT])
-        assert found.value == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-5)
-        assert found.sequence_length == 32  # the model's positions
+        result = perplexity(model, tokenizer, [TEXT])
+        assert result.value == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-5)
+        assert result.sequence_length == 32  # the model's positions
 
-    def test_slices_do_not_change_it(self, model, tokenizer, monkeypatch):
+    def test_slicing_does_not_change_the_value(self, model, tokenizer, monkeypatch):
         whole = perplexity(model, tokenizer, [TEXT]).value
         for size in (1, 4 * 256 * 7):
             monkeypatch.setattr(evaluation, "SLICE_BYTES", size)
@@ -104,9 +99,9 @@ class TestValue:
         assert perplexity(model, tokenizer, [TEXT]).value == pytest.approx(256)
 
     def test_max_windows(self, model, tokenizer):
-        found = perplexity(model, tokenizer, [TEXT], max_windows=3, batch_size=2)
-        assert found.windows == 3 and found.tokens == 93
-        assert found.value == pytest.approx(by_hand(model, tokenizer, TEXT, 32, most=3), rel=1e-5)
+        result = perplexity(model, tokenizer, [TEXT], max_windows=3, batch_size=2)
+        assert result.windows == 3 and result.tokens == 93
+        assert result.value == pytest.approx(by_hand(model, tokenizer, TEXT, 32, max_windows=3), rel=1e-5)
         assert perplexity(model, tokenizer, [TEXT], max_windows=10**6) == perplexity(model, tokenizer, [TEXT])
 
     def test_repeated_calls_agree(self, model, tokenizer):
@@ -121,8 +116,8 @@ class TestValue:
             def forward(self, input_ids):
                 return self.table(input_ids)
 
-        found = perplexity(Bigram(), tokenizer, [TEXT * 5])
-        assert found.sequence_length == 2048 and found.windows == 1 and found.value > 1
+        result = perplexity(Bigram(), tokenizer, [TEXT * 5])
+        assert result.sequence_length == 2048 and result.windows == 1 and result.value > 1
 
 
 class TestSources:
@@ -136,9 +131,9 @@ class TestSources:
         expected = by_hand(model, tokenizer, "\n\n".join(lines), 32)
         files = [str(tmp_path / f"a.{suffix}") for suffix in ("txt", "jsonl", "json", "parquet")]
         for source in [*files, tmp_path / "a.txt", lines, dataset, dataset.to_iterable_dataset()]:
-            found = perplexity(model, tokenizer, source)
-            assert found.value == pytest.approx(expected, rel=1e-5)
-            assert found.dataset == sources.describe(source)
+            result = perplexity(model, tokenizer, source)
+            assert result.value == pytest.approx(expected, rel=1e-5)
+            assert result.dataset == sources.describe(source)
 
     def test_a_shard_of_c4_is_read_as_c4(self, model, tokenizer, tmp_path):
         rows = [{"text": f"{i} ", "timestamp": "2019-04-25T12:57:54Z", "url": "https://x.org"} for i in range(1300)]
@@ -146,19 +141,19 @@ class TestSources:
         path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
         text = " ".join(f"{i} " for i in range(1100))
         assert data.evaluation_text(str(path)) == data.evaluation_text(Dataset.from_list(rows)) == (text, 256)
-        found = perplexity(model, tokenizer, str(path), sequence_length=8)
-        assert found.windows == 256
-        assert found.value == pytest.approx(by_hand(model, tokenizer, text, 8, most=256), rel=1e-5)
+        result = perplexity(model, tokenizer, str(path), sequence_length=8)
+        assert result.windows == 256
+        assert result.value == pytest.approx(by_hand(model, tokenizer, text, 8, max_windows=256), rel=1e-5)
         assert perplexity(model, tokenizer, str(path), sequence_length=8, max_windows=300).windows == 300
 
     def test_a_table_of_ptb_is_read_as_ptb(self, model, tokenizer, tmp_path):
         Dataset.from_dict({"sentence": TEXT.split("1")}).to_parquet(tmp_path / "test.parquet")
-        found = perplexity(model, tokenizer, tmp_path / "test.parquet")
-        assert found.value == pytest.approx(by_hand(model, tokenizer, " ".join(TEXT.split("1")), 32), rel=1e-5)
+        result = perplexity(model, tokenizer, tmp_path / "test.parquet")
+        assert result.value == pytest.approx(by_hand(model, tokenizer, " ".join(TEXT.split("1")), 32), rel=1e-5)
 
 
 class Hub:
-    """Stands in for `load_dataset`: serves rows, and records the arguments that it was asked with."""
+    """Replaces `load_dataset`: serves rows and records the arguments of every call."""
 
     def __init__(self, column: str, texts: list[str]):
         self.rows, self.calls = Dataset.from_dict({column: texts}), []
@@ -190,9 +185,9 @@ class TestNamed:
         lines = TEXT.split(" ")
         hub = Hub(column, lines)
         monkeypatch.setattr(sources, "load_dataset", hub)
-        found = perplexity(model, tokenizer, name)
-        assert found.dataset == name
-        assert found.value == pytest.approx(by_hand(model, tokenizer, joiner.join(lines), 32), rel=1e-5)
+        result = perplexity(model, tokenizer, name)
+        assert result.dataset == name
+        assert result.value == pytest.approx(by_hand(model, tokenizer, joiner.join(lines), 32), rel=1e-5)
         samples = data.load_calibration(name, tokenizer, num_samples=6, sequence_length=40)
         windows = [tokenizer.decode(ids) for batch in samples.batches for ids in batch["input_ids"]]
         assert samples.source == name and all(len(text) == 40 and text in joiner.join(lines) for text in windows)
@@ -202,10 +197,10 @@ class TestNamed:
         texts = [f"{i}: " + "abcdefghij" * (3 + i) for i in range(12)]
         hub = Hub("text", ["short", *texts, ""])
         monkeypatch.setattr(sources, "load_dataset", hub)
-        found = data.load_calibration("c4", tokenizer, num_samples=12, sequence_length=32)
-        windows = [tokenizer.decode(ids) for batch in found.batches for ids in batch["input_ids"]]
+        samples = data.load_calibration("c4", tokenizer, num_samples=12, sequence_length=32)
+        windows = [tokenizer.decode(ids) for batch in samples.batches for ids in batch["input_ids"]]
         assert all(len(window) == 32 and any(window in text for text in texts) for window in windows)
-        assert hub.calls == [(("allenai/c4",), C4)] and (found.source, found.notes) == ("c4", ())
+        assert hub.calls == [(("allenai/c4",), C4)] and (samples.source, samples.notes) == ("c4", ())
         with pytest.raises(MoonshotError, match="num_samples=13: only 12 documents are longer than sequence_length=32"):
             data.load_calibration("c4", tokenizer, num_samples=13, sequence_length=32)
 
@@ -241,7 +236,7 @@ class TestNamed:
         with pytest.raises(MoonshotError, match='"c4": allenai/c4 .*gone'):
             data.load_calibration("c4", tokenizer)
 
-    def test_tokenizer_is_asked_for_first(self, monkeypatch):
+    def test_the_tokenizer_is_checked_before_downloading(self, monkeypatch):
         hub = Hub("text", [TEXT])
         monkeypatch.setattr(sources, "load_dataset", hub)
         for name in sources.CORPORA:
@@ -250,7 +245,7 @@ class TestNamed:
         assert hub.calls == []
 
 
-class TestModelIsLeftAsItWas:
+class TestModelIsUnchanged:
     def test_modes_gradients_and_weights(self, model, tokenizer):
         model.train()
         model.model.layers[1].eval()
@@ -297,8 +292,8 @@ class TestProgress:
 
     def test_bar_counts_windows(self, model, tokenizer, capfd, monkeypatch):
         monkeypatch.setattr("optimum_moonshot.progress.bars_are_wanted", lambda: True)  # as in a terminal
-        found = perplexity(model, tokenizer, [TEXT], progress=True, batch_size=3)
-        assert f"{found.windows}/{found.windows}" in capfd.readouterr().err
+        result = perplexity(model, tokenizer, [TEXT], progress=True, batch_size=3)
+        assert f"{result.windows}/{result.windows}" in capfd.readouterr().err
 
 
 class TestErrors:
@@ -366,7 +361,7 @@ def test_impossible_tokens_have_infinite_perplexity(tokenizer):
     assert perplexity(Sure(1, 1), tokenizer, [TEXT], sequence_length=8).value == math.inf
 
 
-def test_max_positions():
+def test_max_positions_are_read_from_the_config():
     assert max_positions(LlamaForCausalLM(tiny_config())) == 32
     assert max_positions(nn.Linear(2, 2)) is None
     text = SimpleNamespace(max_position_embeddings=77)
@@ -379,9 +374,9 @@ def test_result_is_plain_data():
     assert result == Perplexity(value=1.5, dataset="c4", windows=256, sequence_length=2048, tokens=524032)
 
 
-def test_window_length():
-    given = ((None, None), (None, 512), (None, 131072), (4096, 131072), (4096, None))
-    assert [data.window_length(*pair) for pair in given] == [2048, 512, 2048, 4096, 4096]
+def test_the_default_window_length():
+    pairs = ((None, None), (None, 512), (None, 131072), (4096, 131072), (4096, None))
+    assert [data.window_length(*pair) for pair in pairs] == [2048, 512, 2048, 4096, 4096]
     for pair, message in (((513, 512), "513: give at most the 512 positions"), ((1, None), "1: give a whole number")):
         with pytest.raises(MoonshotError, match=f"sequence_length={message}"):
             data.window_length(*pair)

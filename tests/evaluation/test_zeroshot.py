@@ -1,4 +1,4 @@
-"""Zero-shot accuracy through lm-eval, on a task of our own over a local file."""
+"""Zero-shot accuracy through lm-eval, on a custom task over a local file."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ def result(**accuracy):
 
 
 def expected_accuracy(model, tokenizer, documents=12):
-    """By hand: the choice with the larger log-likelihood."""
+    """The accuracy of the choice with the larger log-likelihood, one token at a time."""
     correct = 0
     for n in range(documents):
         context = tokenizer.encode("abc" * (n % 3 + 1))
@@ -66,10 +66,10 @@ def expected_accuracy(model, tokenizer, documents=12):
 
 def test_accuracy_is_that_of_the_likelier_choice(task, tokenizer, model):
     state = torch.get_rng_state()
-    found = zero_shot(model, tokenizer, [str(task())], batch_size=3)
-    assert found.accuracy == {"letters": pytest.approx(expected_accuracy(model.eval(), tokenizer))}
+    measured = zero_shot(model, tokenizer, [str(task())], batch_size=3)
+    assert measured.accuracy == {"letters": pytest.approx(expected_accuracy(model.eval(), tokenizer))}
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.versions["lm_eval"] and 0 <= found.mean <= 1
+    assert measured.versions["lm_eval"] and 0 <= measured.mean <= 1
 
 
 def test_the_model_keeps_its_mode(task, tokenizer, model):
@@ -78,10 +78,10 @@ def test_the_model_keeps_its_mode(task, tokenizer, model):
 
 
 def test_results_survive_json(tmp_path):
-    found = result(a=0.25, b=0.5)
-    for values in (found.to_dict(), {"zero_shot": found.to_dict()}):
-        (tmp_path / "found.json").write_text(json.dumps(values))
-        assert ZeroShot.load(tmp_path / "found.json") == found
+    original = result(a=0.25, b=0.5)
+    for values in (original.to_dict(), {"zero_shot": original.to_dict()}):
+        (tmp_path / "result.json").write_text(json.dumps(values))
+        assert ZeroShot.load(tmp_path / "result.json") == original
 
 
 def test_win_rate_counts_tasks_and_halves_ties():
@@ -116,7 +116,7 @@ def test_an_unknown_task_is_named(tokenizer, model, monkeypatch):
         zero_shot(model, tokenizer, ["no_such_task"])
 
 
-def test_a_mistake_in_a_tasks_file_is_told(task, tokenizer, model):
+def test_a_mistake_in_a_tasks_file_is_named(task, tokenizer, model):
     path = task()
     path.write_text(path.read_text().replace("{{question}}", "{{nothing.there}}"))
     with pytest.raises(MoonshotError, match="letters cannot be measured .*'nothing' is undefined"):
@@ -126,7 +126,7 @@ def test_a_mistake_in_a_tasks_file_is_told(task, tokenizer, model):
         zero_shot(model, tokenizer, [path])
 
 
-def test_one_word_names_the_seven_of_the_paper():
+def test_paper_names_the_seven_tasks():
     assert zeroshot._names("paper") == zeroshot._names(["paper"]) == (list(PAPER_TASKS), [])
     assert len(PAPER_TASKS) == 7
     with pytest.raises(MoonshotError, match="duplicates"):
@@ -134,21 +134,21 @@ def test_one_word_names_the_seven_of_the_paper():
 
 
 @pytest.mark.parametrize("progress", [False, True])
-def test_progress_is_shown_when_asked_for(progress, task, tokenizer, model, capfd, monkeypatch):
+def test_progress_is_shown_on_request(progress, task, tokenizer, model, capfd, monkeypatch):
     monkeypatch.setattr("optimum_moonshot.evaluation.zeroshot.bars_are_wanted", lambda: True)  # as in a terminal
     zero_shot(model, tokenizer, task(), limit=2, progress=progress)
     assert ("loglikelihood requests" in capfd.readouterr().err) == progress
 
 
-def test_a_report_takes_the_tasks_and_their_mean():
+def test_a_report_records_the_tasks_and_their_mean():
     report, settings = PruneReport({}, [], {}, None, {}, 0, {}, 1), {"num_fewshot": 0, "limit": None}
     report.record(result(a=0.5, b=0.25), dense=result(a=0.75, b=0.75))
     assert report.evaluations["a"] == {"metric": "accuracy", "settings": settings, "dense": 0.75, "pruned": 0.5}
     mean = report.evaluations["mean of 2 zero-shot tasks"]
     assert (mean["dense"], mean["pruned"]) == (0.75, 0.375)
-    report.record(result(a=0.25))  # what was before stays
+    report.record(result(a=0.25))  # the dense value is kept
     assert (report.evaluations["a"]["dense"], report.evaluations["a"]["pruned"]) == (0.75, 0.25)
-    report.record(dataclasses.replace(result(a=0.25), limit=5))  # unless it was another way to measure
+    report.record(dataclasses.replace(result(a=0.25), limit=5))  # unless it was measured otherwise
     assert report.evaluations["a"]["dense"] is None
     with pytest.raises(MoonshotError, match="a: dense accuracy with .*'limit': None.*'limit': 5"):
         report.record(dataclasses.replace(result(a=0.25), limit=5), dense=result(a=0.5))
@@ -167,15 +167,15 @@ def test_results_on_other_tasks_are_not_compared():
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", "{}"])
-def test_a_baseline_that_is_none_is_named(tmp_path, text):
-    (tmp_path / "found.json").write_text(text)
+def test_an_invalid_baseline_is_named(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
     with pytest.raises(MoonshotError, match="baseline"):
-        ZeroShot.load(tmp_path / "found.json")
+        ZeroShot.load(tmp_path / "result.json")
 
 
 @pytest.mark.slow
 def test_the_harness_itself_reads_a_packed_checkpoint(task, tokenizer, tmp_path):
-    """As a process of its own with one import before, which is all that a packed folder needs."""
+    """In a separate process, after one import of this package."""
     pruner = MoonshotPruner.from_pretrained(DEMO, MoonshotConfig(solver="magnitude", pattern="2:4"), dtype="float32")
     pruner.prune(progress=False)
     packed, path = tmp_path / "packed", task()
@@ -187,5 +187,5 @@ def test_the_harness_itself_reads_a_packed_checkpoint(task, tokenizer, tmp_path)
     run = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     (written,) = tmp_path.glob("results*.json")
-    found = json.loads(written.read_text())["results"]["letters"]["acc,none"]
-    assert found == pytest.approx(expected_accuracy(pruner.model.eval(), tokenizer))
+    accuracy = json.loads(written.read_text())["results"]["letters"]["acc,none"]
+    assert accuracy == pytest.approx(expected_accuracy(pruner.model.eval(), tokenizer))
