@@ -1,4 +1,4 @@
-"""The model card and its picture without a network: what is in them for every kind of run, and what must not be."""
+"""The model card and its plot, offline: their contents for every kind of run, and private data they must omit."""
 
 import math
 import runpy
@@ -28,7 +28,7 @@ def pruned(name="llama", batches=None, **settings):
 
 
 def card(folder):
-    """The YAML, parsed as the Hub would, and the text."""
+    """The parsed YAML header and the text."""
     _, block, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     return yaml.safe_load(block), text
 
@@ -66,7 +66,7 @@ def test_a_card_is_carried_through_a_second_pruning(tmp_path):
     dense = make("llama")
     dense.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text(
-        "---\nlicense: mit\nbase_model: org/older\ntags: [mine]\n---\n# Mine\n"
+        "---\nlicense: mit\nbase_model: org/older\ntags: [custom]\n---\n# Older\n"
     )
     for source, target, pattern in (("base", "first", "4:8"), ("first", "second", "2:4")):
         config = MoonshotConfig(solver="magnitude", pattern=pattern)
@@ -74,19 +74,19 @@ def test_a_card_is_carried_through_a_second_pruning(tmp_path):
         pruner.prune(progress=False)
         pruner.save_pretrained(tmp_path / target)
     data, text = card(tmp_path / "second")
-    assert data["license"] == "mit" and {"mine", "2:4"} <= set(data["tags"]) and "4:8" not in data["tags"]
-    assert text.count("# Mine") == 1 and text.count("Card of the dense model") == 1
+    assert data["license"] == "mit" and {"custom", "2:4"} <= set(data["tags"]) and "4:8" not in data["tags"]
+    assert text.count("# Older") == 1 and text.count("Card of the dense model") == 1
 
 
 def test_the_yaml_of_the_dense_models_card_is_not_lost(tmp_path):
     make("llama").save_pretrained(tmp_path / "base")
-    ours = {"license": "mit", "tags": ["mine"], "library_name": "transformers"}
+    ours = {"license": "mit", "tags": ["custom"], "library_name": "transformers"}
     theirs = {
         "base_model": "org/older",
         "datasets": ["org/text"],
         "extra_gated_prompt": "Line one\n```\ncode: ü\n```\n",
     }
-    (tmp_path / "base" / "README.md").write_text(f"---\n{yaml.safe_dump({**ours, **theirs})}---\n# Mine\n")
+    (tmp_path / "base" / "README.md").write_text(f"---\n{yaml.safe_dump({**ours, **theirs})}---\n# Older\n")
     for source, target in (("base", "first"), ("first", "second")):
         pruner = MoonshotPruner.from_pretrained(tmp_path / source, MoonshotConfig(solver="magnitude", pattern="2:4"))
         pruner.prune(progress=False)
@@ -97,7 +97,7 @@ def test_the_yaml_of_the_dense_models_card_is_not_lost(tmp_path):
         assert yaml.safe_load(block.split("\n````")[0]) == theirs
 
 
-def test_a_card_that_somebody_changed_is_copied(tmp_path):
+def test_an_edited_card_is_copied_unchanged(tmp_path):
     pruned(solver="magnitude", lam=None).save_pretrained(tmp_path / "dense")
     path = tmp_path / "dense" / "README.md"
     original = path.read_bytes()
@@ -108,7 +108,7 @@ def test_a_card_that_somebody_changed_is_copied(tmp_path):
 
 
 def test_the_card_of_a_compacted_model(tmp_path):
-    """Its zeros are gone: nothing is left to pack."""
+    """It has no zeros left: packing saves nothing."""
     pruner = MoonshotPruner(make("llama"), MoonshotConfig(solver="magnitude", pattern="structured", sparsity=0.5))
     pruner.prune(progress=False)
     before, after = pruner.compact().parameters
@@ -119,8 +119,8 @@ def test_the_card_of_a_compacted_model(tmp_path):
     assert f"{before:,} → {after:,} parameters" in text
 
 
-def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, caplog, monkeypatch):
-    assert find_base("") == find_base(str(tmp_path)) == find_base("/no/such/folder/of/mine")
+def test_a_folder_gives_no_base_name_and_an_unreadable_card_the_name_alone(tmp_path, caplog, monkeypatch):
+    assert find_base("") == find_base(str(tmp_path)) == find_base("/no/such/folder")
     (tmp_path / "README.md").write_text("no header at all")
     assert find_base(str(tmp_path)).text == "no header at all" and find_base(str(tmp_path)).name is None
     (tmp_path / "README.md").write_text("---\n[\n---\nno YAML")
@@ -138,7 +138,7 @@ def test_a_folder_tells_no_name_and_an_unknown_model_only_its_name(tmp_path, cap
         assert ("its licence is not copied" in caplog.text) == (type(error) is not EntryNotFoundError)
 
 
-def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):
+def test_non_finite_measurements_are_not_in_the_yaml(tmp_path):
     pruner = pruned(solver="magnitude", lam=None)
     pruner.report.record_evaluation("text", 5.0, math.inf)
     pruner.report.record_evaluation("pipes | and\nlines", 1.0, 2.0)
@@ -159,13 +159,13 @@ def test_measurements_that_are_no_number_stay_out_of_the_yaml(tmp_path):
         ("bert", token_batches, dict(targets=["dense", "decoder"], lam=1.0)),
     ],
 )
-def test_every_kind_of_model(name, batches, settings, tmp_path):
+def test_the_card_of_every_kind_of_model(name, batches, settings, tmp_path):
     pruner = pruned(name, [dict(batch) for batch in batches()], **settings)
     pruner.report.record_evaluation("data", 0.9, 0.8, "accuracy")
     pruner.save_pretrained(tmp_path)
     data, text = card(tmp_path)
-    asked = settings.get("sparsity", 0.5)
-    assert data["moonshot"]["target_sparsity"] == pytest.approx(asked, abs=0.01)
+    target = settings.get("sparsity", 0.5)
+    assert data["moonshot"]["target_sparsity"] == pytest.approx(target, abs=0.01)
     assert data["moonshot"]["sparsity"] == pytest.approx(pruner.report.sparsity, abs=1e-6)
     assert data["moonshot"]["lambda"] == settings.get("lam", 0.9)
     task, cls = {
@@ -182,7 +182,7 @@ def test_every_kind_of_model(name, batches, settings, tmp_path):
     assert (row in text) == ("recover" in settings) == ("| recovery |" in text)
 
 
-def test_sizes_are_those_of_the_files(tmp_path):
+def test_sizes_equal_those_of_the_files(tmp_path):
     for name, settings in (
         ("llama-tied-biased", dict(pattern="2:4")),
         ("gpt2", dict(pattern="unstructured", sparsity=0.6)),
@@ -222,7 +222,7 @@ def test_the_picture_shows_every_layer_once():
     assert len(plot_report(dataless.prune(progress=False)).axes) == 1  # no data, no losses
 
 
-def test_nobodys_folders_are_published(tmp_path):
+def test_local_paths_are_not_published(tmp_path):
     text = tmp_path / "secret" / "data.txt"
     text.parent.mkdir()
     text.write_text("some words " * 400)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what comes back is bit for bit what was saved, and what is damaged is refused by name."""
+"""Checkpoints on disk are restored bit for bit; errors name the layer, file or option."""
 
 import json
 import shutil
@@ -36,11 +36,11 @@ SETTINGS = [
         *(("llama", settings) for settings in SETTINGS),
         *(slow("gpt2", settings) for settings in SETTINGS[::2]),
         *((name, SETTINGS[4]) for name in ("llama-tied-biased", "opt", "mixtral")),
-        *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # stored under other names by some releases
+        *(("vit", settings) for settings in (SETTINGS[0], SETTINGS[3])),  # some releases store it under other names
     ],
     ids=str,
 )
-def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
+def test_every_format_restores_the_same_weights(name, settings, tmp_path):
     for dtype in (torch.float32, torch.bfloat16) if name == "llama" else (torch.float16,):
         pruner = pruned(name, dtype, **settings)
         folders = [tmp_path / f"{kind}-{dtype}" for kind in ("packed", "dense", "again")]
@@ -53,7 +53,9 @@ def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
         first, last = tensors(folders[0]), tensors(folders[2])
         assert first.keys() == last.keys() and all(torch.equal(first[key], last[key]) for key in first)
         count = {layer.removesuffix("_packed") for layer in first if layer.endswith("_packed")}
-        fused = [layer for layer in pruner.report.layers if "experts" in layer.name]  # two of a block, stored as 4 × 3
+        fused = [
+            layer for layer in pruner.report.layers if "experts" in layer.name
+        ]  # two in each block, stored as 4 × 3 matrices
         assert len(count) == len(pruner.report.layers) + 5 * len(fused)
         kept = load_pruned(folders[0], runtime="packed")
         for module_name, module in kept.named_modules():
@@ -65,12 +67,12 @@ def test_every_way_back_gives_the_same_weights(name, settings, tmp_path):
             assert torch.allclose(kept(INPUTS).logits, pruner.model(INPUTS).logits, atol=1e-4)
 
 
-def test_a_layer_that_is_stored_under_another_name_is_named_as_in_the_model(tmp_path, monkeypatch):
-    found, renaming = conversion_mapping.get_checkpoint_conversion_mapping, WeightRenaming("first", "fc1")
+def test_errors_use_the_models_name_of_a_renamed_layer(tmp_path, monkeypatch):
+    original, renaming = conversion_mapping.get_checkpoint_conversion_mapping, WeightRenaming("first", "fc1")
     monkeypatch.setattr(
         conversion_mapping,
         "get_checkpoint_conversion_mapping",
-        lambda kind: [renaming] if kind == "opt" else found(kind),
+        lambda kind: [renaming] if kind == "opt" else original(kind),
     )
     pruner = pruned("opt")
     layer = next(layer.name for layer in pruner.report.layers if layer.name.endswith(".fc1"))
@@ -84,7 +86,7 @@ def test_a_layer_that_is_stored_under_another_name_is_named_as_in_the_model(tmp_
         load_pruned(tmp_path / "dense")
 
 
-def test_two_of_four_takes_nine_sixteenths_of_the_pruned_layers(packed):
+def test_2_4_takes_nine_sixteenths_of_the_pruned_layers(packed):
     folder, model = packed
     stored = sum(tensor.nbytes for name, tensor in tensors(folder).items() if name.endswith(("_packed", "_meta")))
     dense = sum(p.nbytes for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2)
@@ -117,7 +119,7 @@ def test_loading_with_other_dtypes_devices_and_shards(packed, tmp_path):
         assert_same(deepcopy(model.model).to(dtype), hf.AutoModel.from_pretrained(folder, dtype=dtype))
 
 
-def test_layers_that_transformers_keeps_in_float32_stay_so(tmp_path):
+def test_layers_that_transformers_keeps_in_float32_keep_their_dtype(tmp_path):
     config = hf.T5Config(
         vocab_size=96, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
@@ -137,13 +139,13 @@ def test_a_loaded_model_is_an_ordinary_one(packed, tmp_path):
     assert not hasattr(loaded, "hf_quantizer") and not hasattr(loaded.config, "quantization_config")
     assert not loaded.is_quantized and not hasattr(loaded.config, "_is_quantized")
     loaded.save_pretrained(tmp_path)
-    assert tensors(tmp_path).keys() == {name for name in model.state_dict()}
+    assert tensors(tmp_path).keys() == set(model.state_dict())
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert_same(model, hf.AutoModelForCausalLM.from_pretrained(tmp_path))
     assert loaded.half().dtype == torch.float16
 
 
-def test_a_layer_that_is_not_nm_any_more_is_named_and_nothing_is_written(tmp_path):
+def test_a_layer_that_lost_its_pattern_is_named_and_nothing_is_written(tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path, format="packed")
     before = files(tmp_path)
@@ -158,7 +160,7 @@ def test_a_layer_that_is_not_nm_any_more_is_named_and_nothing_is_written(tmp_pat
         convert(tmp_path / "dense", tmp_path / "out", "packed")
 
 
-def test_negative_zeros_come_back_as_zeros(tmp_path):
+def test_negative_zeros_are_restored_as_zeros(tmp_path):
     pruner = pruned()
     with torch.no_grad():
         weight = pruner.model.model.layers[0].mlp.up_proj.weight
@@ -169,7 +171,7 @@ def test_negative_zeros_come_back_as_zeros(tmp_path):
     assert torch.equal(loaded, weight) and not (torch.signbit(loaded) & (loaded == 0)).any()
 
 
-def test_what_packing_does_not_make_smaller_stays_dense(tmp_path):
+def test_layers_that_packing_would_enlarge_stay_dense(tmp_path):
     pruner = pruned(pattern="unstructured", sparsity=0.0)
     with pytest.raises(MoonshotError, match="makes no layer smaller"):
         pruner.save_pretrained(tmp_path, format="packed")
@@ -196,13 +198,13 @@ def test_what_packing_does_not_make_smaller_stays_dense(tmp_path):
     ],
     ids=str,
 )
-def test_options_that_cannot_be_met_are_refused_before_anything_is_written(options, words, tmp_path):
+def test_unsupported_options_are_refused_before_writing(options, words, tmp_path):
     with pytest.raises(MoonshotError, match=words):
         pruned().save_pretrained(tmp_path / "out", format="packed", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_path_is_refused(tmp_path):
+def test_invalid_paths_are_refused(tmp_path):
     pruner = pruned()
     for path in (None, 3, b"folder", ""):
         for call in (
@@ -215,10 +217,10 @@ def test_what_is_no_path_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
-def test_a_full_disk_leaves_the_old_files(format, tmp_path):
+def test_a_full_disk_preserves_the_old_files(format, tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path)
-    (tmp_path / "mine.txt").write_text("kept")
+    (tmp_path / "notes.txt").write_text("kept")
     before = files(tmp_path)
     with full_disk(20_000), pytest.raises(MoonshotError, match="cannot be written.*(File too large|os error 27)"):
         pruner.save_pretrained(tmp_path, format=format)
@@ -228,27 +230,27 @@ def test_a_full_disk_leaves_the_old_files(format, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_folder_that_holds_another_model(packed, tmp_path):
+def test_saving_replaces_the_files_of_another_model(packed, tmp_path):
     folder = shutil.copytree(packed[0], tmp_path / "folder")
     (folder / "adapter_config.json").write_text("{}")
-    (folder / "mine.txt").write_text("kept")
+    (folder / "notes.txt").write_text("kept")
     pruner = pruned("gpt2")
     pruner.save_pretrained(folder)
     assert {path.name for path in folder.glob("*.safetensors*")} == {"model.safetensors"}
-    assert not (folder / "adapter_config.json").exists() and (folder / "mine.txt").read_text() == "kept"
+    assert not (folder / "adapter_config.json").exists() and (folder / "notes.txt").read_text() == "kept"
     assert_same(pruner.model, load_pruned(folder))
 
 
-def test_converting_in_place_and_what_cannot_be_converted(packed, packed_copy, tmp_path):
+def test_converting_in_place_and_invalid_conversions(packed, packed_copy, tmp_path):
     folder, model = packed
     (packed_copy / "extra").mkdir()
-    (packed_copy / "extra" / "note.txt").write_text("mine")
+    (packed_copy / "extra" / "note.txt").write_text("kept")
     convert(packed_copy, packed_copy, "dense")
     assert_same(model, hf.AutoModelForCausalLM.from_pretrained(packed_copy))
     index = json.loads((packed_copy / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors(packed_copy).values())
     assert index["weight_map"].keys() == tensors(packed_copy).keys() and index["metadata"]["total_size"] == total
-    assert (packed_copy / "extra" / "note.txt").read_text() == "mine" and not list(packed_copy.glob(".saving*"))
+    assert (packed_copy / "extra" / "note.txt").read_text() == "kept" and not list(packed_copy.glob(".saving*"))
     with pytest.raises(MoonshotError, match="is a dense checkpoint already"):
         convert(packed_copy, tmp_path / "out", "dense")
     with pytest.raises(MoonshotError, match="format='zip'"):
@@ -278,7 +280,7 @@ def test_convolutions_are_packed_too(tmp_path):
         assert_same(model, load_pruned(tmp_path, runtime=runtime))
 
 
-def test_a_compacted_model_is_loaded_and_what_is_left_of_its_zeros_packed(tmp_path):
+def test_a_structured_model_is_restored_before_and_after_compaction(tmp_path):
     pruner = pruned(pattern="structured", sparsity=0.5)
     assert pruner.report.sparsity > 0
     pruner.save_pretrained(tmp_path / "zeros", format="packed")
@@ -299,13 +301,13 @@ def test_every_layer_is_packed_by_its_own_pattern(tmp_path):
     assert patterns["q_proj"] == "1:4" and patterns["up_proj"] == "2:4" and patterns["k_proj"] == "unstructured"
 
 
-def test_the_same_weights_are_the_same_bytes(tmp_path):
-    """safetensors orders a file's metadata by chance."""
+def test_equal_weights_give_equal_bytes(tmp_path):
+    """The order of metadata entries in safetensors is random."""
     pruner = pruned("llama", torch.bfloat16, pattern="2:4")
     for number in range(6):
         pruner.save_pretrained(tmp_path / "model", format="packed", max_shard_size="10KB")
         convert(tmp_path / "model", tmp_path / f"{number}" / "dense", "dense")
         (tmp_path / "model").rename(tmp_path / f"{number}" / "packed")
-    for first in (path for path in (tmp_path / "0").rglob("*.safetensors")):
+    for first in (tmp_path / "0").rglob("*.safetensors"):
         copies = {(tmp_path / f"{n}" / first.relative_to(tmp_path / "0")).read_bytes() for n in range(6)}
         assert len(copies) == 1, first.name

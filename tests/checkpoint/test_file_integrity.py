@@ -1,4 +1,4 @@
-"""Nothing of ours reads packed weights unverified, and nothing else reads them at all."""
+"""Every reader of this package verifies packed weights; transformers alone cannot read them."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 import transformers as hf
+from checkpoint_edits import change_config, change_description, change_file, change_json, read_header, write_header
 from checkpoints import assert_same, pruned
 from damage import flip
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotError, convert, load_pruned
 from optimum_moonshot.runtime.packed_linear import PackedLinear
@@ -20,28 +21,8 @@ from optimum_moonshot.runtime.packed_linear import PackedLinear
 AUTO = hf.AutoModelForCausalLM
 
 
-def change_json(path, change):
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def change_config(folder, **values):
-    change_json(folder / "config.json", lambda config: config.update(values))
-
-
-def change_description(path, change):
-    """A file whose description of itself, in its metadata, was changed; its tensors are as they were."""
-    with safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
-    described = json.loads(metadata["moonshot"])
-    change(described)
-    save_file(found, path, {**metadata, "moonshot": json.dumps(described)})
-
-
 def readers(folder, output):
-    """Every way in which this package reads weights."""
+    """The readers of weights of this package, by name."""
     return {
         "load_pruned": lambda: load_pruned(folder),
         "load_pruned, packed": lambda: load_pruned(folder, runtime="packed"),
@@ -51,10 +32,11 @@ def readers(folder, output):
     }
 
 
-def refused(folder, output, words, names=None):
+def refused(folder, output, message, names=None):
+    """Every reader, or the named ones, raises and writes nothing."""
     for name, read in readers(folder, output).items():
         if names is None or name in names:
-            with pytest.raises(MoonshotError, match=words):
+            with pytest.raises(MoonshotError, match=message):
                 read()
             assert not output.exists() or not list(output.iterdir()), name
 
@@ -66,7 +48,7 @@ def test_a_flipped_bit_reaches_no_reader(packed_copy, tmp_path, seed):
     refused(packed_copy, tmp_path / "out", rf"^\S+: it is damaged: its checksum differs \({path.name}\)")
 
 
-def test_checksums_can_be_left_out_by_the_environment_alone(packed_copy, tmp_path, monkeypatch):
+def test_checksums_are_skipped_by_the_environment_variable_alone(packed_copy, tmp_path, monkeypatch):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
     with safe_open(path, "pt") as file:
         name = next(name for name in file.keys() if "norm" in name)  # noqa: SIM118
@@ -75,7 +57,7 @@ def test_checksums_can_be_left_out_by_the_environment_alone(packed_copy, tmp_pat
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     monkeypatch.setenv("MOONSHOT_VERIFY", "0")
     assert torch.equal(AUTO.from_pretrained(packed_copy).get_parameter(name), before + 1)
-    for name in ("load_pruned", "convert"):  # what promises verified weights
+    for name in ("load_pruned", "convert"):  # these promise verified weights
         with pytest.raises(MoonshotError, match="its checksum differs"):
             readers(packed_copy, tmp_path / "out")[name]()
     for value in ("", "no", "2"):
@@ -87,20 +69,20 @@ def test_checksums_can_be_left_out_by_the_environment_alone(packed_copy, tmp_pat
     refused(packed_copy, tmp_path / "out", r"unknown fields: \{'verify': False\}")
 
 
-def test_an_intact_folder_passes_without_checksums(packed, monkeypatch):
+def test_an_intact_folder_loads_without_checksums(packed, monkeypatch):
     monkeypatch.setenv("MOONSHOT_VERIFY", "0")
     assert_same(packed[1], AUTO.from_pretrained(packed[0]))
 
 
-def test_a_file_that_says_how_it_wants_to_run_is_refused(packed_copy, tmp_path):
-    """The caller chooses; `runtime` in a file of another's would have chosen for him."""
+def test_a_config_that_sets_the_runtime_is_refused(packed_copy, tmp_path):
+    """The runtime is the caller's choice, never that of a downloaded file."""
     for entry in ({"runtime": "packed"}, {"bits": 4}, {"runtime": "dense", "x": None}):
         quantization = {"quant_method": "moonshot", "format": "packed", "version": 1, **entry}
         change_config(packed_copy, quantization_config=quantization)
         refused(packed_copy, tmp_path / "out", "quantization_config in config.json has unknown fields: ")
 
 
-def test_one_load_does_not_choose_for_the_next(packed):
+def test_the_runtime_of_one_load_does_not_affect_the_next(packed):
     kept = load_pruned(packed[0], runtime="packed")
     assert any(isinstance(module, PackedLinear) for module in kept.modules())
     for loaded in (AUTO.from_pretrained(packed[0]), load_pruned(packed[0])):
@@ -111,7 +93,7 @@ def test_a_model_beside_the_files_of_the_index_is_not_loaded(packed_copy, tmp_pa
     stray = pruned().model
     stray.save_pretrained(tmp_path / "stray")
     shutil.copy(tmp_path / "stray" / "model.safetensors", packed_copy)
-    expected = AUTO.from_pretrained(packed_copy)  # by the name of its own index
+    expected = AUTO.from_pretrained(packed_copy)  # through the index of the packed files
     assert_same(expected, load_pruned(packed_copy))
     convert(packed_copy, tmp_path / "dense", "dense")
     assert_same(expected, load_pruned(tmp_path / "dense"))
@@ -137,7 +119,7 @@ def test_adapters_and_other_files_that_transformers_would_load_are_refused(forma
         (folder / name).unlink()
     shutil.copy(next(folder.glob("*.safetensors")), folder / "other.safetensors")
     change_config(folder, transformers_weights="other.safetensors")
-    if format == "packed":  # its own index goes before what config.json says
+    if format == "packed":  # its index takes precedence over config.json
         assert_same(packed[1], load_pruned(folder))
         assert_same(packed[1], AUTO.from_pretrained(folder))
     else:
@@ -145,7 +127,7 @@ def test_adapters_and_other_files_that_transformers_would_load_are_refused(forma
             load_pruned(folder)
 
 
-def test_weights_of_another_shape_are_refused_although_the_caller_lets_transformers_make_them_up(packed_copy):
+def test_weights_of_another_shape_are_refused_despite_ignore_mismatched_sizes(packed_copy):
     change_config(packed_copy, vocab_size=64)
     with pytest.raises(MoonshotError, match="(embed_tokens|lm_head): its shape in the files is not"):
         load_pruned(packed_copy, ignore_mismatched_sizes=True)
@@ -156,7 +138,7 @@ OUTSIDE = ["../x.safetensors", "/etc/passwd", "a/../../x", "..", "", ".", "C:\\x
 
 @pytest.mark.parametrize("file", [*OUTSIDE, "x" * 999], ids=lambda file: repr(file)[:14])
 @pytest.mark.parametrize("format", ["dense", "packed"])
-def test_an_index_that_names_files_elsewhere_is_refused(format, packed, file, tmp_path):
+def test_an_index_that_names_files_outside_its_folder_is_refused(format, packed, file, tmp_path):
     folder = shutil.copytree(packed[0], tmp_path / "copy")
     if format == "dense":
         folder = tmp_path / "dense"
@@ -188,11 +170,11 @@ def test_files_of_one_name_in_several_folders_are_all_converted(packed, tmp_path
         folder / "model.safetensors.index.json",
         lambda index: index.update(weight_map={name: moved[file] for name, file in index["weight_map"].items()}),
     )
-    (folder / "part0" / "notes.txt").write_text("mine")
+    (folder / "part0" / "notes.txt").write_text("kept")
     assert_same(packed[1], load_pruned(folder))
     convert(folder, tmp_path / "packed", "packed")
     assert_same(packed[1], load_pruned(tmp_path / "packed"))
-    assert (tmp_path / "packed" / "part0" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "packed" / "part0" / "notes.txt").read_text() == "kept"
     assert len(list((tmp_path / "packed").rglob("*.safetensors"))) == len(files)
 
 
@@ -230,10 +212,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ["null", "[]", "3", '"x"', "{}", DEEP, '{"version": 1, "layers": [], "sha256": {}}', '{"version": true}', "{"],
     ids=lambda text: text[:9],
 )
-def test_a_description_that_is_none_is_refused(packed_copy, tmp_path, text):
+def test_an_invalid_description_is_refused(packed_copy, tmp_path, text):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
-    found = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(found, path, {"format": "pt", "moonshot": text})
+    change_file(path, lambda _, metadata: metadata.update(moonshot=text))
     refused(packed_copy, tmp_path / "out", f"(metadata of the packed layers is damaged|version=).*{path.name}")
 
 
@@ -243,11 +224,8 @@ NO_STRINGS = [{"moonshot": value} for value in (None, {}, [1])]
 @pytest.mark.parametrize("metadata", [None, [], "x", 3, *NO_STRINGS, "deep"], ids=str)
 def test_metadata_that_is_no_mapping_of_strings_is_refused(packed_copy, tmp_path, metadata):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.dumps({**json.loads(content[8 : 8 + length]), "__metadata__": metadata})
-    header = (header.replace('"deep"', DEEP) if metadata == "deep" else header).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    header = json.dumps({**read_header(path)[0], "__metadata__": metadata})
+    write_header(path, header.replace('"deep"', DEEP) if metadata == "deep" else header)
     refused(packed_copy, tmp_path / "out", path.name)
 
 
@@ -281,7 +259,7 @@ def test_json_of_any_depth_and_kind_in_the_other_files(packed_copy, tmp_path):
     ],
     ids=str,
 )
-def test_a_config_that_transformers_trips_over(packed, packed_copy, values):
+def test_a_config_that_transformers_rejects_is_one_clear_error(packed, packed_copy, values):
     change_config(packed_copy, **values)
     try:
         assert_same(packed[1], load_pruned(packed_copy))
@@ -289,25 +267,22 @@ def test_a_config_that_transformers_trips_over(packed, packed_copy, values):
         assert "transformers" in str(error) or "config.json" in str(error)
 
 
-def test_what_is_left_out_of_the_index_is_missed(packed_copy, tmp_path):
-    """A whole file, or one tensor; transformers makes up what it does not find."""
+def test_weights_missing_from_the_index_are_refused(packed_copy, tmp_path):
+    """A whole file, or one tensor; transformers alone initializes missing weights at random."""
     index = packed_copy / "moonshot.safetensors.index.json"
     intact = json.loads(index.read_text())
     places = intact["weight_map"]
     first = min(places.values())
     for kept, words in [
-        (
-            {name: file for name, file in intact["weight_map"].items() if file != first},
-            "is one of . files, the index names",
-        ),
-        (dict(list(intact["weight_map"].items())[1:]), "is in a file and not in the index"),
-        ({**intact["weight_map"], "extra": first}, "extra is named by the index and in no file"),
+        ({name: file for name, file in places.items() if file != first}, "is one of . files, the index names"),
+        (dict(list(places.items())[1:]), "is in a file and not in the index"),
+        ({**places, "extra": first}, "extra is named by the index and in no file"),
     ]:
         index.write_text(json.dumps({**intact, "weight_map": kept}))
         refused(packed_copy, tmp_path / "out", words)
 
 
-def test_a_smaller_or_larger_model_than_was_saved_is_not_made_up(packed_copy):
+def test_a_smaller_or_larger_model_than_saved_is_refused(packed_copy):
     for layers in (2, 4):
         change_config(packed_copy, num_hidden_layers=layers)
         for read in (load_pruned, AUTO.from_pretrained):
@@ -315,26 +290,23 @@ def test_a_smaller_or_larger_model_than_was_saved_is_not_made_up(packed_copy):
                 read(packed_copy)
 
 
-def test_another_head_on_a_packed_model_is_as_new_as_on_a_dense_one(packed):
+def test_a_new_head_on_a_packed_model_is_initialized(packed):
     model = hf.AutoModelForSequenceClassification.from_pretrained(packed[0], num_labels=3)
     assert_same(packed[1].model, model.model) and model.score.weight.shape == (3, 16)
 
 
-def test_a_tensor_that_became_another_type_is_noticed(packed_copy, tmp_path):
-    """bfloat16 and float16 have equally many bytes: the checksum is the same, the numbers are not."""
+def test_a_tensor_of_another_dtype_is_refused(packed_copy, tmp_path):
+    """bfloat16 and float16 have the same size: equal checksums, other numbers."""
     path = sorted(packed_copy.glob("*.safetensors"))[0]
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
+    header, _ = read_header(path)
     name = next(name for name in header if "norm" in name)
     header[name]["dtype"] = "F16"
-    new = json.dumps(header).encode()
-    path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+    write_header(path, json.dumps(header))
     refused(packed_copy, tmp_path / "out", rf"{name} is stored as float16 \[16\], bfloat16 \[16\] was written")
 
 
 def without_the_package(folder):
-    """The status and the last line of a process that knows nothing of this package."""
+    """The exit status and last line of a process that does not import this package."""
     code = f"""
 import sys
 from transformers import AutoModelForCausalLM
@@ -347,14 +319,14 @@ assert not any(name.startswith("optimum_moonshot") for name in sys.modules)
 
 @pytest.mark.slow
 def test_without_this_package_a_packed_checkpoint_is_an_error(packed, tmp_path):
-    """And no model of random numbers, with a warning and exit status 0."""
+    """Rather than a model of random numbers with a warning and exit status 0."""
     assert without_the_package(packed[0]) == (
         1,
         "ValueError: The transformers file in the config seems to be incorrect: it is neither a safetensors file "
         "(*.safetensors) nor a safetensors index file (*.safetensors.index.json): this checkpoint is packed: "
         "pip install optimum-moonshot, and import optimum_moonshot to load it",
     )
-    # Releases of transformers that do not know that entry find no file.
+    # Releases of transformers without support for that entry look for model.safetensors.
     single = tmp_path / "single"
     pruned().save_pretrained(single, format="packed")
     change_json(single / "config.json", lambda config: config.pop("transformers_weights"))
@@ -363,7 +335,7 @@ def test_without_this_package_a_packed_checkpoint_is_an_error(packed, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_saved_and_loaded_has_no_trace_of_the_names(packed, tmp_path):
+def test_converted_and_loaded_models_do_not_refer_to_packed_files(packed, tmp_path):
     config = json.loads((packed[0] / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moonshot", "format": "packed", "version": 1}
     for model in (load_pruned(packed[0]), load_pruned(packed[0], runtime="packed"), AUTO.from_pretrained(packed[0])):
@@ -373,15 +345,10 @@ def test_what_is_saved_and_loaded_has_no_trace_of_the_names(packed, tmp_path):
     assert without_the_package(tmp_path / "dense")[0] == 0
     single = tmp_path / "single"
     pruned().save_pretrained(single, format="packed")
-    assert {path.name for path in single.glob("*.safetensors*")} == {
-        "moonshot.safetensors",
-        "moonshot.safetensors.index.json",
-    }
+    packed_names = {"moonshot.safetensors", "moonshot.safetensors.index.json"}
+    assert {path.name for path in single.glob("*.safetensors*")} == packed_names
     convert(single, single, "dense")
     assert {path.name for path in single.glob("*.safetensors*")} == {"model.safetensors"}
     convert(single, single, "packed")
-    assert {path.name for path in single.glob("*.safetensors*")} == {
-        "moonshot.safetensors",
-        "moonshot.safetensors.index.json",
-    }
+    assert {path.name for path in single.glob("*.safetensors*")} == packed_names
     assert os.path.isfile(single / "README.md")

@@ -1,4 +1,4 @@
-"""Files that appear together: what a killed save leaves behind, and the order in which the files are moved."""
+"""Staged files: recovery after a killed save, concurrent saves, the order of the moves."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def test_the_files_of_a_killed_save_are_removed_by_the_next(tmp_path):
     assert names(tmp_path) == ["model.safetensors"] and (tmp_path / "model.safetensors").read_text() == "new"
 
 
-def test_a_save_that_runs_is_left_alone(tmp_path):
+def test_a_concurrent_save_is_not_removed(tmp_path):
     with staged("directory", tmp_path) as first:
         (first / "a").write_text("1")
         with staged("directory", tmp_path) as second:
@@ -50,7 +50,7 @@ def test_a_save_that_runs_is_left_alone(tmp_path):
 
 
 def test_two_saves_into_one_folder_are_serialized(tmp_path, monkeypatch):
-    """The files of each move together, so that the folder is never of both."""
+    """The files of a save move together: the folder never mixes two saves."""
     real, turns = os.replace, []
 
     def slow(source, target):
@@ -72,8 +72,8 @@ def test_two_saves_into_one_folder_are_serialized(tmp_path, monkeypatch):
     assert {(tmp_path / name).read_text() for name in names(tmp_path)} == {turns[-1]}
 
 
-def test_a_save_that_starts_does_not_count_as_abandoned(tmp_path, monkeypatch):
-    """Another one starts between the creation of its folder and of its lock."""
+def test_a_save_that_is_starting_is_not_abandoned(tmp_path, monkeypatch):
+    """Another save starts after the folder of the first is created and before its lock."""
     made, others = tempfile.TemporaryDirectory, []
 
     def save(text):
@@ -95,8 +95,8 @@ def test_a_save_that_starts_does_not_count_as_abandoned(tmp_path, monkeypatch):
 
 
 def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
-    """Old weights would go unnoticed under a new config.json, and the other way round."""
-    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "mine.txt", "config.json"):
+    """No error would reveal old weights under a new config.json, or new weights under an old one."""
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "notes.txt", "config.json"):
         (tmp_path / name).write_text("old")
     moved, unlink = [], Path.unlink
 
@@ -118,4 +118,4 @@ def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             (folder / name).write_text("new")
     assert moved == ["model.safetensors", "tokenizer.json"]
-    assert names(tmp_path) == ["mine.txt", "model.safetensors"]
+    assert names(tmp_path) == ["model.safetensors", "notes.txt"]

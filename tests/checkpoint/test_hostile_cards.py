@@ -1,4 +1,4 @@
-"""Cards with texts of others: what stands in a foreign card or in a name neither stops a save nor becomes ours."""
+"""Untrusted text in cards: a foreign card or name neither stops a save nor adds markup to our part."""
 
 import copy
 import dataclasses
@@ -40,7 +40,7 @@ def pruner():
 
 
 def card(folder):
-    """The YAML and the text, divided as the Hub does it."""
+    """The YAML and the text, split by the regular expression of huggingface_hub."""
     content = (folder / "README.md").read_bytes().decode()
     header = REGEX_YAML_BLOCK.search(content)
     assert "\r" not in content
@@ -52,18 +52,18 @@ def tokens(text):
 
 
 def assert_whole(text, name):
-    """Our part of a card has our headings, no markup of others, and tables with as many cells in every row."""
-    found = tokens(parted(text)[0])
-    kinds = [token.type for token in found]
+    """Our part of a card has our headings, no foreign markup, and as many cells in every row of a table."""
+    parsed = tokens(parted(text)[0])
+    kinds = [token.type for token in parsed]
     assert not {"html_block", "html_inline"} & set(kinds)
     assert kinds.count("image") == 1
-    links = [token.attrs["href"] for token in found if token.type == "link_open"]
+    links = [token.attrs["href"] for token in parsed if token.type == "link_open"]
     assert all(link.startswith(("https://arxiv.org/", "https://huggingface.co/")) for link in links)
-    titles = [found[number + 1].children for number, token in enumerate(found) if token.type == "heading_open"]
+    titles = [parsed[number + 1].children for number, token in enumerate(parsed) if token.type == "heading_open"]
     shown = ["".join(child.content for child in children) for children in titles]
     assert shown[0] == " ".join(name.split()) and [title for title in HEADINGS if title in shown] == shown[1:]
     rows, cells = [], 0
-    for token in found:
+    for token in parsed:
         if token.type in ("tr_open", "table_open"):
             rows, cells = (rows if token.type == "tr_open" else []), 0
         cells += token.type in ("td_open", "th_open")
@@ -74,7 +74,7 @@ def assert_whole(text, name):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_is_shown_as_it_is(text):
+def test_text_is_displayed_verbatim(text):
     shown = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
     inline = MARKDOWN.parseInline(escaped(text))[0].children
     assert "".join(child.content for child in inline) == shown
@@ -87,7 +87,7 @@ def test_text_is_shown_as_it_is(text):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_names_of_models_layers_and_data_stay_names(text, pruner, tmp_path):
+def test_names_of_models_layers_and_data_add_no_markup(text, pruner, tmp_path):
     report = copy.deepcopy(pruner.report)
     report.layers[0] = dataclasses.replace(report.layers[0], name=text)
     report.skipped = {text: text}
@@ -121,10 +121,7 @@ def test_a_folder_may_have_any_name(name, tmp_path):
         assert Facts.read(folder, None, "dense").name == shown
 
 
-OURS = {"solver": "magnitude", "pattern": "2:4"}
-
-
-def test_a_folder_need_not_be_called_in_utf8(tmp_path):
+def test_a_folder_name_may_be_invalid_utf8(tmp_path):
     folder = tmp_path / os.fsdecode(b"bytes-\xff")
     pruner = pruned()
     pruner.report.record_evaluation(folder.name, None, 2.0)
@@ -134,7 +131,7 @@ def test_a_folder_need_not_be_called_in_utf8(tmp_path):
 
 
 DAMAGED = (
-    "moonshot: 3\ntags: [mine]",
+    "moonshot: 3\ntags: [custom]",
     "moonshot: [1, 2]",
     "moonshot: text",
     "moonshot: {}",
@@ -180,7 +177,7 @@ def test_a_foreign_card_breaks_nothing(header, pruner, tmp_path, caplog):
         assert "it is kept as another's card" in caplog.text and "moonshot:" in below
 
 
-def test_a_save_does_not_depend_on_a_foreign_card(tmp_path, caplog):
+def test_a_foreign_card_does_not_stop_a_save(tmp_path, caplog):
     dense_model(tmp_path / "base", DAMAGED[0])
     pruner = MoonshotPruner.from_pretrained(tmp_path / "base", MoonshotConfig(solver="magnitude", pattern="2:4"))
     pruner.prune(progress=False)
@@ -190,7 +187,7 @@ def test_a_save_does_not_depend_on_a_foreign_card(tmp_path, caplog):
     assert "moonshot=3 is not of this package: it is kept as another's card" in caplog.text
 
 
-def test_the_fields_that_are_text_are_taken_over(tmp_path):
+def test_text_fields_of_a_foreign_card_are_kept(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("---\ntags: one\nlicense: [mit, 'b\n\n  c']\nlanguage: [de, no]\nlicense_link: 3\n---\ntext")
     base = find_base(str(tmp_path))
@@ -204,7 +201,7 @@ def test_the_fields_that_are_text_are_taken_over(tmp_path):
     assert data["license"] == "mit" and text.endswith("\nother\nlines\n")
 
 
-def test_a_damaged_card_of_ours_is_copied_by_a_conversion(tmp_path):
+def test_a_conversion_copies_our_card_if_it_is_damaged(tmp_path):
     pruned(dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     path = tmp_path / "dense" / "README.md"
     original = path.read_text(encoding="utf-8")

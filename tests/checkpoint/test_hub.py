@@ -1,4 +1,4 @@
-"""A real client against a real HTTP server: create, push, load, read the card; and what happens when it goes wrong."""
+"""A real client against a real HTTP server: create, push, load, read the card; failures leave nothing behind."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1] / "support"
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """What the client saw, and what the server holds afterwards."""
+    """The client's observations and the final state of the server."""
     folder = tmp_path_factory.mktemp("hub")
     with serve() as (address, hub):
         settings = {
@@ -59,17 +59,18 @@ def test_packed_shards_are_loaded_from_the_hub_and_only_with_this_package(sessio
 def test_a_model_that_is_packed_in_memory_is_published_packed(session):
     done, hub = session
     assert done["same held"]
-    held, own = hub.files["me/held"], hub.files["me/own"]
-    assert held["moonshot.safetensors"] == own["moonshot.safetensors"] and "model.safetensors" not in own
-    assert "README.md" in held and "moonshot.safetensors" in hub.commits["me/held"][0]
+    by_pruner, by_model = hub.files["me/held"], hub.files["me/own"]
+    assert by_pruner["moonshot.safetensors"] == by_model["moonshot.safetensors"]
+    assert "model.safetensors" not in by_model
+    assert "README.md" in by_pruner and "moonshot.safetensors" in hub.commits["me/held"][0]
 
 
 def test_commands_take_names_on_the_hub(session):
     done = session[0]["commands"]
     status, printed, _ = done["verified"]
-    found = json.loads(printed)
-    assert status == 0 and found["holds"] and found["checksums"] and found["path"] == "me/shards"
-    assert found["sparsity"] == 0.5 and all(layer["follows"] for layer in found["layers"])
+    result = json.loads(printed)
+    assert status == 0 and result["holds"] and result["checksums"] and result["path"] == "me/shards"
+    assert result["sparsity"] == 0.5 and all(layer["follows"] for layer in result["layers"])
     status, printed, _ = done["verified at"]
     assert status == 0 and "packed; every checksum is right" in printed
     for name in ("converted", "named"):
@@ -86,18 +87,18 @@ def test_commands_take_names_on_the_hub(session):
         ("is packed", 1, "is a packed checkpoint already"),
     ],
 )
-def test_commands_name_what_is_wrong_on_the_hub(session, name, status, words):
-    found, _, complained = session[0]["commands"][name]
-    assert found == status and "Traceback" not in complained
-    assert complained.splitlines()[-1].startswith("error: ") and words in complained.splitlines()[-1]
+def test_commands_report_errors_of_the_hub(session, name, status, words):
+    actual, _, errors = session[0]["commands"][name]
+    assert actual == status and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("error: ") and words in errors.splitlines()[-1]
 
 
-def test_a_model_on_the_hub_that_nobody_pruned_is_no_claim(session):
+def test_a_dense_model_on_the_hub_declares_nothing(session):
     status, printed, _ = session[0]["commands"]["not pruned"]
     assert status == 0 and "no metadata declares that it is pruned" in printed
 
 
-def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
+def test_failures_give_a_hint_and_change_nothing(session):
     done, hub = session
     assert "refused the token for me/refused (401" in done["refused"] and "hf auth login" in done["refused"]
     assert "me/small exists and holds" in done["exists"] and "exist_ok=True" in done["exists"]
@@ -111,7 +112,7 @@ def test_failures_say_what_to_do_and_leave_everything_as_it_was(session):
     assert done["local files intact"]
 
 
-def test_the_card_says_what_was_done(session):
+def test_the_card_describes_the_run(session):
     done, hub = session
     card = done["card"]
     assert card["base_model"] == "org/base" and card["library_name"] == "transformers"
@@ -134,7 +135,7 @@ def test_the_card_says_what_was_done(session):
     }
 
 
-def test_the_text_says_how_to_load_it_and_keeps_the_card_of_the_dense_model(session):
+def test_the_text_explains_loading_and_keeps_the_dense_models_card(session):
     done, hub = session
     text = done["text"]
     assert "import optimum_moonshot" in text and 'from_pretrained("me/small", dtype="auto")' in text

@@ -1,32 +1,28 @@
-"""`load_pruned` refuses what is damaged, by the name of the layer, and says what it chose."""
-
-import json
+"""`load_pruned` names the layer of damaged files, and reports its choice of runtime."""
 
 import pytest
 import torch
 import transformers as hf
+from checkpoint_edits import change_config, change_description, change_file, change_json, read_header
 from checkpoints import assert_same, pruned
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from optimum_moonshot import MoonshotConfig, MoonshotError, MoonshotPruner, convert, load_pruned
 
 
 def layer_at(path, position):
-    """Which layer's bytes lie at a position of a safetensors file."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
+    """The layer that a byte of a safetensors file belongs to; None for the header."""
+    header, first = read_header(path)
     header.pop("__metadata__")
     for name, entry in header.items():
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        start, end = (first + offset for offset in entry["data_offsets"])
         if start <= position < end:
             return name.removesuffix("_packed").removesuffix("_meta").removesuffix(".weight")
     return None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_flipped_bit_is_found_wherever_it_is(packed_copy, seed):
+def test_a_flipped_bit_is_detected_anywhere(packed_copy, seed):
     generator = torch.Generator().manual_seed(seed)
     path = sorted(packed_copy.glob("*.safetensors"))[seed % 2]
     content = path.read_bytes()
@@ -63,93 +59,76 @@ def test_a_truncated_or_missing_file_is_named(packed_copy, format, tmp_path):
         load_pruned(folder)
 
 
-def rewrite(path, change):
-    """A safetensors file with other tensors or metadata."""
-    with safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        metadata = dict(file.metadata())
-    change(found, metadata)
-    save_file(found, path, metadata)
-
-
 def test_files_that_contradict_themselves_are_refused(packed_copy):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
     name = next(name for name in load_file(path) if name.endswith("_meta"))
     layer = name.removesuffix(".weight_meta")
     original = path.read_bytes()
 
-    def refused(change, words):
+    def refused(change, message):
         path.write_bytes(original)
-        rewrite(path, change)
-        with pytest.raises(MoonshotError, match=words):
+        change_file(path, change)
+        with pytest.raises(MoonshotError, match=message):
             load_pruned(packed_copy)
 
-    refused(lambda found, metadata: found.pop(name), f"{layer}: .*weight_meta is missing")
-    refused(lambda found, metadata: metadata.pop("moonshot"), f"no description of its tensors.*{path.name}")
-    refused(lambda found, metadata: found.update(extra=torch.ones(2)), "extra: extra has no checksum in the file's")
-    refused(lambda found, metadata: metadata.update(moonshot="{"), "metadata of the packed layers is damaged")
-    refused(lambda found, metadata: metadata.update(moonshot='{"version": 3, "layers": {}, "sha256": {}}'), "version=3")
-
-    def described(field, value):
-        def change(found, metadata):
-            description = json.loads(metadata["moonshot"])
-            description["layers"][layer + ".weight"][field] = value
-            metadata["moonshot"] = json.dumps(description)
-
-        return change
-
-    refused(described("pattern", "1:4"), f"{layer}: it is not 1:4")
-    refused(described("shape", [7, 16]), f"{layer}: weight_meta is torch.uint8")
-    refused(described("dtype", "float16"), f"{layer}: its values are torch.bfloat16, torch.float16 was written")
+    refused(lambda tensors, _: tensors.pop(name), f"{layer}: .*weight_meta is missing")
+    refused(lambda _, metadata: metadata.pop("moonshot"), f"no description of its tensors.*{path.name}")
+    refused(lambda tensors, _: tensors.update(extra=torch.ones(2)), "extra: extra has no checksum in the file's")
+    refused(lambda _, metadata: metadata.update(moonshot="{"), "metadata of the packed layers is damaged")
+    newer = '{"version": 3, "layers": {}, "sha256": {}}'
+    refused(lambda _, metadata: metadata.update(moonshot=newer), "version=3")
+    for entry, message in (
+        ({"pattern": "1:4"}, "it is not 1:4"),
+        ({"shape": [7, 16]}, "weight_meta is torch.uint8"),
+        ({"dtype": "float16"}, "its values are torch.bfloat16, torch.float16 was written"),
+    ):
+        path.write_bytes(original)
+        change_description(path, lambda values, entry=entry: values["layers"][f"{layer}.weight"].update(entry))
+        with pytest.raises(MoonshotError, match=f"{layer}: {message}"):
+            load_pruned(packed_copy)
 
 
 def test_from_pretrained_compares_checksums_too(packed_copy):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
 
-    def change(found, metadata):
-        name = next(name for name in found if name.endswith("_meta"))
-        found[name][0, 0] ^= 1
+    def change(tensors, metadata):
+        name = next(name for name in tensors if name.endswith("_meta"))
+        tensors[name][0, 0] ^= 1
 
-    rewrite(path, change)
+    change_file(path, change)
     with pytest.raises(MoonshotError, match=rf"its checksum differs \({path.name}\)"):
         hf.AutoModelForCausalLM.from_pretrained(packed_copy)
 
 
-def test_a_dense_checkpoint_that_lost_its_zeros_is_refused(tmp_path):
+def test_a_dense_checkpoint_without_its_zeros_is_refused(tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path)
-    rewrite(tmp_path / "model.safetensors", lambda found, _: found["model.layers.2.mlp.up_proj.weight"].add_(1))
+    change_file(tmp_path / "model.safetensors", lambda tensors, _: tensors["model.layers.2.mlp.up_proj.weight"].add_(1))
     with pytest.raises(MoonshotError, match=r"^model\.layers\.2\.mlp\.up_proj: it has \d+ zeros, its report says 192"):
         load_pruned(tmp_path)
 
 
-def test_weights_that_no_file_holds_are_not_made_up(packed_copy, tmp_path):
-    """transformers fills them with random numbers, and warns."""
+def test_missing_weights_are_refused(packed_copy, tmp_path):
+    """transformers alone initializes them at random, with a warning."""
     name = "model.layers.2.mlp.up_proj"
     pruner = pruned()
     pruner.save_pretrained(tmp_path / "dense")
-    rewrite(tmp_path / "dense" / "model.safetensors", lambda found, _: found.pop(f"{name}.weight"))
+    change_file(tmp_path / "dense" / "model.safetensors", lambda tensors, _: tensors.pop(f"{name}.weight"))
     with pytest.raises(MoonshotError, match=f"^{name}: no file holds it"):
         load_pruned(tmp_path / "dense")
     with pytest.raises(MoonshotError, match=f"^{name}: no file holds it.*random values"):
         MoonshotPruner.from_pretrained(tmp_path / "dense", MoonshotConfig(pattern="2:4"))
-    change_config(packed_copy, lambda config: config.pop("quantization_config"))
+    change_json(packed_copy / "config.json", lambda config: config.pop("quantization_config"))
     with pytest.raises(MoonshotError, match="holds no model.safetensors.*config.json has no quantization_config"):
         load_pruned(packed_copy)
 
 
-def change_config(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("runtime", ["dense", "packed"])
 def test_files_that_do_not_fit_config_json_are_refused(packed_copy, runtime):
-    change_config(packed_copy, lambda config: config.update(num_hidden_layers=2))
+    change_config(packed_copy, num_hidden_layers=2)
     with pytest.raises(MoonshotError, match=r"^model\.layers\.2\..*not in the model of config.json"):
         load_pruned(packed_copy, runtime=runtime)
-    change_config(packed_copy, lambda config: config.update(intermediate_size=32))
+    change_config(packed_copy, intermediate_size=32)
     with pytest.raises(MoonshotError, match=r"^model\.layers\.0\.mlp.*it was saved as \(.*, config.json says"):
         load_pruned(packed_copy, runtime=runtime)
 
@@ -165,7 +144,7 @@ def test_damaged_json_is_named(packed_copy, content, tmp_path):
             load_pruned(folder)
 
 
-def test_options_that_would_load_what_was_not_checked_are_refused(packed):
+def test_options_that_bypass_the_checks_are_refused(packed):
     for name in ("config", "output_loading_info", "subfolder", "variant", "state_dict", "adapter_kwargs"):
         with pytest.raises(MoonshotError, match=f"{name}: load_pruned does not support it"):
             load_pruned(packed[0], **{name: "x"})
@@ -173,7 +152,7 @@ def test_options_that_would_load_what_was_not_checked_are_refused(packed):
         load_pruned(packed[0], quantization_config=MoonshotConfig(pattern="2:4"))
 
 
-def test_without_a_gpu_that_multiplies_2_4_faster_layers_stay_dense_and_say_why(packed, caplog):
+def test_without_2_4_tensor_cores_layers_stay_dense_with_a_reason(packed, caplog):
     folder, model = packed
     loaded = load_pruned(folder, runtime="semi_structured", batch_shape=(2, 8))
     assert_same(model, loaded)

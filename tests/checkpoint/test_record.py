@@ -1,4 +1,4 @@
-"""The record of a pruning run: one type, from the run into config.json and back."""
+"""The record of a pruning run: one type, written to config.json and read back."""
 
 import ast
 import copy
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from checkpoint_edits import change_json
 from checkpoints import INPUTS, pruned
 from models import make
 from torch import nn
@@ -50,7 +51,7 @@ def damaged(path, value):
     return record
 
 
-def test_a_run_leaves_its_record_in_the_model(tmp_path):
+def test_a_run_attaches_its_record_to_the_model(tmp_path):
     config = MoonshotConfig(pattern="2:4", damping=0.02, num_samples=6, offload_dir=str(tmp_path))
     pruner = MoonshotPruner(make("llama"), config)
     report = pruner.prune([{"input_ids": INPUTS}] * 3, progress=False)
@@ -77,7 +78,7 @@ def test_the_record_shares_nothing_with_the_report():
     assert PruningRecord.of(pruner.model).config["seed"] == 0
 
 
-def test_a_record_is_read():
+def test_a_record_is_read_from_a_dictionary():
     record = PruningRecord.from_dict(FIRST)
     assert (record.targets, record.ignore) == (("layers",), ("v_proj",))
     assert record.layer_patterns(["up_proj", "mlp.down", "q"]) == {
@@ -96,7 +97,7 @@ def test_a_setting_that_is_missing_is_named():
             PruningRecord.from_dict({**FIRST, "config": config})
 
 
-def test_what_was_not_pruned_has_no_record():
+def test_a_dense_model_has_no_record():
     assert PruningRecord.of(make("llama")) is None and PruningRecord.of(nn.Linear(2, 2)) is None
     with pytest.raises(MoonshotError, match="no entry moonshot: the model is not pruned"):
         PruningRecord.require_of(make("llama"))
@@ -146,7 +147,7 @@ def test_a_damaged_record_is_one_clear_error(path, value, words):
 
 
 @pytest.mark.parametrize("values", [[], "2:4", 3, True])
-def test_a_record_that_is_no_object(values):
+def test_a_record_must_be_an_object(values):
     with pytest.raises(MoonshotError, match="^config.json is damaged: moonshot: it is .*, not an object"):
         PruningRecord.from_dict(values)
 
@@ -162,12 +163,11 @@ def test_a_newer_record_is_refused():
         PruningRecord.from_dict({**FIRST, "version": 2})
 
 
-def test_every_reader_says_what_is_damaged(tmp_path):
+def test_every_reader_names_the_damaged_field(tmp_path):
     pruned().save_pretrained(tmp_path / "dense")
-    path = tmp_path / "dense" / "config.json"
-    config = json.loads(path.read_text())
-    config["moonshot"]["config"]["targets"] = "layers"
-    path.write_text(json.dumps(config))
+    change_json(
+        tmp_path / "dense" / "config.json", lambda config: config["moonshot"]["config"].update(targets="layers")
+    )
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     for reader in (
         lambda: load_pruned(tmp_path / "dense"),
@@ -183,7 +183,7 @@ def test_every_reader_says_what_is_damaged(tmp_path):
 
 
 def test_reading_needs_no_solver(tmp_path, monkeypatch):
-    """As for a model that was pruned by the solver of a package that is not installed."""
+    """The solver of a pruned model may belong to a package that is not installed."""
     model = pruned(allocation={"q_proj": "1:4", "proj": "2:4"}, pattern="2:4").model
     pruner = pruned(pattern="2:4", targets=["mlp"])
     monkeypatch.delitem(base._SOLVERS, "magnitude")
@@ -195,12 +195,12 @@ def test_reading_needs_no_solver(tmp_path, monkeypatch):
     for folder, runtime in (("packed", "packed"), ("dense", "dense"), ("again", "dense"), ("again", "semi_structured")):
         loaded = load_pruned(tmp_path / folder, runtime=runtime)
         with torch.no_grad():
-            found, expected = loaded(INPUTS).logits, pruner.model(INPUTS).logits
-        assert torch.allclose(found, expected, atol=1e-5) if runtime == "packed" else torch.equal(found, expected)
+            logits, expected = loaded(INPUTS).logits, pruner.model(INPUTS).logits
+        assert torch.allclose(logits, expected, atol=1e-5) if runtime == "packed" else torch.equal(logits, expected)
     assert nm_patterns(None, model) == [NM(1, 4), NM(2, 4)]
 
 
-def test_compaction_joins_the_record():
+def test_compaction_is_added_to_the_record():
     pruner = pruned(pattern="structured", sparsity=0.5)
     before = PruningRecord.of(pruner.model)
     done = pruner.compact()
@@ -209,7 +209,7 @@ def test_compaction_joins_the_record():
     assert {**after.to_dict(), "compaction": None} == {**before.to_dict(), "compaction": None}
 
 
-def test_a_model_without_a_record_is_not_compacted_by_half():
+def test_a_model_without_a_record_is_not_partly_compacted():
     pruner = pruned(pattern="structured", sparsity=0.5)
     model = pruner.model
     del model.config.moonshot
@@ -218,7 +218,7 @@ def test_a_model_without_a_record_is_not_compacted_by_half():
     assert pruner.model is model and pruner.report.compaction is None
 
 
-def test_nobody_else_reads_the_dictionary():
+def test_no_other_code_reads_the_dictionary():
     package = Path(optimum_moonshot.__file__).parent
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

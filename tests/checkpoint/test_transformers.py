@@ -1,4 +1,4 @@
-"""What `from_pretrained` does after `import optimum_moonshot`: registration, and pruning while loading."""
+"""`from_pretrained` after `import optimum_moonshot`: registration, and pruning while loading."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from checkpoint_edits import change_json
 from models import make, token_batches
 from transformers.quantizers import auto
 
@@ -44,8 +45,8 @@ def load(folder, calibration=None, settings=None, **options):
 )
 def test_registered_in_any_order_of_imports(imports):
     code = (
-        f"{imports}\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as found\n"
-        "import sys\nassert found['moonshot'].__name__ == 'MoonshotQuantizer'\n"
+        f"{imports}\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "import sys\nassert quantizers['moonshot'].__name__ == 'MoonshotQuantizer'\n"
         "waiting = [each for each in sys.meta_path if type(each).__module__.endswith('.registration')]\n"
         "assert not [finder for finder in waiting if finder.name in sys.modules]\n"
     )
@@ -103,7 +104,7 @@ def test_calibration_is_used_once_and_never_copied(base):
     assert "calibration" not in config.to_dict() and "object" not in repr(config)
 
 
-def test_text_is_read_with_the_models_own_tokenizer(base, tmp_path, tokenizer):
+def test_text_is_read_with_the_tokenizer_beside_the_model(base, tmp_path, tokenizer):
     make("llama").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model = load(tmp_path, ["some words that are long enough " * 3] * 6)
@@ -127,7 +128,7 @@ def test_a_checkpoint_is_not_pruned_twice(base, tmp_path):
         load(tmp_path / "packed", token_batches())
 
 
-def test_where_pruning_while_loading_cannot_work(base, tmp_path):
+def test_inference_mode_and_disk_offload_are_refused_while_loading(base, tmp_path):
     with torch.inference_mode(), pytest.raises(MoonshotError, match="inference_mode"):
         load(base, token_batches())
     with pytest.raises(MoonshotError, match="offloaded to disk"):
@@ -137,9 +138,7 @@ def test_where_pruning_while_loading_cannot_work(base, tmp_path):
 def test_a_newer_packed_format_is_refused(base, tmp_path):
     load(base, token_batches()).save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "packed", "packed")
-    path = tmp_path / "packed" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= {"version": 3, "codec": "of a later release"}
-    path.write_text(json.dumps(config))
+    newer = {"version": 3, "codec": "of a later release"}
+    change_json(tmp_path / "packed" / "config.json", lambda config: config["quantization_config"].update(newer))
     with pytest.raises(MoonshotError, match="'version': 3.*this release reads"):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")

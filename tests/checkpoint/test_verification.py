@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from checkpoint_edits import change_config, change_json
 from checkpoints import pruned, tensors
 from models import make
 from safetensors.torch import load_file, save_file
@@ -32,13 +33,13 @@ def dense(saved, tmp_path):
 
 
 def change(folder, **entries):
-    """Other tensors, or none, in the one file of a folder."""
+    """Replaces tensors in the single file of a folder; removes those given as None."""
     path = folder / "model.safetensors"
-    found = load_file(path)
+    contents = load_file(path)
     for name, tensor in entries.items():
-        found.pop(name, None)
-        found |= {} if tensor is None else {name: tensor.contiguous()}
-    save_file(found, path, {"format": "pt"})
+        contents.pop(name, None)
+        contents |= {} if tensor is None else {name: tensor.contiguous()}
+    save_file(contents, path, {"format": "pt"})
 
 
 def weight(folder, layer=UP):
@@ -46,14 +47,13 @@ def weight(folder, layer=UP):
 
 
 def quantize(folder, scheme, method="other"):
-    """Every projection by a scheme: layer, weight → tensors; config.json says so."""
+    """Quantizes every projection by `scheme(name, weight)` → tensors, and declares it in config.json."""
     entries = {}
     for name, tensor in tensors(folder).items():
         if "_proj" in name:
             entries |= {name: None, **scheme(name, tensor)}
     change(folder, **entries)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    change_config(folder, quantization_config={"quant_method": method})
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -68,57 +68,57 @@ def quantize(folder, scheme, method="other"):
         ("mixtral", {}),
     ],
 )
-def test_what_was_saved_is_what_is_found(name, settings, format, tmp_path):
+def test_saved_weights_match_their_metadata(name, settings, format, tmp_path):
     pruner = pruned(name, torch.bfloat16, **{"pattern": "2:4", **settings})
     pruner.save_pretrained(tmp_path, format=format, max_shard_size="10KB")
     for source in (None, "moonshot_report.json", "README.md"):
         if source is not None:
             (tmp_path / source).unlink()
-        found = verify(tmp_path)
-        assert found and not found.mismatches and not found.notes, found.table()
-        assert found.format == format and found.checksums is (True if format == "packed" else None)
-        assert len(found.declared) == {None: 3, "moonshot_report.json": 2, "README.md": 1}[source]
-        assert {layer.name for layer in found.layers} == {layer.name for layer in pruner.report.layers}
-        assert found.sparsity == pytest.approx(pruner.report.sparsity, abs=1e-9)
+        result = verify(tmp_path)
+        assert result and not result.mismatches and not result.notes, result.table()
+        assert result.format == format and result.checksums is (True if format == "packed" else None)
+        assert len(result.declared) == {None: 3, "moonshot_report.json": 2, "README.md": 1}[source]
+        assert {layer.name for layer in result.layers} == {layer.name for layer in pruner.report.layers}
+        assert result.sparsity == pytest.approx(pruner.report.sparsity, abs=1e-9)
         parameters = {id(each): each for each in pruner.model.parameters()}.values()
         zeros = sum(int((each == 0).sum()) for each in parameters)
-        if name != "vit":  # which keeps no buffers in its files
-            assert found.parameters == pruner.report.parameters
-            assert found.model_sparsity == pytest.approx(zeros / found.parameters)
+        if name != "vit":  # its files hold no buffers
+            assert result.parameters == pruner.report.parameters
+            assert result.model_sparsity == pytest.approx(zeros / result.parameters)
         matrices = {
             layer.name: layer.matrix for layer in find_structure(pruner.model, settings.get("targets")).layers()
         }
-        for layer in found.layers:
+        for layer in result.layers:
             matrix = matrices[layer.name]
             assert sorted(layer.shape) == sorted(matrix.shape) and layer.zeros == int((matrix == 0).sum())
             assert layer.follows is (True if settings.get("pattern", "2:4") == "2:4" else None)
             assert (layer.declared is None) == (source is not None)
 
 
-def test_one_weight_that_came_back(dense):
+def test_a_restored_weight_is_a_mismatch(dense):
     changed = weight(dense)
     changed[changed == 0] = torch.where(torch.arange(int((changed == 0).sum())) == 7, 0.1, 0.0)
     change(dense, **{f"{UP}.weight": changed})
-    found = verify(dense)
-    assert not found and found.model_sparsity < found.sparsity < 0.5
-    (wrong,) = [layer for layer in found.layers if layer.follows is False]
+    result = verify(dense)
+    assert not result and result.model_sparsity < result.sparsity < 0.5
+    (wrong,) = [layer for layer in result.layers if layer.follows is False]
     assert wrong.name == UP and wrong.sparsity < wrong.declared == 0.5 and wrong.pattern == "2:4"
     for source in ("config.json", "moonshot_report.json", "README.md"):
-        assert f"{source} says 2:4: 1 of 21 layers are not, such as {UP}" in found.mismatches
+        assert f"{source} says 2:4: 1 of 21 layers are not, such as {UP}" in result.mismatches
     fewer = f"moonshot_report.json: 1 of 21 layers have fewer zeros than it says, such as {UP} with 0.4974 for 0.5000"
-    assert fewer in found.mismatches
-    assert "not 2:4" in found.table() and "mismatches" in found.table().splitlines()[-1]
+    assert fewer in result.mismatches
+    assert "not 2:4" in result.table() and "mismatches" in result.table().splitlines()[-1]
 
 
-def test_zeros_in_other_places_keep_the_sparsity_alone(dense):
+def test_misplaced_zeros_break_the_pattern_alone(dense):
     change(dense, **{f"{UP}.weight": weight(dense).flatten().sort()[0].view(24, 16)})
-    found = verify(dense)
-    assert found.sparsity == 0.5
-    assert [line for line in found.mismatches if "2:4" not in line] == [] and len(found.mismatches) == 3
+    result = verify(dense)
+    assert result.sparsity == 0.5
+    assert [line for line in result.mismatches if "2:4" not in line] == [] and len(result.mismatches) == 3
 
 
-def test_the_direction_of_square_weights_is_known(tmp_path):
-    """GPT-2 stores [d_in, d_out]: its output projection is square, and 2:4 one way only."""
+def test_square_weights_are_checked_along_their_inputs(tmp_path):
+    """GPT-2 stores [d_in, d_out]: its output projection is square, and 2:4 along one dimension only."""
     pruned("gpt2").save_pretrained(tmp_path)
     name = "transformer.h.1.attn.c_proj.weight"
     stored = name if name in tensors(tmp_path) else name.removeprefix("transformer.")
@@ -126,8 +126,8 @@ def test_the_direction_of_square_weights_is_known(tmp_path):
     for source in (None, "moonshot_report.json"):
         if source is not None:
             (tmp_path / source).unlink()
-        found = verify(tmp_path)
-        assert [layer.name for layer in found.layers if layer.follows is False] == ["transformer.h.1.attn.c_proj"]
+        result = verify(tmp_path)
+        assert [layer.name for layer in result.layers if layer.follows is False] == ["transformer.h.1.attn.c_proj"]
 
 
 def nearest(name, tensor):
@@ -152,7 +152,7 @@ def eight_bit_floats(name, tensor):
 
 
 def codes(name, tensor):
-    """As bitsandbytes stores 4 bits."""
+    """The 4-bit format of bitsandbytes."""
     book = torch.linspace(-1, 1, 15).tolist() + [1.5]  # the 0 is number 7
     scaled = tensor / tensor.abs().amax()
     numbers = (scaled.flatten()[:, None] - torch.tensor(book)).abs().argmin(1)
@@ -164,7 +164,7 @@ def codes(name, tensor):
 
 
 def words(name, tensor):
-    """As compressed-tensors stores 4 bits: eight in a word, 8 added."""
+    """The 4-bit format of compressed-tensors: eight numbers in a word, with an offset of 8."""
     scale = tensor.abs().amax(1, keepdim=True) / 7
     numbers = ((tensor / scale).round() + 8).long().view(len(tensor), -1, 8)
     word = sum(numbers[..., place] << 4 * place for place in range(8))
@@ -180,35 +180,35 @@ def torchao(name, tensor):
 
 
 @pytest.mark.parametrize("scheme", [nearest, shifted, eight_bit_floats, codes, words, torchao])
-def test_zeros_that_a_quantization_keeps(scheme, dense):
+def test_a_quantization_that_keeps_zeros_matches(scheme, dense):
     quantize(dense, scheme)
-    found = verify(dense)
-    assert found, found.table()
-    assert found.format == "other" and "another tool has quantized it (other)" in found.table()
-    assert found.sparsity >= 0.5 and all(layer.follows for layer in found.layers)
-    assert found.parameters == optimum_moonshot.PruneReport.load(dense).parameters
+    result = verify(dense)
+    assert result, result.table()
+    assert result.format == "other" and "another tool has quantized it (other)" in result.table()
+    assert result.sparsity >= 0.5 and all(layer.follows for layer in result.layers)
+    assert result.parameters == optimum_moonshot.PruneReport.load(dense).parameters
 
 
 @pytest.mark.parametrize("scheme", [nearest, shifted, eight_bit_floats, codes, words, torchao])
-def test_zeros_that_a_quantization_loses(scheme, dense):
-    """As by GPTQ, which moves the error of one weight to those after it, removed ones too."""
+def test_a_quantization_that_loses_zeros_is_a_mismatch(scheme, dense):
+    """GPTQ, for example, compensates an error in all later weights, the pruned ones included."""
     torch.manual_seed(0)
     quantize(dense, lambda name, tensor: scheme(name, tensor + 0.1 * torch.randn_like(tensor)), "gptq")
-    found = verify(dense)
-    assert not found and found.sparsity < 0.45 and found.format == "gptq"
-    assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(found.mismatches)
-    assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in found.mismatches)
+    result = verify(dense)
+    assert not result and result.sparsity < 0.45 and result.format == "gptq"
+    assert "README.md says 2:4: 21 of 21 layers are not" in " ".join(result.mismatches)
+    assert any(line.startswith("config.json says sparsity 0.5000: the layers have ") for line in result.mismatches)
 
 
-def test_weights_that_cannot_be_told(dense):
+def test_unreadable_weights_are_a_mismatch(dense):
     def scheme(name, tensor):
         stem = name.removesuffix("weight")
         return {f"{stem}qweight": torch.zeros(2, 2, dtype=torch.int32), f"{stem}scales": torch.ones(2)}
 
     quantize(dense, scheme, "gptq")
-    found = verify(dense)
-    assert not found and found.sparsity is found.model_sparsity is found.parameters is None
-    (line,) = [line for line in found.mismatches if "cannot be read" in line]
+    result = verify(dense)
+    assert not result and result.sparsity is result.model_sparsity is result.parameters is None
+    (line,) = [line for line in result.mismatches if "cannot be read" in line]
     assert line.endswith(
         "its weight, quantized by gptq, cannot be read: it is stored as qweight, scales, in which its zeros cannot be "
         "determined (21 layers differ)"
@@ -217,16 +217,16 @@ def test_weights_that_cannot_be_told(dense):
 
 def test_more_zeros_are_a_note(dense):
     change(dense, **{f"{UP}.weight": weight(dense).where(weight(dense) > 0, torch.zeros(()))})
-    found = verify(dense)
-    assert found and any(note.startswith(f"{UP}: sparsity 0.7") for note in found.notes)
+    result = verify(dense)
+    assert result and any(note.startswith(f"{UP}: sparsity 0.7") for note in result.notes)
 
 
-def test_layers_that_are_lost_or_of_another_shape(dense):
+def test_missing_layers_and_other_shapes_are_named(dense):
     down = "model.layers.0.mlp.down_proj"
     change(dense, **{f"{UP}.weight": None, f"{down}.weight": torch.zeros(16, 8)})
-    found = verify(dense)
-    assert f"{down}: its shape is [16, 8], the report says [16, 24] (2 layers differ)" in found.mismatches
-    assert next(layer for layer in found.layers if layer.name == UP).problem == "no file holds its weight"
+    result = verify(dense)
+    assert f"{down}: its shape is [16, 8], the report says [16, 24] (2 layers differ)" in result.mismatches
+    assert next(layer for layer in result.layers if layer.name == UP).problem == "no file holds its weight"
 
 
 def test_a_damaged_packed_checkpoint(packed_copy):
@@ -235,14 +235,14 @@ def test_a_damaged_packed_checkpoint(packed_copy):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    found = verify(packed_copy)
-    assert not found and found.checksums is False and "its checksum differs" in " ".join(found.mismatches)
+    result = verify(packed_copy)
+    assert not result and result.checksums is False and "its checksum differs" in " ".join(result.mismatches)
     path.write_bytes(content[:-100])
     with pytest.raises(MoonshotError, match="is truncated"):
         verify(packed_copy)
 
 
-def test_what_would_be_loaded_on_top(dense):
+def test_an_adapter_beside_the_weights_is_a_mismatch(dense):
     (dense / "adapter_config.json").write_text("{}")
     assert "transformers would load it too" in " ".join(verify(dense).mismatches)
 
@@ -255,66 +255,67 @@ def rewrite(folder, source, edit):
         edit(values["moonshot"])
         path.write_text(f"---\n{yaml.safe_dump(values)}---\n{text}", encoding="utf-8")
     else:
-        values = json.loads(path.read_text())
-        edit(values["moonshot"] if source == "config.json" else values)
-        path.write_text(json.dumps(values))
+        change_json(path, lambda values: edit(values["moonshot"] if source == "config.json" else values))
 
 
 @pytest.mark.parametrize(
     ("source", "edit", "line"),
     [
-        ("README.md", lambda told: told.update(pattern="1:4"), "README.md says 1:4: 21 of 21 layers are not, such as"),
-        ("README.md", lambda told: told.update(sparsity=0.6), "README.md says sparsity 0.6000: the layers have 0.5000"),
-        ("README.md", lambda told: told.update(format="packed"), "README.md says that it is packed: it is dense"),
-        ("README.md", lambda told: told.clear(), "README.md is damaged: moonshot={}: not an entry of this package"),
-        ("config.json", lambda told: told["config"].update(pattern="1:8"), "config.json says 1:8: 21 of 21 layers"),
-        ("config.json", lambda told: told.update(sparsity=2), "config.json is damaged: moonshot: sparsity=2"),
-        ("config.json", lambda told: told.update(version=99), "config.json, moonshot: version=99: this release"),
+        ("README.md", lambda data: data.update(pattern="1:4"), "README.md says 1:4: 21 of 21 layers are not, such as"),
+        (
+            "README.md",
+            lambda data: data.update(sparsity=0.6),
+            "README.md says sparsity 0.6000: the layers have 0.5000",
+        ),
+        ("README.md", lambda data: data.update(format="packed"), "README.md says that it is packed: it is dense"),
+        ("README.md", lambda data: data.clear(), "README.md is damaged: moonshot={}: not an entry of this package"),
+        ("config.json", lambda data: data["config"].update(pattern="1:8"), "config.json says 1:8: 21 of 21 layers"),
+        ("config.json", lambda data: data.update(sparsity=2), "config.json is damaged: moonshot: sparsity=2"),
+        ("config.json", lambda data: data.update(version=99), "config.json, moonshot: version=99: this release"),
         (
             "moonshot_report.json",
-            lambda told: told["layers"][0].update(sparsity=0.75),
+            lambda data: data["layers"][0].update(sparsity=0.75),
             "moonshot_report.json: 1 of 21 layers have fewer zeros than it says, such as model.layers.0.self_attn",
         ),
-        ("moonshot_report.json", lambda told: told.pop("layers"), "moonshot_report.json is damaged"),
-        ("moonshot_report.json", lambda told: told["layers"][0].update(shape=[1]), "moonshot_report.json is damaged"),
+        ("moonshot_report.json", lambda data: data.pop("layers"), "moonshot_report.json is damaged"),
+        ("moonshot_report.json", lambda data: data["layers"][0].update(shape=[1]), "moonshot_report.json is damaged"),
     ],
 )
-def test_a_text_that_says_something_else(source, edit, line, dense):
+def test_metadata_that_contradicts_the_weights(source, edit, line, dense):
     rewrite(dense, source, edit)
-    found = verify(dense)
-    assert not found and any(line in said for said in found.mismatches), found.mismatches
+    result = verify(dense)
+    assert not result and any(line in mismatch for mismatch in result.mismatches), result.mismatches
 
 
-def test_every_layer_by_its_own_rule(tmp_path):
+def test_every_layer_is_checked_against_its_own_rule(tmp_path):
     pruner = pruned("llama", pattern="unstructured", sparsity=0.3, allocation={"mlp": "2:4", r"\.0\.self_attn": 0.7})
     pruner.save_pretrained(tmp_path)
-    found = verify(tmp_path)
-    assert found and {layer.pattern for layer in found.layers if "mlp" in layer.name} == {"2:4"}
-    assert {layer.pattern for layer in found.layers if "mlp" not in layer.name} == {None}
-    assert "config.json: by layer, sparsity" in found.table()
+    result = verify(tmp_path)
+    assert result and {layer.pattern for layer in result.layers if "mlp" in layer.name} == {"2:4"}
+    assert {layer.pattern for layer in result.layers if "mlp" not in layer.name} == {None}
+    assert "config.json: by layer, sparsity" in result.table()
 
 
 def test_a_compacted_model_declares_no_zeros(tmp_path):
     pruner = pruned("llama", pattern="structured", sparsity=0.5)
     pruner.compact()
     pruner.save_pretrained(tmp_path)
-    found = verify(tmp_path)
-    assert found and found.notes == ("the model was compacted: no zeros are declared",)
-    assert found.sparsity == 0 and "structured, sparsity 0.5000, compacted" in found.table()
+    result = verify(tmp_path)
+    assert result and result.notes == ("the model was compacted: no zeros are declared",)
+    assert result.sparsity == 0 and "structured, sparsity 0.5000, compacted" in result.table()
 
 
-def test_a_model_that_nobody_pruned(tmp_path):
+def test_a_dense_model_declares_nothing(tmp_path):
     make("llama").save_pretrained(tmp_path)
-    found = verify(tmp_path)
-    assert found and not found.declared and found.sparsity == 0 and len(found.layers) == 21
-    assert found.table().endswith("verdict     no metadata declares that it is pruned")
+    result = verify(tmp_path)
+    assert result and not result.declared and result.sparsity == 0 and len(result.layers) == 21
+    assert result.table().endswith("verdict     no metadata declares that it is pruned")
 
 
-def test_an_architecture_that_transformers_does_not_know(dense):
-    config = json.loads((dense / "config.json").read_text())
-    (dense / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of", "architectures": ["Own"]}))
-    found = verify(dense)
-    assert found and len(found.layers) == 21 and "known from the report alone" in found.notes[0]
+def test_an_unknown_architecture_is_read_from_the_report(dense):
+    change_config(dense, model_type="unheard_of", architectures=["Own"])
+    result = verify(dense)
+    assert result and len(result.layers) == 21 and "known from the report alone" in result.notes[0]
 
 
 def test_mistakes_are_named(tmp_path):
@@ -328,7 +329,7 @@ def test_mistakes_are_named(tmp_path):
 
 
 def run(capsys, *argv):
-    """Exit status, and what a command printed."""
+    """The exit status and output of a command."""
     try:
         main(["verify", *map(str, argv)])
         status = 0

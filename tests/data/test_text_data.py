@@ -97,7 +97,7 @@ def test_documents_without_tokens_are_dropped():
     ("special", "pad"),
     [({"pad_token": "<pad>", "eos_token": "</s>"}, 0), ({"unk_token": "<unk>", "eos_token": "</s>"}, 1), ({}, 0)],
 )
-def test_padding_uses_any_special_token(special, pad):
+def test_padding_needs_no_pad_token(special, pad):
     tokenizer = byte_tokenizer(**special)
     before = tokenizer.pad_token_id
     data = load_calibration(["ab", "cdef"], tokenizer, num_samples=2, sequence_length=8)
