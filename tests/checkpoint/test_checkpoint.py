@@ -53,9 +53,8 @@ def test_every_format_restores_the_same_weights(name, settings, tmp_path):
         first, last = tensors(folders[0]), tensors(folders[2])
         assert first.keys() == last.keys() and all(torch.equal(first[key], last[key]) for key in first)
         count = {layer.removesuffix("_packed") for layer in first if layer.endswith("_packed")}
-        fused = [
-            layer for layer in pruner.report.layers if "experts" in layer.name
-        ]  # two in each block, stored as 4 × 3 matrices
+        # Two fused layers in each block, stored as 4 × 3 matrices.
+        fused = [layer for layer in pruner.report.layers if "experts" in layer.name]
         assert len(count) == len(pruner.report.layers) + 5 * len(fused)
         kept = load_pruned(folders[0], runtime="packed")
         for module_name, module in kept.named_modules():

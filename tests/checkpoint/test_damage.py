@@ -1,4 +1,4 @@
-"""Damaged folders by the hundred: the weights that were saved, or a `MoonshotError`; nothing else, from any reader."""
+"""Hundreds of damaged folders: every reader returns the saved weights or raises a `MoonshotError`."""
 
 import pytest
 from damage import READERS, make_folder, trial

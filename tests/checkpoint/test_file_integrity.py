@@ -222,14 +222,14 @@ NO_STRINGS = [{"moonshot": value} for value in (None, {}, [1])]
 
 
 @pytest.mark.parametrize("metadata", [None, [], "x", 3, *NO_STRINGS, "deep"], ids=str)
-def test_metadata_that_is_no_mapping_of_strings_is_refused(packed_copy, tmp_path, metadata):
+def test_metadata_must_map_strings_to_strings(packed_copy, tmp_path, metadata):
     path = sorted(packed_copy.glob("*.safetensors"))[0]
     header = json.dumps({**read_header(path)[0], "__metadata__": metadata})
     write_header(path, header.replace('"deep"', DEEP) if metadata == "deep" else header)
     refused(packed_copy, tmp_path / "out", path.name)
 
 
-def test_json_of_any_depth_and_kind_in_the_other_files(packed_copy, tmp_path):
+def test_damaged_json_files_are_refused(packed_copy, tmp_path):
     index = packed_copy / "moonshot.safetensors.index.json"
     intact = index.read_text()
     for text in (DEEP, "null", *(f'{{"weight_map": {value}}}' for value in ("[]", "{}", "null", '{"a": [1]}'))):

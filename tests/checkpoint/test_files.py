@@ -94,7 +94,7 @@ def test_a_save_that_is_starting_is_not_abandoned(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.txt", "second.txt"]
 
 
-def test_half_a_move_cannot_be_loaded(tmp_path, monkeypatch):
+def test_an_interrupted_move_cannot_be_loaded(tmp_path, monkeypatch):
     """No error would reveal old weights under a new config.json, or new weights under an old one."""
     for name in ("model.safetensors", "model-00001-of-00002.safetensors", "notes.txt", "config.json"):
         (tmp_path / name).write_text("old")

@@ -155,14 +155,13 @@ DAMAGED = (
 )
 
 
-def dense_model(folder, header):
-    make("llama").save_pretrained(folder)
+def write_foreign_card(folder, header):
     (folder / "README.md").write_text(f"---\n{header}\n---\n# Theirs\n\n{HOSTILE[6]}\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize("header", DAMAGED)
 def test_a_foreign_card_breaks_nothing(header, pruner, tmp_path, caplog):
-    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n# Theirs\n\n{HOSTILE[6]}\n", encoding="utf-8")
+    write_foreign_card(tmp_path, header)
     facts = Facts.gather(pruner.model, "name", "dense")
     below = ""
     for again in (False, True):
@@ -178,7 +177,8 @@ def test_a_foreign_card_breaks_nothing(header, pruner, tmp_path, caplog):
 
 
 def test_a_foreign_card_does_not_stop_a_save(tmp_path, caplog):
-    dense_model(tmp_path / "base", DAMAGED[0])
+    make("llama").save_pretrained(tmp_path / "base")
+    write_foreign_card(tmp_path / "base", DAMAGED[0])
     pruner = MoonshotPruner.from_pretrained(tmp_path / "base", MoonshotConfig(solver="magnitude", pattern="2:4"))
     pruner.prune(progress=False)
     pruner.save_pretrained(tmp_path / "out")

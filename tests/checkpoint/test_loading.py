@@ -164,6 +164,6 @@ def test_without_2_4_tensor_cores_layers_stay_dense_with_a_reason(packed, caplog
             load_pruned(folder, runtime="semi_structured", batch_shape=shape)
 
 
-def test_a_repository_that_does_not_exist(monkeypatch):
+def test_a_missing_repository_is_named():
     with pytest.raises(MoonshotError, match="neither a folder nor a readable repository"):
         load_pruned("nobody/nothing", local_files_only=True)

@@ -229,7 +229,7 @@ def test_missing_layers_and_other_shapes_are_named(dense):
     assert next(layer for layer in result.layers if layer.name == UP).problem == "no file holds its weight"
 
 
-def test_a_damaged_packed_checkpoint(packed_copy):
+def test_a_damaged_packed_checkpoint_is_a_mismatch_or_an_error(packed_copy):
     assert verify(packed_copy)
     path = sorted(packed_copy.glob("*.safetensors"))[0]
     content = bytearray(path.read_bytes())
@@ -338,7 +338,7 @@ def run(capsys, *argv):
     return status, capsys.readouterr()
 
 
-def test_the_command(dense, capsys, tmp_path):
+def test_the_verify_command_reports_matches_and_mismatches(dense, capsys, tmp_path):
     status, printed = run(capsys, dense)
     assert status == 0 and printed.out.splitlines()[-1] == "verdict     matches its metadata"
     assert "sparsity    0.5000 over 21 layers, 0." in printed.out and len(printed.out.splitlines()) == 22 + 7

@@ -180,7 +180,7 @@ def test_sources_without_images_are_rejected(make_source, message, tmp_path, mon
         open_images(make_source(tmp_path))
 
 
-def test_model_inputs_are_left_to_the_other_reader():
+def test_model_inputs_are_not_read_as_images():
     assert open_images(image_batches()) is None
     assert open_images(Dataset.from_dict({"pixel_values": [[[[0.0]]]], "labels": [0]})) is None
 

@@ -33,7 +33,7 @@ def test_windows_reach_both_ends_of_the_text(tmp_path):
         load(path, sequence_length=11)
 
 
-def test_tokens_are_those_of_a_plain_call(tmp_path):
+def test_tokens_equal_those_of_a_tokenizer_call(tmp_path):
     tokenizer = byte_tokenizer(bos_token="<s>")
     for source in (write(tmp_path / "tiny.txt", "0123456789"), ["0123456789"]):
         data = load_calibration(source, tokenizer, num_samples=1, sequence_length=12)

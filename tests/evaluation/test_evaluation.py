@@ -173,7 +173,7 @@ WIKITEXT = {"name": "wikitext-2-raw-v1"}
 PTB = {"revision": "refs/convert/parquet"}
 
 
-class TestNamed:
+class TestNamedDataSets:
     @pytest.mark.parametrize(
         ("name", "path", "options", "column", "joiner"),
         [
@@ -217,7 +217,7 @@ class TestNamed:
         assert perplexity(model, tokenizer).dataset == "wikitext2"
 
     @pytest.mark.parametrize("name", ["c4", "wikitext2", "ptb"])
-    def test_no_hub(self, model, tokenizer, monkeypatch, name):
+    def test_an_unreachable_hub_is_named_with_a_hint(self, model, tokenizer, monkeypatch, name):
         def fail(*args, **options):
             raise ConnectionError("Couldn't reach it\nat all")
 
@@ -346,7 +346,7 @@ class TestErrors:
         with pytest.raises(MoonshotError, match="tokenizer=None"):
             perplexity(model, None, [TEXT])
 
-    def test_data(self, model, tokenizer):
+    def test_sources_other_than_text(self, model, tokenizer):
         with pytest.raises(MoonshotError, match='"wikitext3" is neither'):
             perplexity(model, tokenizer, "wikitext3")
         with pytest.raises(MoonshotError, match="contains model inputs; give text"):
