@@ -91,7 +91,7 @@ def test_values_at_the_bounds_are_accepted(values):
     MoonshotConfig(**values)
 
 
-def test_expressions_are_any_sequence_of_strings():
+def test_expressions_may_be_any_sequence_of_strings():
     configs = [MoonshotConfig(sparsity=0.5, targets=kind(["mlp", "^q"]), ignore=kind(["up"])) for kind in (list, tuple)]
     assert configs[0] == configs[1] and hash(configs[0]) == hash(configs[1])
     assert configs[0].targets == ("mlp", "^q") and configs[0].ignore == ("up",)
@@ -109,7 +109,7 @@ def test_an_unstructured_pattern_needs_a_sparsity():
         MoonshotConfig()
 
 
-def test_fields_are_given_by_name_and_do_not_change():
+def test_fields_are_keyword_only_and_frozen():
     with pytest.raises(TypeError):
         MoonshotConfig("wanda")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -224,7 +224,7 @@ def test_the_dictionary_is_of_plain_types():
 
 
 @pytest.mark.parametrize("solver", solver_names())
-def test_the_shared_hyperparameters_are_attributes(solver):
+def test_shared_hyperparameters_read_as_their_values(solver):
     has = "damping" in solver_options(solver)
     config = usual(solver)
     assert config.damping == (0.01 if has else None) and config.block_size is None

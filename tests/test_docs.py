@@ -19,7 +19,7 @@ import optimum_moonshot.solvers.base as solvers
 from optimum_moonshot.data import corpora
 
 NOT_RUN: dict[str, int] = {"docs/vllm.md": 2}  # page → number of blocks that do not run
-# The pages of seconds each.
+# Pages that take several seconds each.
 LONG = {f"docs/{name}.md" for name in ("mixtures", "distributed", "choosing", "recovery", "language-models")}
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]*))?\)")
 FIGURE = re.compile(r"\d+\.\d ± \d+\.\d")

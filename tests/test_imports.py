@@ -87,7 +87,7 @@ def test_no_import_cycles():
     tuple(TopologicalSorter(graph()).static_order())
 
 
-def test_the_mathematics_needs_no_transformers():
+def test_numerical_packages_import_no_transformers():
     for name, path in modules().items():
         if folder(name) in ("objective", "solvers", "packing", "kernels", "errors"):
             imported = {

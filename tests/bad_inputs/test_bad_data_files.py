@@ -53,7 +53,7 @@ class Untouched:
 
 
 @pytest.mark.parametrize("kind", ["list", "Dataset", "json", "jsonl", "parquet"])
-def test_far_too_many_samples_are_refused_before_tokenizing(tmp_path, kind):
+def test_too_many_samples_are_refused_before_tokenizing(tmp_path, kind):
     texts = [f"document {index}" for index in range(50)]
     data = texts if kind == "list" else Dataset.from_dict({"text": texts})
     if kind in ("json", "jsonl", "parquet"):
@@ -66,7 +66,7 @@ def test_far_too_many_samples_are_refused_before_tokenizing(tmp_path, kind):
         pruner.prune(data, progress=False)
 
 
-def test_far_too_many_images_are_refused_before_reading(tmp_path, processor):
+def test_too_many_images_are_refused_before_reading(tmp_path, processor):
     pictures(tmp_path / "images", "cut")
     with pytest.raises(MoonshotError, match="num_samples=1000000: .* has 4 images; give more or set num_samples=4"):
         MoonshotPruner(make("vit"), config(num_samples=10**6), None, processor).prune(

@@ -167,7 +167,7 @@ def test_model_that_cannot_be_loaded(capsys, tmp_path, monkeypatch, argv):
     assert not (tmp_path / "out").exists()
 
 
-def test_eval_checks_its_numbers_first(capsys):
+def test_eval_validates_numbers_before_loading(capsys):
     status, lines = failure(capsys, "eval", "no/such/model", "--dataset", "x", "--batch-size", "0")
     assert status == 2 and len(lines) == 1 and "--batch-size 0" in lines[0]
 

@@ -116,7 +116,7 @@ def test_only_a_pruned_model_has_a_runtime(data, capsys, runtime):
     assert status == 2 and lines[-1].endswith(f"--runtime {runtime}: {DEMO} is not pruned; leave the option out")
 
 
-def test_results_so_far_are_written_when_a_later_one_fails(data, tmp_path, capsys):
+def test_earlier_results_are_written_when_a_later_one_fails(data, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("x")
     argv = [DEMO, "--dataset", data / "held.txt", tmp_path / "empty.txt", *SHORT, "--output", tmp_path / "out.json"]
     status, lines = failure(capsys, "eval", *argv)

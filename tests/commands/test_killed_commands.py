@@ -304,7 +304,7 @@ def test_a_real_full_disk(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["in", "in/deeper"])
-def test_nothing_is_written_into_the_models_folder(capsys, tmp_path, name):
+def test_nothing_is_written_to_the_folder_of_the_model(capsys, tmp_path, name):
     model = tmp_path / "in"
     model.mkdir()
     (model / "config.json").write_text("{}")

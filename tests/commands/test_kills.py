@@ -13,7 +13,7 @@ from kills import KINDS, MEETINGS
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1] / "support"
-ROOT = TESTS.parent
+ROOT = TESTS.parents[1]
 
 
 FEW = ("prune", "recover", "sweep", "convert to packed", "save, dense")
@@ -70,7 +70,7 @@ def test_a_killed_lock_holder_blocks_no_other_and_a_hang_shows_its_traceback(tmp
     assert hung.startswith("no end after 6 s: ") and "in take_and_wait" in hung
 
 
-def test_the_guide_has_the_figures_of_the_programs():
+def test_the_guide_has_the_figures_of_the_result_files():
     """The figures come from the result files, which contain no failures."""
     results = ROOT / "benchmarks" / "results"
     kills = json.loads((results / "kills.json").read_text(encoding="utf-8"))

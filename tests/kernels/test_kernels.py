@@ -114,7 +114,7 @@ def test_every_bit_of_a_value_survives_unpacking(kernels):
 
 
 @needs_library
-def test_infinities_and_nans_are_multiplied_as_in_a_dense_product(kernels):
+def test_infinities_and_nans_propagate_as_in_a_dense_product(kernels):
     for dtype in DTYPES:
         dense = matrix(9, 300, 0.5, dtype)
         special = dense.clone()
@@ -148,7 +148,7 @@ def test_the_smallest_and_the_largest_numbers(kernels):
 
 
 @needs_library
-def test_more_rows_than_are_taken_at_once(kernels):
+def test_more_rows_than_one_chunk(kernels):
     for dtype in DTYPES:
         dense = matrix(9, 100, 0.5, dtype)
         generator = torch.Generator().manual_seed(0)
@@ -162,7 +162,7 @@ def test_more_rows_than_are_taken_at_once(kernels):
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_groups_of_rows_strips_of_inputs_and_many_rows_together(kernels, dtype):
+def test_row_groups_input_strips_and_many_rows(kernels, dtype):
     """Integers have exact sums, so that a missing or repeated term is noticed."""
     generator = torch.Generator().manual_seed(0)
     few = ((300, 600, 2), (97, 777, 5), (70, 512, 16), (130, 1100, 30), (75, 600, 47), (99, 300, 64), (50, 3000, 9))

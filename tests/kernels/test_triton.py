@@ -46,7 +46,7 @@ CASES += [(share, d_in) for share in (0.0, 0.5, 0.9, 1.0) for d_in in (1, 7, 33,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("pattern", "d_in"), CASES)
-def test_the_product_is_the_dense_one(pattern, d_in, dtype):
+def test_the_product_equals_the_dense_one(pattern, d_in, dtype):
     matrix = sparse(9, d_in, pattern, dtype)
     values, meta, offsets, window = packed(matrix, pattern)
     assert bool(window) == (isinstance(pattern, NM) and pattern.m <= 8)

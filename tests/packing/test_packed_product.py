@@ -126,7 +126,7 @@ def test_gradients_match_finite_differences(route):
         assert torch.autograd.gradcheck(packed, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
 
 
-def test_tiles_are_for_many_rows_where_torch_is_faster(route, monkeypatch):
+def test_many_rows_are_unpacked_in_tiles_where_torch_is_faster(route, monkeypatch):
     if find_library() is None:
         pytest.skip("installed without a C compiler")
     monkeypatch.setattr(find_library(), "most_rows", 16)
@@ -150,7 +150,7 @@ def test_the_operators_pass_opcheck(pattern, route):
     torch.library.opcheck(torch.ops.moonshot.packed_transposed.default, outputs)
 
 
-def test_mismatched_shapes_raise_torchs_error(route):
+def test_mismatched_inputs_raise_torchs_error(route):
     _, packed = pair(NM(2, 4))
     for wrong in (torch.randn(3, 60), torch.randn(3, 64).bfloat16()):
         with torch.no_grad(), pytest.raises(RuntimeError, match="shape|dtype|size"):

@@ -26,7 +26,7 @@ def rows(values, meta):
 
 @pytest.mark.parametrize("groups", [1, 3, 16])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_the_format_is_the_literal_one(pattern, groups):
+def test_the_format_matches_the_reference(pattern, groups):
     d_in = groups * (pattern.m if pattern else 11)
     for dtype in DTYPES:
         matrix = reference.random_matrix(5, d_in, pattern, dtype)
@@ -128,7 +128,7 @@ def test_inconsistent_tensors_are_refused(pattern):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear_is_the_linear(bias):
+def test_packed_linear_equals_linear(bias):
     linear = nn.Linear(12, 5, bias=bias)
     with torch.no_grad():
         linear.weight.copy_(reference.random_matrix(5, 12, NM(2, 4), torch.float32))

@@ -26,14 +26,14 @@ def unrotated(objective):
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.0), Unstructured(0.3), HALF, Unstructured(1.0)])
-def test_unstructured_scores_are_the_sum_of_the_smallest(pattern):
+def test_the_unstructured_sum_has_the_smallest_scores(pattern):
     values = torch.rand(7, 12)
     count = round(pattern.sparsity * 84)
     torch.testing.assert_close(removed(values, [pattern]), values.flatten().sort().values[:count].sum())
 
 
 @pytest.mark.parametrize("n, m", [(n, m) for m in (2, 4, 8) for n in range(1, m + 1)])
-def test_n_m_scores_sum_the_smallest_of_every_m(n, m):
+def test_the_n_m_sum_has_the_smallest_scores_of_every_m(n, m):
     values = torch.rand(5, 16, requires_grad=True)
     total = removed(values, [NM(n, m)])
     keep = NM(n, m).keep(values.detach())
@@ -180,7 +180,7 @@ def test_learning_resumes_from_a_state():
         assert torch.equal(again.tensors[name], tensor), name
 
 
-def test_sampled_rows_represent_all():
+def test_sampled_indices_are_sorted_and_aligned():
     generator = torch.Generator().manual_seed(0)
     assert sampled(10, None, 1, generator) is None and sampled(10, 10, 1, generator) is None
     rows = sampled(100, 10, 1, generator)

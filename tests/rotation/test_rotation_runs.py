@@ -212,7 +212,7 @@ def test_structured_patterns_are_refused():
         MoonshotConfig(solver="osscar", pattern="structured", sparsity=0.5, rotation="learned")
 
 
-def test_a_training_keeps_its_basis():
+def test_training_keeps_its_basis():
     with pytest.raises(MoonshotError, match="rotation='learned': the optimizer's state .* rotate it before"):
         MoonshotCallback(MoonshotConfig(**SETTINGS))
 

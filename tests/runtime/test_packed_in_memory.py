@@ -131,7 +131,7 @@ def test_one_decoder_layer_is_dense_while_a_packed_model_is_saved(format, tmp_pa
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_saved_as_well(copied, tmp_path):
+def test_copies_can_be_saved(copied, tmp_path):
     pruner = pruned()
     pruner.save_pretrained(tmp_path / "before", format="packed")
     pruner.to_runtime("packed")

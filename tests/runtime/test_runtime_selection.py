@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small_layers_count(monkeypatch):
-    """A processor with AVX2 kernels, whatever this one has, and no layer too small for them."""
+    """A processor with AVX2 kernels, regardless of the real one, and no lower limit on layer sizes."""
     library = SimpleNamespace(instruction_set="avx2", computes=lambda dtype: dtype.itemsize < 8)
     monkeypatch.setattr(bitmask_speed, "find_library", lambda: library)
     monkeypatch.setattr(bitmask_speed, "_LEAST", 1)
