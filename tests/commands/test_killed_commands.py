@@ -243,7 +243,7 @@ def test_foreign_files_in_the_partial_folder_are_named(capsys, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("precious")
     status, lines = failure(capsys, *command("prune", tmp_path / "out", *PRUNE))
-    assert status == 2 and "out.partial holds other files" in lines[-1]
+    assert status == 2 and "out.partial has other files" in lines[-1]
     assert left(tmp_path) == {"out.partial"} and left(tmp_path / "out.partial") == {"mine.txt"}
 
 
